@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the params of each short name into the package: run after a change of the architectures."""
+
+from __future__ import annotations
+
+from fedplan.catalog import MANIFESTS, SHORT, skeleton
+from fedplan.description import describe
+from fedplan.manifest import written
+
+if __name__ == "__main__":
+    for name in SHORT:
+        (MANIFESTS / f"{name}.json").write_text(written(describe(skeleton(name))))

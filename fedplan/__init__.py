@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fedplan: which part of a Transformer each client trains, shares and keeps, round by round."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fedplan.architectures import teach
+from fedplan.catalog import params_of
+from fedplan.errors import FedplanError, PlanError, UnknownArchitecture, UnknownModel
+from fedplan.explanation import explain
+from fedplan.plan import Plan, Role, best, by, chain, cycle, freeze, hold, keep, share, when
+from fedplan.resolution import Resolver, permitted, resolve
+from fedplan.text import parse
+from fedplan.turn import Turn, after, client_in, phase, trait
+
+if TYPE_CHECKING:
+    from fedplan.description import describe
+    from fedplan.state import mark
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FedplanError",
+    "Plan",
+    "PlanError",
+    "Resolver",
+    "Role",
+    "Turn",
+    "UnknownArchitecture",
+    "UnknownModel",
+    "after",
+    "best",
+    "by",
+    "chain",
+    "client_in",
+    "cycle",
+    "describe",
+    "explain",
+    "freeze",
+    "hold",
+    "keep",
+    "mark",
+    "params_of",
+    "parse",
+    "permitted",
+    "phase",
+    "resolve",
+    "share",
+    "teach",
+    "trait",
+    "when",
+]
+
+_WITH_TORCH = {"describe": "fedplan.description", "mark": "fedplan.state"}
+
+
+def __getattr__(name: str) -> Any:
+    # To read a plan takes no torch: what needs it is imported when it is first asked for.
+    if name in _WITH_TORCH:
+        return getattr(import_module(_WITH_TORCH[name]), name)
+    raise AttributeError(f"module 'fedplan' has no attribute {name!r}")

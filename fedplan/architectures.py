@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The architectures that fedplan knows: the only file that spells names of other people's models.
+
+Norms and embedding tables are told by their layer type, and what stands outside a Hugging Face
+backbone is its head; a row says the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+from fedplan.anatomy import (
+    Anatomy,
+    Layout,
+    falcon,
+    grouped,
+    key_value,
+    path,
+    per_head,
+    thirds,
+)
+from fedplan.params import Kind
+
+KNOWN: dict[str, Anatomy] = {}
+
+
+def teach(
+    name: str,
+    *,
+    like: str = "",
+    blocks: Mapping[str, str] | None = None,
+    fused: Mapping[str, Layout] | None = None,
+    towers: Mapping[str, str] | None = None,
+    cross: str = "",
+    acts_on: Mapping[str, str] | None = None,
+    **kinds: str,
+) -> Anatomy:
+    """Teach fedplan an architecture: a `config.model_type`, or the class name of a plain module.
+
+    `blocks` says per stack where its list of blocks is; each further word is a kind with the paths
+    that hold it, separated by spaces. `like` starts from another row.
+
+    >>> row = teach("my_vit", like="vit", query="attn.to_q", key="attn.to_k", value="attn.to_v")
+    """
+    row = Anatomy(
+        blocks=dict(blocks or {}),
+        kinds={path(p): Kind(kind) for kind, paths in kinds.items() for p in paths.split()},
+        fused={path(p): layout for p, layout in (fused or {}).items()},
+        acts_on={path(p): Kind(kind) for p, kind in (acts_on or {}).items()},
+        towers=dict(towers or {}),
+        cross=frozenset(path(p) for p in cross.split()),
+    )
+    KNOWN[name] = _over(KNOWN[like], row) if like else row
+    return KNOWN[name]
+
+
+def _over(old: Anatomy, new: Anatomy) -> Anatomy:
+    """A row laid over another: what the new one says is added, or heard instead."""
+    said = {f.name: getattr(old, f.name) | getattr(new, f.name) for f in fields(Anatomy)}
+    said["blocks"] = new.blocks or old.blocks
+    return replace(old, **said)
+
+
+# Text encoders
+teach(
+    "bert",
+    blocks={"encoder": "encoder.layer"},
+    query="self.query",
+    key="self.key",
+    value="self.value",
+    out="attention.output.dense",
+    mlp="intermediate.dense output.dense",
+    head="pooler",
+    cross="crossattention",
+)
+teach("roberta", like="bert")
+teach("xlm-roberta", like="bert")
+teach("camembert", like="bert")
+teach("electra", like="bert", embed="embeddings_project")
+teach(
+    "albert",
+    blocks={"encoder": "albert_layer_groups.*.albert_layers"},
+    query="attention.query",
+    key="attention.key",
+    value="attention.value",
+    out="attention.dense",
+    mlp="ffn ffn_output",
+    embed="embedding_hidden_mapping_in",
+    head="pooler",
+)
+teach(
+    "distilbert",
+    blocks={"encoder": "transformer.layer"},
+    query="attention.q_lin",
+    key="attention.k_lin",
+    value="attention.v_lin",
+    out="attention.out_lin",
+    mlp="ffn",
+)
+teach(
+    "deberta-v2",
+    like="bert",
+    query="self.query_proj self.pos_query_proj",
+    key="self.key_proj self.pos_key_proj",
+    value="self.value_proj",
+    position="encoder.rel_embeddings",
+    embed="embed_proj",
+)
+teach(
+    "modernbert",
+    blocks={"encoder": "layers"},
+    fused={"attn.Wqkv": thirds},
+    out="attn.Wo",
+    mlp="mlp",
+)
+
+# Vision
+teach(
+    "vit",
+    blocks={"vision": "layers"},
+    query="attention.q_proj",
+    key="attention.k_proj",
+    value="attention.v_proj",
+    out="attention.o_proj",
+    mlp="mlp",
+    embed="embeddings",
+    head="pooler",
+)
+teach("deit", like="vit")
+teach("dinov2", like="vit", blocks={"vision": "encoder.layer"}, scale="layer_scale1 layer_scale2")
+teach("beit", like="vit", scale="lambda_1 lambda_2", position="relative_position_bias")
+teach(
+    "swin",
+    like="vit",
+    blocks={"vision": "encoder.layers.*.blocks"},
+    position="relative_position_bias",
+    embed="downsample",
+)
+
+# Two towers
+teach(
+    "clip_text_model",
+    blocks={"text": "encoder.layers"},
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    out="self_attn.out_proj",
+    mlp="mlp",
+)
+teach(
+    "clip_vision_model",
+    like="clip_text_model",
+    blocks={"vision": "encoder.layers"},
+    embed="embeddings",
+)
+teach("clip", head="visual_projection text_projection", scale="logit_scale")
+teach("siglip_text_model", like="clip_text_model", head="head")
+teach("siglip_vision_model", like="clip_vision_model", head="head")
+teach("siglip", scale="logit_scale logit_bias")
+teach(
+    "vision-text-dual-encoder",
+    like="clip",
+    towers={"vision_model": "vision", "text_model": "text"},
+)
+
+# Decoders
+teach(
+    "gpt2",
+    blocks={"decoder": "h"},
+    fused={"attn.c_attn": thirds, "crossattention.c_attn": key_value},
+    query="crossattention.q_attn",
+    out="attn.c_proj crossattention.c_proj",
+    mlp="mlp",
+    cross="crossattention",
+)
+teach(
+    "gpt_neox",
+    blocks={"decoder": "layers"},
+    fused={"attention.query_key_value": per_head},
+    out="attention.dense",
+    mlp="mlp",
+)
+teach(
+    "bloom",
+    blocks={"decoder": "h"},
+    fused={"self_attention.query_key_value": per_head},
+    out="self_attention.dense",
+    mlp="mlp",
+)
+teach("falcon", like="bloom", fused={"self_attention.query_key_value": falcon})
+teach(
+    "mpt",
+    blocks={"decoder": "blocks"},
+    fused={"attn.Wqkv": thirds},
+    out="attn.out_proj",
+    mlp="ffn",
+)
+teach(
+    "llama",
+    blocks={"decoder": "layers"},
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    out="self_attn.o_proj",
+    mlp="mlp",
+)
+teach("mistral", like="llama")
+teach("qwen2", like="llama")
+teach("qwen3", like="llama", acts_on={"self_attn.q_norm": "query", "self_attn.k_norm": "key"})
+teach("gemma", like="llama")
+teach("phi3", like="llama", fused={"self_attn.qkv_proj": grouped})
+
+# Encoder and decoder
+teach(
+    "t5",
+    blocks={"encoder": "encoder.block", "decoder": "decoder.block"},
+    query="SelfAttention.q EncDecAttention.q",
+    key="SelfAttention.k EncDecAttention.k",
+    value="SelfAttention.v EncDecAttention.v",
+    out="SelfAttention.o EncDecAttention.o",
+    position="relative_attention_bias",
+    mlp="DenseReluDense",
+    head="lm_head",
+    cross="EncDecAttention",
+)
+teach(
+    "bart",
+    blocks={"encoder": "encoder.layers", "decoder": "decoder.layers"},
+    query="self_attn.q_proj encoder_attn.q_proj",
+    key="self_attn.k_proj encoder_attn.k_proj",
+    value="self_attn.v_proj encoder_attn.v_proj",
+    out="self_attn.out_proj encoder_attn.out_proj",
+    mlp="fc1 fc2",
+    cross="encoder_attn",
+)
+teach("whisper", like="bart", embed="conv1 conv2")
+
+# Plain torch. An adapter of peft on the attention itself acts on its packed weight.
+PACKED = ("in_proj_weight", "in_proj_bias", "self_attn.weight", "multihead_attn.weight")
+teach(
+    "TransformerEncoder",
+    blocks={"encoder": "layers"},
+    fused=dict.fromkeys(PACKED, thirds),
+    query="q_proj_weight",
+    key="k_proj_weight bias_k",
+    value="v_proj_weight bias_v",
+    out="self_attn.out_proj multihead_attn.out_proj",
+    mlp="linear1 linear2",
+    cross="multihead_attn",
+)
+teach("TransformerDecoder", like="TransformerEncoder", blocks={"decoder": "layers"})
+
+# peft: where an adapter stands within its host, the wrappers to see through, the copies nobody runs
+ADAPTERS = {
+    "lora_A": "lora_a",
+    "lora_B": "lora_b",
+    "lora_embedding_A": "lora_a",
+    "lora_embedding_B": "lora_b",
+    "lora_magnitude_vector": "lora_m",
+}
+WRAPPED = "base_layer"
+SAVED = "modules_to_save"
+DORMANT = "original_module"
+PROMPTS = "prompt_encoder"

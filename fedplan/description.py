@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describe: every parameter of a model as a param, or an error that says how to teach it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedplan.anatomy import Anatomy, Path, ends, occurs, path
+from fedplan.architectures import ADAPTERS, DORMANT, KNOWN, PROMPTS, SAVED, WRAPPED
+from fedplan.errors import UnknownArchitecture
+from fedplan.params import Block, Kind, Param, Params, Rows
+
+
+def describe(model: nn.Module) -> Params:
+    """List every parameter of a model, in the model's order, rows of fused tensors one by one.
+
+    Works on the meta device too. Tied tensors appear once, under their first owner's kind.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> model = BertModel(BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9))
+    >>> [p.key for p in describe(model) if p.kind == "query"][0]
+    'encoder.layer.0.attention.self.query.weight'
+    """
+    body = _Body(dict(model.named_modules()))
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        if DORMANT not in name.split("."):
+            names.setdefault(tensor, []).append(name)
+    return tuple(
+        replace(param, tied=tuple(others))
+        for tensor, (name, *others) in names.items()
+        for param in body.explain(name, tensor)
+    )
+
+
+def blocks_of(model: nn.Module) -> dict[Block, nn.Module]:
+    """The module of each block, in order: where to listen to one."""
+    body = _Body(dict(model.named_modules()))
+    return {
+        Block(place.stack, place.offset + i): module
+        for name, place in body.lists.items()
+        for i, module in enumerate(body.modules[name].children())
+    }
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One block list's share of its stack: the blocks before it, and the stack's name."""
+
+    stack: str
+    offset: int
+
+
+class _Body:
+    """A model's modules by path, with the blocks found among them."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self.modules = modules
+        self.lists: dict[str, _Place] = {}
+        self.depths: dict[str, int] = {}
+        for name, module in modules.items():
+            if isinstance(module, nn.ModuleList):
+                self._count(name, len(module))
+
+    def _count(self, name: str, size: int) -> None:
+        row, _ = self._row(name)
+        for stack, where in row.blocks.items() if row else ():
+            if ends(path(where), path(name)):
+                stack = self._tower(name) or stack
+                self.lists[name] = _Place(stack, self.depths.get(stack, 0))
+                self.depths[stack] = self.depths.get(stack, 0) + size
+
+    def explain(self, name: str, tensor: Tensor) -> Iterator[Param]:
+        """The params that one tensor holds: one, or one per kind where it is fused."""
+        where = _without_wrappers(name)
+        if PROMPTS in where:
+            yield self._param(name, tensor, where, Kind.PROMPT)
+        elif adapter := next((s for s in where if s in ADAPTERS), None):
+            yield from self._adapters(name, tensor, where, adapter)
+        else:
+            yield from self._plain(name, tensor, where)
+
+    def _plain(self, name: str, tensor: Tensor, where: Path) -> Iterator[Param]:
+        found = self._find(name, where, self._owner(name))
+        if isinstance(found, Kind):
+            yield self._param(name, tensor, where, found)
+            return
+        dim = self._out_dim(name, tensor)
+        for kind, rows in self._fused(found, name, tensor.shape[dim]).items():
+            yield self._param(name, tensor, where, kind, replace(rows, dim=dim))
+
+    def _adapters(self, name: str, tensor: Tensor, where: Path, adapter: str) -> Iterator[Param]:
+        """An adapter acts on its host's kind; of a fused host, its output side has rows too."""
+        host = name.split(f".{adapter}")[0]
+        inner = f"{host}.{WRAPPED}"
+        owner = self.modules[inner if inner in self.modules else host]
+        found = self._find(name, (*_without_wrappers(host), "weight"), owner)
+        param = self._param(name, tensor, where, Kind.ADAPTER, tag=ADAPTERS[adapter])
+        if isinstance(found, Kind):
+            yield replace(param, on=frozenset({found}))
+            return
+        layout = self._fused(found, name, tensor.shape[0])
+        if ADAPTERS[adapter] == "lora_a":
+            yield replace(param, on=frozenset(layout))
+            return
+        for kind, rows in layout.items():
+            shape = rows.shape(tuple(tensor.shape))
+            yield replace(param, on=frozenset({kind}), rows=rows, shape=shape)
+
+    def _param(
+        self,
+        name: str,
+        tensor: Tensor,
+        where: Path,
+        kind: Kind,
+        rows: Rows | None = None,
+        tag: str = "",
+    ) -> Param:
+        row, _ = self._row(name)
+        stack, block = self._block(name, row)
+        tags = {tag} if tag else set[str]()
+        if where[-1] == "bias" or where[-1].endswith("_bias"):
+            tags.add("bias")
+        if row and any(occurs(p, where) for p in row.cross):
+            tags.add("cross")
+        acts_on = {k for p, k in row.acts_on.items() if occurs(p, where)} if row else set[Kind]()
+        shape = tuple(tensor.shape)
+        return Param(
+            name=name,
+            kind=kind,
+            shape=rows.shape(shape) if rows else shape,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            block=block,
+            stack=stack,
+            depth=self.depths.get(stack, 0),
+            rows=rows,
+            tags=frozenset(tags),
+            on=frozenset(acts_on),
+        )
+
+    def _find(self, name: str, where: Path, owner: nn.Module) -> Kind | Path:
+        """The kind of a tensor, or the path of its fused layout: by type first, then by name."""
+        row, _ = self._row(name)
+        if self._outside_backbone(name):
+            return Kind.HEAD
+        if row is None:
+            raise self._untaught(name)
+        matching = [p for p in (*row.kinds, *row.fused) if occurs(p, where)]
+        if any(row.kinds.get(p) is Kind.HEAD for p in matching):
+            return Kind.HEAD
+        if _is_norm(owner):
+            return Kind.NORM
+        if matching:
+            longest = max(matching, key=len)
+            return row.kinds.get(longest, longest)
+        if isinstance(owner, nn.Embedding):
+            return Kind.EMBED
+        raise self._untaught(name)
+
+    def _fused(self, found: Path, name: str, size: int) -> dict[Kind, Rows]:
+        row, config = self._row(name)
+        assert row is not None
+        return row.fused[found](config, size)
+
+    def _row(self, name: str) -> tuple[Anatomy | None, Any]:
+        """The anatomy of the nearest module that has one, and that module's configuration."""
+        for above in _ancestors(name):
+            module = self.modules.get(above)
+            config = getattr(module, "config", None)
+            for key in (getattr(config, "model_type", None), type(module).__name__):
+                if key in KNOWN:
+                    return KNOWN[key], config
+        return None, None
+
+    def _tower(self, name: str) -> str:
+        """The stack that a model of several models gives to the one that holds this name."""
+        for above in _ancestors(name):
+            row, _ = self._row(above)
+            towers = row.towers if row else dict[str, str]()
+            below = name[len(above) + 1 if above else 0 :].split(".")[0]
+            if below in towers:
+                return towers[below]
+        return ""
+
+    def _block(self, name: str, row: Anatomy | None) -> tuple[str, int | None]:
+        """The stack and block of a tensor; no block for what stands outside all of them."""
+        segments = name.split(".")
+        for i, segment in enumerate(segments):
+            place = self.lists.get(".".join(segments[:i]))
+            if place:
+                return place.stack, place.offset + int(segment)
+        if row is None or self._outside_backbone(name):
+            return "", None
+        named = [stack for stack in row.blocks if len(row.blocks) == 1 or stack in segments]
+        return self._tower(name) or (named[0] if named else ""), None
+
+    def _outside_backbone(self, name: str) -> bool:
+        """Whether a Hugging Face model with a backbone holds this beside it: then it is head."""
+        for above in _ancestors(name):
+            backbone = getattr(self.modules.get(above), "base_model_prefix", "")
+            inside = f"{above}.{backbone}" if above else str(backbone)
+            if backbone and inside in self.modules:
+                return not name.startswith(f"{inside}.")
+        return False
+
+    def _owner(self, name: str) -> nn.Module:
+        return self.modules[name.rpartition(".")[0]]
+
+    def _out_dim(self, name: str, tensor: Tensor) -> int:
+        """The dimension that counts outputs: Conv1D of GPT-2 stores its weight transposed."""
+        return 1 if type(self._owner(name)).__name__ == "Conv1D" and tensor.dim() == 2 else 0
+
+    def _untaught(self, name: str) -> UnknownArchitecture:
+        root = self.modules[""]
+        kind = getattr(getattr(root, "config", None), "model_type", type(root).__name__)
+        lists = [
+            f"{n} ({len(m)} of {type(m[0]).__name__})"
+            for n, m in self.modules.items()
+            if isinstance(m, nn.ModuleList) and len(m) > 0
+        ]
+        return UnknownArchitecture(
+            f"no anatomy says what {name!r} of {type(root).__name__} is.\n"
+            f"Lists of modules in it: {', '.join(lists[:6]) or 'none'}.\n"
+            "Teach it, with paths as they stand in the parameter names:\n"
+            f'  fedplan.teach("{kind}", blocks={{"encoder": "encoder.layer"}}, '
+            'query="self.query", key=..., value=..., out=..., mlp=..., embed=..., head=...)'
+        )
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """The path itself and each one above it, nearest first, down to the root's empty path."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _without_wrappers(name: str) -> Path:
+    """A name's segments as they would be without peft: no base_layer, no modules_to_save."""
+    segments = [s for s in name.split(".") if s != WRAPPED]
+    if SAVED in segments:
+        at = segments.index(SAVED)
+        del segments[at : at + 2]
+    return tuple(segments)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(("Norm", "Norm1d", "Norm2d"))

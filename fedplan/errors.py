@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors that fedplan raises on purpose: each names the thing, the value and the remedy."""
+
+from __future__ import annotations
+
+
+class FedplanError(Exception):
+    """Every error that fedplan raises on purpose."""
+
+
+class PlanError(FedplanError):
+    """A plan that cannot be read, or does not fit the model or the turn.
+
+    `position` is the offset in `source` when the plan came as text.
+    """
+
+    def __init__(self, message: str, *, source: str = "", position: int | None = None) -> None:
+        self.message, self.source, self.position = message, source, position
+        super().__init__(message if position is None else f"{message}\n{self._pointer()}")
+
+    def _pointer(self) -> str:
+        """The line of the source in question, with a caret under the character."""
+        position = self.position or 0
+        start = self.source.rfind("\n", 0, position) + 1
+        end = self.source.find("\n", position)
+        line = self.source[start : end if end >= 0 else len(self.source)]
+        column = position - start
+        if column > 60:
+            line, column = "..." + line[column - 40 :], 43
+        return f"  {line[:76].replace(chr(9), ' ')}\n  {' ' * column}^"
+
+
+class UnknownArchitecture(FedplanError):
+    """A model, or a parameter of it, that no anatomy explains. The message says how to teach it."""
+
+
+class UnknownModel(FedplanError):
+    """A model name that is neither a folder, nor a hub id, nor a short name."""

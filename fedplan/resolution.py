@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resolve: a plan, the params and a turn become roles; and what a turn could at most share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import isnan, nan
+
+from fedplan.errors import PlanError
+from fedplan.params import Block, Params
+from fedplan.parts import Part
+from fedplan.plan import Assign, Best, Plan, Role, Roles, Step
+from fedplan.predicates import Either
+from fedplan.turn import Turn
+
+Choose = Callable[[Best, tuple[Block, ...]], frozenset[Block]]
+
+
+def resolve(plan: Plan, params: Params, turn: Turn) -> Roles:
+    """Each param's role for one client in one round. What no plan mentions is FREEZE.
+
+    >>> from fedplan import chain, keep, share
+    >>> from fedplan.params import Kind, Param
+    >>> from fedplan.parts import head
+    >>> params = (Param("w", Kind.MLP, (2,)), Param("c", Kind.HEAD, (2,)))
+    >>> [role.name for role in resolve(chain(share(), keep(head)), params, Turn()).values()]
+    ['SHARE', 'KEEP']
+    """
+    check(plan, params)
+    return _fold(plan.settle(turn), params, by_scores(turn.scores))
+
+
+def permitted(plan: Plan, params: Params, turn: Turn) -> Roles:
+    """The roles if scores could choose every block: what the server must be ready to accept.
+
+    Scores decide whether a param is trained, never whose value it is, so each param has either
+    this role or the same one at rest.
+    """
+    check(plan, params)
+    return _fold(plan.settle(turn), params, lambda best, candidates: frozenset(candidates))
+
+
+def certain(plan: Plan, params: Params, turn: Turn) -> Roles:
+    """The roles if scores chose no block at all: what is trained whatever the scores."""
+    check(plan, params)
+    return _fold(plan.settle(turn), params, lambda best, candidates: frozenset())
+
+
+class Resolver:
+    """`resolve` for very many turns: turns that say the same share one answer."""
+
+    def __init__(self, plan: Plan, params: Params) -> None:
+        check(plan, params)
+        self.plan, self.params = plan, params
+        self._candidates = {p: candidates(p, params) for p in plan.within() if isinstance(p, Best)}
+        self._known: dict[tuple[Step | frozenset[Block], ...], Roles] = {}
+
+    def __call__(self, turn: Turn) -> Roles:
+        """The same as `resolve(plan, params, turn)`."""
+        steps = self.plan.settle(turn)
+        choose = by_scores(turn.scores)
+        chosen = {s: choose(s, self._candidates[s]) for s in steps if isinstance(s, Best)}
+        said = (*steps, *chosen.values())
+        if said not in self._known:
+            self._known[said] = _fold(steps, self.params, lambda best, _: chosen[best])
+        return self._known[said]
+
+
+def check(plan: Plan, params: Params) -> None:
+    """Raise unless every part that a plan speaks of is in the model, in whatever turn."""
+    for step in plan.within():
+        if isinstance(step, Assign | Best):
+            for part in step.part.of if isinstance(step.part, Either) else (step.part,):
+                if not any(part.holds(param) for param in params):
+                    raise PlanError(_missing(step, part, params))
+        if isinstance(step, Best) and step.count > len(candidates(step, params)):
+            n = len(candidates(step, params))
+            raise PlanError(f"{step.text} chooses {step.count} blocks, and the model has {n}")
+
+
+def candidates(best: Best, params: Params) -> tuple[Block, ...]:
+    """The blocks that a `best` may choose from."""
+    return tuple(dict.fromkeys(p.at for p in params if p.at is not None and best.part.holds(p)))
+
+
+def by_scores(scores: Mapping[Block, float] | None) -> Choose:
+    """Choose the blocks with the highest scores; of equals, the earlier."""
+
+    def choose(best: Best, among: tuple[Block, ...]) -> frozenset[Block]:
+        if scores is None:
+            raise PlanError(
+                f"{best.text} needs the turn's scores, and there are none: give the turn scores, "
+                "or ask what is permitted"
+            )
+        held = {block: scores.get(block, nan) for block in among}
+        for block, score in held.items():
+            if isnan(score):
+                raise PlanError(f"{best.text} needs a score for {block.stack} block {block.number}")
+        order = sorted(among, key=lambda block: -held[block])
+        return frozenset(order[: best.count])
+
+    return choose
+
+
+def _fold(steps: Iterable[Step], params: Params, choose: Choose) -> Roles:
+    roles = dict.fromkeys(params, Role.FREEZE)
+    for step in steps:
+        if isinstance(step, Assign):
+            roles |= {param: step.role for param in params if step.part.holds(param)}
+        else:
+            chosen = choose(step, candidates(step, params))
+            roles |= {p: roles[p].awake for p in params if p.at in chosen and step.part.holds(p)}
+    return roles
+
+
+def _missing(step: Step, part: Part, params: Params) -> str:
+    """What was looked for, and what is there instead."""
+    tied = [p for p in params if p.tied and part.text == "head"]
+    if tied:
+        return (
+            f"{step.text}: {part.text} matches no parameter of this model, for "
+            f"{tied[0].tied[0]!r} is tied to {tied[0].name!r}: say {tied[0].kind} instead"
+        )
+    words = sorted({word for param in params for word in param.words})
+    return (
+        f"{step.text}: {part.text} matches no parameter of this model, which has {', '.join(words)}"
+    )

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalog and its manifests: true to the models, and safe to read from anywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import zoo
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fedplan as fp
+from fedplan.catalog import MANIFESTS, SHORT, params_of, skeleton
+from fedplan.errors import UnknownModel
+from fedplan.manifest import read, written
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_manifest_is_the_description_of_its_model(name: str) -> None:
+    # After a change of the architectures: `make manifests`, and read the difference.
+    assert written(fp.describe(skeleton(name))) == (MANIFESTS / f"{name}.json").read_text()
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_what_is_written_reads_back(name: str, tmp_path: Path) -> None:
+    for model in (zoo.build(name), zoo.with_lora(name)):
+        params = fp.describe(model)
+        (tmp_path / "m.json").write_text(written(params))
+        assert read(tmp_path / "m.json") == params
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(JSON.map(json.dumps), st.text(max_size=30)), st.data())
+def test_any_file_is_a_manifest_or_an_error(tmp_path: Path, text: str, data: st.DataObject) -> None:
+    if data.draw(st.booleans()):
+        entry = {"name": "w", "kind": "mlp", "shape": [2]}
+        entry[
+            data.draw(st.sampled_from(["name", "kind", "shape", "rows", "tags", "on", "dtype"]))
+        ] = data.draw(JSON)
+        text = json.dumps([entry])
+    (tmp_path / "m.json").write_text(text, encoding="utf-8", errors="replace")
+    try:
+        params = read(tmp_path / "m.json")
+    except UnknownModel as error:
+        assert str(tmp_path / "m.json") in str(error)
+    else:
+        assert all(p.nbytes >= 0 for p in params)
+
+
+def test_a_folder_gives_the_same_as_its_model(tmp_path: Path) -> None:
+    model = zoo.build("bert")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    assert params_of(str(tmp_path)) == fp.describe(model)
+    backbone = params_of(str(tmp_path), task="backbone")
+    assert {p.kind for p in params_of(str(tmp_path))} == {p.kind for p in backbone}
+    wide = params_of(str(tmp_path), task="token-classification", labels=7)
+    assert wide[-1].shape == (7,)
+
+
+def test_bytes_follow_the_dtype() -> None:
+    whole, half = (params_of("gpt2", dtype=d) for d in ("float32", "bfloat16"))
+    assert sum(p.nbytes for p in whole) == 2 * sum(p.nbytes for p in half)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: params_of("vit-base"), "did you mean vit-base-16"),
+        (lambda: params_of("./nowhere"), "cannot be read as a model"),
+        (lambda: params_of("nobody/nothing"), "'nobody/nothing' cannot be read as a model"),
+        (lambda: params_of("gpt2", task="poetry"), "no task 'poetry'"),
+        (lambda: params_of("gpt2", dtype="float3"), "no dtype 'float3'"),
+        (lambda: params_of("missing.json"), "missing.json is not a manifest"),
+    ],
+)
+def test_a_wrong_name_is_an_error_that_helps(call: object, words: str) -> None:
+    with pytest.raises(UnknownModel) as caught:
+        call()
+    assert words in str(caught.value)

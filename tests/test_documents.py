@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every block of the documents runs, and every command prints what they say it prints."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import fedplan
+from fedplan.cli import app
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
+
+
+def blocks(document: str, language: str) -> list[str]:
+    text = (ROOT / document).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_python_blocks_run_one_after_the_other(document: str) -> None:
+    names: dict[str, object] = {}
+    for block in blocks(document, "python"):
+        exec(compile(block, document, "exec"), names)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_commands_print_what_is_printed(document: str) -> None:
+    for block in blocks(document, "console"):
+        for command, printed in re.findall(r"^\$ (fedplan .*)\n((?:(?!\$ ).*\n)*)", block, re.M):
+            done = CliRunner(env={"COLUMNS": "80"}).invoke(app, shlex.split(command)[1:])
+            assert tidy(done.output) == tidy(printed), command
+
+
+@pytest.mark.parametrize("module", [m.name for m in pkgutil.iter_modules(fedplan.__path__)])
+def test_the_examples_in_docstrings_run(module: str) -> None:
+    found = doctest.testmod(importlib.import_module(f"fedplan.{module}"))
+    assert found.failed == 0
+
+
+def tidy(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(document: str) -> None:
+    text = (ROOT / document).read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if not target.startswith("http"):
+            assert ((ROOT / document).parent / target).exists(), target

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the house, read from the package's own source."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from pathlib import Path
+
+import pytest
+
+import fedplan
+
+PACKAGE = Path(fedplan.__file__).parent
+MODULES = {p.stem: p for p in PACKAGE.glob("*.py") if p.stem != "__init__"}
+
+# Imports flow one way: each module may use those that stand before it.
+ORDER = (
+    *("errors", "params", "anatomy", "architectures", "description"),
+    *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
+    *("manifest", "catalog", "forecast", "explanation", "pictures", "cli"),
+)
+UNSAFE_NAMES = {"eval", "exec", "compile", "__import__", "hasattr"}
+UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "random", "yaml"}
+UNSAFE_ARGUMENTS = {"trust_remote_code", "allow_pickle", "shell"}
+VAGUE = {"utils", "util", "helpers", "common", "misc", "base"}
+
+
+def imported(module: Path) -> set[str]:
+    """The package's own modules that a module imports."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "fedplan":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedplan."):
+            found.add(node.module.split(".")[1])
+    return found
+
+
+def test_every_module_has_its_place() -> None:
+    assert sorted(ORDER) == sorted(MODULES)
+    assert not VAGUE & set(MODULES)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_imports_flow_one_way(name: str) -> None:
+    before = set(ORDER[: ORDER.index(name)])
+    assert imported(MODULES[name]) <= before
+
+
+def test_modules_are_small() -> None:
+    lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    assert statistics.median(lines.values()) < 200, lines
+    assert max(lines.values()) < 400, lines
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_nothing_unsafe_is_called(name: str) -> None:
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in UNSAFE_NAMES, node.lineno
+        if isinstance(node, ast.Import):
+            assert not {alias.name for alias in node.names} & UNSAFE_MODULES, node.lineno
+        if isinstance(node, ast.ImportFrom):
+            assert node.module not in UNSAFE_MODULES, node.lineno
+        if isinstance(node, ast.keyword) and node.arg in UNSAFE_ARGUMENTS:
+            assert isinstance(node.value, ast.Constant) and node.value.value is False, node.lineno
+
+
+def test_every_public_name_is_documented() -> None:
+    for name in fedplan.__all__:
+        assert getattr(fedplan, name).__doc__, name
+
+
+def test_every_kind_and_call_of_the_language_has_a_word() -> None:
+    from fedplan import parts
+    from fedplan.params import Kind
+
+    assert set(Kind) <= set(parts.WORDS)
+    for word in parts.WORDS:
+        assert getattr(parts, word) == parts.Word(word)
