@@ -38,8 +38,8 @@ def teach(
 ) -> Anatomy:
     """Teach fedplan an architecture: a `config.model_type`, or the class name of a plain module.
 
-    `blocks` says per stack where its list of blocks is; each further word is a kind with the paths
-    that hold it, separated by spaces. `like` starts from another row.
+    `blocks` says per stack where its list of blocks is; each further word is a kind. Either takes
+    paths separated by spaces: several, or several spellings of one. `like` starts from another row.
 
     >>> row = teach("my_vit", like="vit", query="attn.to_q", key="attn.to_k", value="attn.to_v")
     """
@@ -115,26 +115,29 @@ teach(
     mlp="mlp",
 )
 
-# Vision
+# Vision: the second names are those of transformers before 5.9 (DINOv2: before 5.18)
 teach(
     "vit",
-    blocks={"vision": "layers"},
-    query="attention.q_proj",
-    key="attention.k_proj",
-    value="attention.v_proj",
-    out="attention.o_proj",
-    mlp="mlp",
+    blocks={"vision": "layers encoder.layer"},
+    query="attention.q_proj attention.attention.query",
+    key="attention.k_proj attention.attention.key",
+    value="attention.v_proj attention.attention.value",
+    out="attention.o_proj attention.output.dense",
+    mlp="mlp intermediate.dense output.dense",
     embed="embeddings",
     head="pooler",
 )
 teach("deit", like="vit")
-teach("dinov2", like="vit", blocks={"vision": "encoder.layer"}, scale="layer_scale1 layer_scale2")
+teach("dinov2", like="vit", scale="layer_scale1 layer_scale2")
 teach("beit", like="vit", scale="lambda_1 lambda_2", position="relative_position_bias")
 teach(
     "swin",
     like="vit",
     blocks={"vision": "encoder.layers.*.blocks"},
-    position="relative_position_bias",
+    query="self.query",
+    key="self.key",
+    value="self.value",
+    position="relative_position_bias self.relative_position_bias_table",
     embed="downsample",
 )
 

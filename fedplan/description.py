@@ -69,7 +69,7 @@ class _Body:
     def _count(self, name: str, size: int) -> None:
         row, _ = self._row(name)
         for stack, where in row.blocks.items() if row else ():
-            if ends(path(where), path(name)):
+            if any(ends(path(each), path(name)) for each in where.split()):
                 stack = self._tower(name) or stack
                 self.lists[name] = _Place(stack, self.depths.get(stack, 0))
                 self.depths[stack] = self.depths.get(stack, 0) + size

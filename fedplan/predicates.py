@@ -7,20 +7,18 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fedplan.errors import PlanError
 
 S = TypeVar("S")
 
-LOWEST, MIDDLE, HIGHEST = range(3)
-"""How tightly `|`, `&` and everything else bind."""
+BINDS = {"|": 0, "&": 1, "~": 2}
+"""How tightly the signs bind; a predicate without one binds as tightly as `~`."""
 
 
 class Predicate(ABC, Generic[S]):
     """A named truth about a subject. Two predicates with the same text are the same."""
-
-    binds: ClassVar[int] = HIGHEST
 
     @property
     @abstractmethod
@@ -37,10 +35,10 @@ class Predicate(ABC, Generic[S]):
         """The predicate in the plan language."""
 
     def __and__(self, other: Predicate[S]) -> Predicate[S]:
-        return Both(_flat(Both, self, other))
+        return _joined("&", self, other)
 
     def __or__(self, other: Predicate[S]) -> Predicate[S]:
-        return Either(_flat(Either, self, other))
+        return _joined("|", self, other)
 
     def __invert__(self) -> Predicate[S]:
         return self.inner if isinstance(self, Opposite) else Opposite(self)
@@ -48,6 +46,15 @@ class Predicate(ABC, Generic[S]):
     def atoms(self) -> Iterator[Predicate[S]]:
         """The predicates that it is joined from."""
         yield self
+
+    def alternatives(self) -> tuple[Predicate[S], ...]:
+        """Those of which any must hold: one, but for a union."""
+        return (self,)
+
+    @property
+    def binds(self) -> int:
+        """How tightly its text holds together."""
+        return BINDS["~"]
 
     def __str__(self) -> str:
         return self.text
@@ -63,53 +70,41 @@ class Predicate(ABC, Generic[S]):
 
 
 @dataclass(frozen=True)
-class Both(Predicate[S]):
-    """All of several."""
+class Joined(Predicate[S]):
+    """Several, of which all must hold, or any."""
 
+    sign: str
     of: tuple[Predicate[S], ...]
-    binds: ClassVar[int] = MIDDLE
 
     def __post_init__(self) -> None:
-        _one_sort(self.of)
+        for each in self.of:
+            if each.about != self.about:
+                raise PlanError(
+                    f"{self.of[0].text} is a {self.about} and {each.text} is a {each.about}: "
+                    "they cannot be joined"
+                )
 
     @property
     def about(self) -> str:
         return self.of[0].about
 
     @property
+    def binds(self) -> int:
+        return BINDS[self.sign]
+
+    @property
     def text(self) -> str:
-        return " & ".join(each.within(MIDDLE) for each in self.of)
+        return f" {self.sign} ".join(each.within(self.binds) for each in self.of)
 
     def holds(self, subject: S) -> bool:
-        return all(each.holds(subject) for each in self.of)
+        said = (each.holds(subject) for each in self.of)
+        return all(said) if self.sign == "&" else any(said)
 
     def atoms(self) -> Iterator[Predicate[S]]:
         return (atom for each in self.of for atom in each.atoms())
 
-
-@dataclass(frozen=True)
-class Either(Predicate[S]):
-    """Any of several."""
-
-    of: tuple[Predicate[S], ...]
-    binds: ClassVar[int] = LOWEST
-
-    def __post_init__(self) -> None:
-        _one_sort(self.of)
-
-    @property
-    def about(self) -> str:
-        return self.of[0].about
-
-    @property
-    def text(self) -> str:
-        return " | ".join(each.within(LOWEST) for each in self.of)
-
-    def holds(self, subject: S) -> bool:
-        return any(each.holds(subject) for each in self.of)
-
-    def atoms(self) -> Iterator[Predicate[S]]:
-        return (atom for each in self.of for atom in each.atoms())
+    def alternatives(self) -> tuple[Predicate[S], ...]:
+        return self.of if self.sign == "|" else (self,)
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,7 @@ class Opposite(Predicate[S]):
 
     @property
     def text(self) -> str:
-        return f"~{self.inner.within(HIGHEST)}"
+        return f"~{self.inner.within(BINDS['~'])}"
 
     def holds(self, subject: S) -> bool:
         return not self.inner.holds(subject)
@@ -133,25 +128,14 @@ class Opposite(Predicate[S]):
         return self.inner.atoms()
 
 
-def _flat(
-    operator: type[Both[S]] | type[Either[S]], left: Predicate[S], right: Any
-) -> tuple[Predicate[S], ...]:
-    """Both sides of an operator, with its own kind taken apart: `a | (b | c)` is `a | b | c`."""
+def _joined(sign: str, left: Predicate[S], right: Any) -> Joined[S]:
+    """Both sides, with joins of the same sign taken apart: `a | (b | c)` is `a | b | c`."""
     if not isinstance(right, Predicate):
         raise PlanError(f"{left.text} can be joined with a {left.about}, not with {right!r}")
-    sides: tuple[Predicate[S], Predicate[S]] = (left, right)  # pyright: ignore[reportUnknownVariableType]
-    return tuple(
-        each for side in sides for each in (side.of if isinstance(side, operator) else (side,))
-    )
-
-
-def _one_sort(of: tuple[Predicate[S], ...]) -> None:
-    for each in of:
-        if each.about != of[0].about:
-            raise PlanError(
-                f"{of[0].text} is a {of[0].about} and {each.text} is a {each.about}: "
-                "they cannot be joined"
-            )
+    of: list[Predicate[S]] = []
+    for side in (left, right):  # pyright: ignore[reportUnknownVariableType]
+        of += side.of if isinstance(side, Joined) and side.sign == sign else (side,)
+    return Joined(sign, tuple(of))
 
 
 def a_whole(value: Any, name: str, *, least: int) -> int:

@@ -10,7 +10,6 @@ from fedplan.errors import PlanError
 from fedplan.params import Block, Params
 from fedplan.parts import Part
 from fedplan.plan import Assign, Best, Plan, Role, Roles, Step
-from fedplan.predicates import Either
 from fedplan.turn import Turn
 
 Choose = Callable[[Best, tuple[Block, ...]], frozenset[Block]]
@@ -70,7 +69,7 @@ def check(plan: Plan, params: Params) -> None:
     """Raise unless every part that a plan speaks of is in the model, in whatever turn."""
     for step in plan.within():
         if isinstance(step, Assign | Best):
-            for part in step.part.of if isinstance(step.part, Either) else (step.part,):
+            for part in step.part.alternatives():
                 if not any(part.holds(param) for param in params):
                     raise PlanError(_missing(step, part, params))
         if isinstance(step, Best) and step.count > len(candidates(step, params)):

@@ -60,10 +60,9 @@ def _returned(name: str, model: nn.Module) -> Iterator[tuple[tuple[Block, bool],
         ("text", out.get("text_model_output", {}).get("attentions"), False),
         ("vision", out.get("vision_model_output", {}).get("attentions"), False),
     ):
-        # Swin returns the attention of each stage's last block, of two here.
-        numbers = (1, 3) if name == "swin" else range(len(found or ()))
-        seen = zip(numbers, found or (), strict=True)
-        yield from (((Block(where, n), cross), each) for n, each in seen)
+        for i, each in enumerate(found or ()):
+            # Swin returns the attention of each stage's last block, of two here.
+            yield (Block(where, 2 * i + 1 if name == "swin" else i), cross), each
 
 
 def _packed(model: zoo.Torch) -> Iterator[tuple[tuple[Block, bool], Tensor]]:
