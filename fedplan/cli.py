@@ -91,6 +91,50 @@ def explain(
 
 
 @app.command()
+def run(
+    study: Annotated[Path, typer.Argument(help="A study file (TOML), or the folder of a run.")],
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a field: train.rounds=5.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Where the run is kept.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run.")] = False,
+) -> None:
+    """Run a study on this machine. Stop it at any moment: --resume goes on with the same bits."""
+    from fedplan.progress import follow
+
+    with told():
+        follow(study, change or [], output, resume=resume)
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
+) -> None:
+    """Re-check a run: nothing frozen moved, nothing private left, the bytes are those explained."""
+    from fedplan.audit import verify_run
+
+    with told():
+        faults, checked = verify_run(folder)
+    for fault in faults[:20]:
+        Console(stderr=True).print(fault, style="red", markup=False)
+    if faults:
+        raise typer.Exit(1)
+    Console().print(checked, markup=False)
+
+
+@app.command()
+def methods() -> None:
+    """List the published methods, each with its plan."""
+    from fedplan.methods import METHODS, method
+
+    for name, make in METHODS.items():
+        what = (make.__doc__ or "").splitlines()[0]
+        Console().print(
+            f"[bold]{name}[/bold]  {what}\n    {method(name).plan.text}", highlight=False
+        )
+
+
+@app.command()
 def draw(
     model: Model,
     plan: PlanText,

@@ -12,7 +12,7 @@ from fedplan.errors import PlanError
 from fedplan.params import Param, Params
 from fedplan.plan import Best, By, Plan, Role, Roles, Step, When
 from fedplan.predicates import Predicate
-from fedplan.resolution import certain, check, permitted, resolve
+from fedplan.resolution import certain, check, permitted, resolve, touched
 from fedplan.turn import After, ClientIn, Phase, Trait, Turn
 
 MOMENTS = 2
@@ -23,7 +23,7 @@ MOMENTS = 2
 class Stage:
     """Rounds in which a plan says the same to a client.
 
-    `moved` are the federation's params that may come back changed. Where scores choose blocks, `up`
+    `moved` are the params that the federation may change. Where scores choose blocks, `up`
     is the heaviest choice and `up_least` the lightest; `down` is what comes back if the clients
     choose differently, `down_least` if all choose alike.
     """
@@ -123,9 +123,21 @@ class _Calendar:
         for name, each in self.turns(turn):
             sayings.setdefault((name, self.plan.settle(each)), []).append(each)
         stages = tuple(self._stage(name, turns) for (name, _), turns in sayings.items())
-        first = sum(p.nbytes for p in frozenset[Param]().union(*(s.moved for s in stages)))
-        down = first + sum(s.down * sum(r < self.rounds for r in s.rounds) for s in stages)
-        return View(who, stages, first, sum(s.up * len(s.rounds) for s in stages), down)
+        downs = self._downs(stages)
+        return View(who, stages, downs[0], sum(s.up * len(s.rounds) for s in stages), sum(downs))
+
+    def _downs(self, stages: Iterable[Stage]) -> list[int]:
+        """Bytes that come down in each round to a client that takes part in all of them."""
+        of_round = {number: stage for stage in stages for number in stage.rounds}
+        movable = touched(self.plan, self.params, Role.SHARE)
+        versions, known, downs = dict.fromkeys(movable, 0), dict[Param, int](), list[int]()
+        for number, stage in sorted(of_round.items(), key=lambda item: item[0]):
+            wanted = [p for p in movable if not stage.permitted[p].own]
+            lacking = [p for p in wanted if known.get(p, -1) < versions[p]]
+            known |= {p: versions[p] for p in lacking}
+            downs.append(sum(p.nbytes for p in lacking))
+            versions |= dict.fromkeys(stage.moved, number)
+        return downs
 
     def _stage(self, name: str, turns: list[Turn]) -> Stage:
         turn, plan, params = turns[0], self.plan, self.params
@@ -139,8 +151,8 @@ class _Calendar:
         heaviest = resolve(plan, params, turn)
         lightest = resolve(plan, params, replace(turn, scores={b: -n for b, n in sizes.items()}))
         others = [self._as(turn, client) for _, client in _clients(plan)]
-        moved = _shared(permitted(plan, params, other) for other in others) - _own(most)
-        alike = _shared(resolve(plan, params, other) for other in others) - _own(most)
+        moved = _shared(permitted(plan, params, other) for other in others)
+        alike = _shared(resolve(plan, params, other) for other in others)
         trained = [p for p in params if heaviest[p].trained]
         return Stage(
             name=name or _rounds(rounds),
@@ -152,8 +164,8 @@ class _Calendar:
             moved=moved,
             up=_sent(heaviest),
             up_least=_sent(lightest),
-            down=sum(p.nbytes for p in moved),
-            down_least=sum(p.nbytes for p in alike),
+            down=sum(p.nbytes for p in moved - _own(most)),
+            down_least=sum(p.nbytes for p in alike - _own(most)),
             trained=sum(p.numel for p in trained),
             optimiser=MOMENTS * sum(p.nbytes for p in trained),
         )

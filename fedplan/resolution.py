@@ -45,6 +45,13 @@ def certain(plan: Plan, params: Params, turn: Turn) -> Roles:
     return _fold(plan.settle(turn), params, lambda best, candidates: frozenset())
 
 
+def touched(plan: Plan, params: Params, *roles: Role) -> Params:
+    """Params that some turn may give one of these roles; `best` may wake whatever it names."""
+    steps = [step for step in plan.within() if isinstance(step, Assign | Best)]
+    parts = [step.part for step in steps if isinstance(step, Best) or step.role in roles]
+    return tuple(p for p in params if any(part.holds(p) for part in parts))
+
+
 class Resolver:
     """`resolve` for very many turns: turns that say the same share one answer."""
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State: the params of a live model, marked so that only the trained ones can move."""
+"""State: the values of a live model's params: taken, put back, and marked as trainable or not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,29 @@ from torch.utils.hooks import RemovableHandle
 from fedplan.errors import FedplanError
 from fedplan.params import Param
 from fedplan.plan import Roles
+
+Tensors = Mapping[str, Tensor]
+"""Values by the keys of their params."""
+
+
+def take(model: nn.Module, params: Iterable[Param]) -> dict[str, Tensor]:
+    """Copies of the values that params have in a model."""
+    tensors = dict(model.named_parameters())
+    return {p.key: p.view(tensors[p.name].detach()).clone() for p in params}
+
+
+@torch.no_grad()
+def put(model: nn.Module, values: Tensors, params: Iterable[Param]) -> None:
+    """Give params of a model the values of their keys; params without one stay as they are."""
+    tensors = dict(model.named_parameters())
+    for p in params:
+        if p.key in values:
+            view, value = p.view(tensors[p.name]), values[p.key]
+            if view.shape != value.shape:
+                raise FedplanError(
+                    f"{p.key} has shape {tuple(view.shape)}, and the value {tuple(value.shape)}"
+                )
+            view.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -63,6 +86,7 @@ class Marked:
         self._trained: dict[str, nn.Parameter] = {}
         self._hooks: list[RemovableHandle] = []
         self._copies: list[_Rows] = []
+        self._model, self._roles = model, roles
         self._asked = False
         held: dict[str, list[Param]] = {}
         for param in roles:
@@ -117,6 +141,17 @@ class Marked:
         """The same by key, for optimisers with groups."""
         self._asked = True
         return iter(self._trained.items())
+
+    def gradients(self) -> Iterator[tuple[Param, Tensor, Tensor]]:
+        """Each trained param that has a gradient, with its value and gradient, to be changed."""
+        tensors = dict(self._model.named_parameters())
+        for param, role in self._roles.items():
+            leaf = self._trained.get(param.key) if param.key != param.name else None
+            whole = tensors[param.name]
+            if leaf is not None and leaf.grad is not None:
+                yield param, leaf.detach(), leaf.grad
+            elif role.trained and leaf is None and whole.grad is not None:
+                yield param, param.view(whole.detach()), param.view(whole.grad)
 
     def release(self) -> None:
         """Give the model its own flags back; what was trained stays trained."""

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Audits: a run's folder re-checked: its ledger, and the values that lie on the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fedplan.ledger import digest, parted
+from fedplan.rounds import Setup
+from fedplan.store import Journal, Store
+from fedplan.studies import read_run
+from fedplan.verification import verify_lines
+
+
+def verify_run(folder: Path) -> tuple[list[str], str]:
+    """Every fault of a run, in words, and a sentence of what was checked."""
+    _, setup, lines = read_run(folder)
+    turns = [line for line in lines if "moved" not in line]
+    faults = verify_lines(setup, lines)
+    faults += _world_faults(folder, lines)
+    faults += _home_faults(folder, setup, turns)
+    up, down = (sum(line[way] for line in turns) for way in ("up", "down"))
+    rested = sum(line["roles"].count("F") + line["roles"].count("H") for line in turns)
+    clients = len({line["client"] for line in turns})
+    return faults, (
+        f"{len(lines) - len(turns)} rounds, {clients} clients, {len(turns)} turns: "
+        f"{rested} params rested and none of them moved; "
+        f"{up} bytes went up and {down} came down, all of them explained by the plan "
+        f"{setup.method.plan.fingerprint}; no client's own param was in a message."
+    )
+
+
+def _world_faults(folder: Path, lines: list[dict[str, Any]]) -> list[str]:
+    """The committed world must be what the ledger last said of each of its values."""
+    last: dict[str, str] = {}
+    for line in lines:
+        last |= line.get("moved", {})
+    found = Store(folder / "world").read()
+    held = found.tensors if found else {}
+    return [
+        f"the world's {key} is not what the ledger says"
+        for key, mark in last.items()
+        if f"value/{key}" not in held or digest(held[f"value/{key}"]) != mark
+    ]
+
+
+def _home_faults(folder: Path, setup: Setup, turns: list[dict[str, Any]]) -> list[str]:
+    """Each home must be what its client's last turn left."""
+    faults = list[str]()
+    for client, line in {line["client"]: line for line in turns}.items():
+        home, _ = Journal(folder / "homes" / client).home()
+        after = parted(setup.params, line["after"])
+        for p, letter in zip(setup.params, line["roles"], strict=True):
+            if letter in "KH" and p.key in home and digest(home[p.key]) != after[p.key]:
+                faults.append(f"{client}'s {p.key} is not what its last turn left")
+    return faults

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations: one study as one TOML file, read by one strict schema."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fedplan.errors import FedplanError
+
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Scalar = str | int | float | bool
+
+
+class ConfigError(FedplanError):
+    """A study file that does not fit the schema: the message names the field."""
+
+
+class Section(BaseModel):
+    """A part of the file: unknown fields are refused, values are not converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ModelSection(Section):
+    """The model: a folder or hub id with weights, or a type and settings to start from scratch."""
+
+    path: str = ""
+    type: str = ""
+    settings: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _one(self) -> ModelSection:
+        if bool(self.path) == bool(self.type):
+            raise ValueError("say either path (pretrained) or type (from scratch)")
+        return self
+
+
+class TaskSection(Section):
+    """What the model is asked to do, and in which columns the answer stands."""
+
+    kind: Literal[
+        "text-classification",
+        "token-classification",
+        "image-classification",
+        "causal-lm",
+        "masked-lm",
+    ]
+    input: str = "text"
+    label: str = ""
+    tokenizer: str = ""
+    max_length: Positive = 128
+    image_size: Positive = 32
+
+
+class DataSection(Section):
+    """The table, which of its rows are trained on and tested on, and how clients divide it."""
+
+    path: str
+    split: str = ""
+    test_path: str = ""
+    test_split: str = ""
+    train: dict[str, str | int] = {}
+    test: dict[str, str | int] = {}
+    only: dict[str, list[Scalar]] = {}
+    limit: Annotated[int, Field(ge=0)] = 0
+    test_limit: Annotated[int, Field(ge=0)] = 0
+    by: Literal["iid", "dirichlet", "pathological", "column"] = "iid"
+    clients: Annotated[int, Field(ge=0)] = 10
+    column: str = ""
+    alpha: Annotated[float, Field(ge=0)] = 0.0
+    classes: Annotated[int, Field(ge=0)] = 0
+    least: Positive = 2
+    own_test: Annotated[float, Field(ge=0, lt=1)] = 0.2
+
+
+class MethodSection(Section):
+    """A published method with its settings, or a plan of your own."""
+
+    name: str = ""
+    plan: str = ""
+    wire: str = ""
+    settings: dict[str, Scalar] = {}
+
+    @model_validator(mode="after")
+    def _one(self) -> MethodSection:
+        if bool(self.name) == bool(self.plan):
+            raise ValueError("say either name (a published method) or plan (your own)")
+        return self
+
+
+class TrainSection(Section):
+    """How each client trains in its turn."""
+
+    rounds: Positive = 10
+    optimiser: Literal["adamw", "sgd"] = "adamw"
+    rate: Annotated[float, Field(gt=0)] = 1e-3
+    decay: Annotated[float, Field(ge=0)] = 0.0
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    epochs: Positive = 1
+    steps: Annotated[int, Field(ge=0)] = 0
+    batch: Positive = 32
+    clip: Annotated[float, Field(ge=0)] = 0.0
+
+
+class ClientsSection(Section):
+    """Who takes part: a share of all, of whom some drop out and some answer too late."""
+
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    dropped: Share = 0.0
+    late: Share = 0.0
+    phases: dict[str, Positive] = {}
+
+
+class EvaluateSection(Section):
+    """When and on what the models are tested."""
+
+    every: Positive = 1
+    batch: Positive = 128
+    personal: bool = True
+
+
+class Study(Section):
+    """One study: a model, data, a method and a seed."""
+
+    name: str = "study"
+    seed: Annotated[int, Field(ge=0)] = 0
+    threads: Positive = 1
+    model: ModelSection
+    task: TaskSection
+    data: DataSection
+    method: MethodSection
+    train: TrainSection = TrainSection()
+    clients: ClientsSection = ClientsSection()
+    evaluate: EvaluateSection = EvaluateSection()
+
+
+def read_study(file: Path, overrides: list[str] | None = None) -> Study:
+    """A study from its file, with `section.field=value` laid over it."""
+    try:
+        said = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    for override in overrides or ():
+        _lay_over(said, override)
+    return study_of(said)
+
+
+def study_of(said: dict[str, Any]) -> Study:
+    """A study from plain values; each fault is named by its field."""
+    try:
+        return Study.model_validate(said)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, e['loc'])) or 'study'}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("the study does not fit:\n  " + "\n  ".join(faults)) from None
+
+
+def _lay_over(said: dict[str, Any], override: str) -> None:
+    where, sign, text = override.partition("=")
+    if not sign or not where:
+        raise ConfigError(f"an override is section.field=value, not {override!r}")
+    *sections, name = where.strip().split(".")
+    inner: Any = said
+    for section in sections:
+        inner = cast(Any, inner.setdefault(section, {}))
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{where}: {section} is a value, not a section")
+    inner[name] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    """A value as TOML reads it; a bare word is text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return text

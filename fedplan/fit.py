@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits: local training in one turn, a plain loop and the ways in which methods change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from fedplan.errors import FedplanError
+from fedplan.params import Param
+from fedplan.plan import Role, Roles
+from fedplan.state import Marked, Tensors, mark, take
+
+Batch = Mapping[str, Tensor]
+
+
+class Examples(Protocol):
+    """A client's examples, ready to be taken in batches."""
+
+    def __len__(self) -> int: ...
+    def batch(self, indices: Tensor) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a client trains: the optimiser, how long, and in batches of what size."""
+
+    optimiser: str = "adamw"
+    rate: float = 1e-3
+    decay: float = 0.0
+    momentum: float = 0.0
+    epochs: int = 1
+    steps: int = 0
+    batch: int = 32
+    clip: float = 0.0
+
+    def start(self, marked: Marked) -> torch.optim.Optimizer:
+        """The optimiser of one turn: it starts without memory."""
+        makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+            "adamw": lambda: torch.optim.AdamW(
+                marked.parameters(), lr=self.rate, weight_decay=self.decay
+            ),
+            "sgd": lambda: torch.optim.SGD(
+                marked.parameters(),
+                lr=self.rate,
+                weight_decay=self.decay,
+                momentum=self.momentum,
+            ),
+        }
+        if self.optimiser not in makers:
+            raise FedplanError(
+                f"there is no optimiser {self.optimiser!r}; there are {', '.join(makers)}"
+            )
+        return makers[self.optimiser]()
+
+
+Adjust = Callable[[Param, Tensor, Tensor], None]
+"""Changes one param's gradient in place, given its value, before each step."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a fit may use: the marked roles, the rows, and what came with the world.
+
+    `start` holds the shared values as they came down; `riders` what else came down with them;
+    `memory` what the client itself remembers from its last turn.
+    """
+
+    model: nn.Module
+    roles: Roles
+    rows: Examples
+    loss: Callable[[nn.Module, Batch], Tensor]
+    pace: Pace
+    seed: int
+    start: Tensors
+    riders: Tensors = field(default_factory=dict[str, Tensor])
+    memory: Tensors = field(default_factory=dict[str, Tensor])
+    adjust: tuple[Adjust, ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a fit leaves: its mean loss and steps, what rides up, and what the client remembers."""
+
+    loss: float
+    steps: int
+    riders: Tensors = field(default_factory=dict[str, Tensor])
+    memory: Tensors = field(default_factory=dict[str, Tensor])
+
+
+Fit = Callable[[Job], Done]
+Wrap = Callable[[Fit], Fit]
+
+
+def plain(job: Job) -> Done:
+    """Train every SHARE and KEEP param on the client's rows."""
+    total, steps = 0.0, 0
+    with torch.random.fork_rng(devices=[]), mark(job.model, job.roles) as marked:
+        torch.manual_seed(job.seed)
+        trained = [tensor for _, tensor in marked.named_parameters()]
+        if not trained:
+            return Done(loss=float("nan"), steps=0)
+        optimiser = job.pace.start(marked)
+        job.model.train()
+        for indices in batches(len(job.rows), job.pace, job.seed):
+            loss = job.loss(job.model, job.rows.batch(indices))
+            loss.backward()
+            _adjust(marked, job.adjust)
+            if job.pace.clip:
+                nn.utils.clip_grad_norm_(trained, job.pace.clip)
+            optimiser.step()
+            optimiser.zero_grad()
+            total, steps = total + loss.item(), steps + 1
+        job.model.eval()
+    return Done(loss=total / max(steps, 1), steps=steps)
+
+
+def batches(count: int, pace: Pace, seed: int) -> Iterator[Tensor]:
+    """Indices of each batch: epochs in fresh orders, or a number of steps if the pace says so."""
+    generator = torch.Generator().manual_seed(seed)
+    done = 0
+    for _ in range(pace.epochs if not pace.steps else pace.steps):
+        order = torch.randperm(count, generator=generator)
+        for indices in cast("tuple[Tensor, ...]", order.split(pace.batch)):
+            if pace.steps and done == pace.steps:
+                return
+            yield indices
+            done += 1
+
+
+@torch.no_grad()
+def _adjust(marked: Marked, adjust: tuple[Adjust, ...]) -> None:
+    for param, value, gradient in marked.gradients() if adjust else ():
+        for change in adjust:
+            change(param, value, gradient)
+
+
+def proximal(strength: float) -> Wrap:
+    """Pull shared params towards the world: strength/2 times the squared distance (FedProx)."""
+
+    def wrap(fit: Fit) -> Fit:
+        def proximal_fit(job: Job) -> Done:
+            def pull(param: Param, value: Tensor, gradient: Tensor) -> None:
+                if job.roles[param] is Role.SHARE:
+                    gradient.add_(value - job.start[param.key], alpha=strength)
+
+            return fit(replace(job, adjust=(*job.adjust, pull)))
+
+        return proximal_fit
+
+    return wrap
+
+
+def alternate(own_epochs: int = 1) -> Wrap:
+    """Train what the client keeps first, then what it shares: FedRep's two phases."""
+
+    def wrap(fit: Fit) -> Fit:
+        def alternating(job: Job) -> Done:
+            resting = {p: _rest(role, Role.SHARE, Role.FREEZE) for p, role in job.roles.items()}
+            held = {p: _rest(role, Role.KEEP, Role.HOLD) for p, role in job.roles.items()}
+            pace = replace(job.pace, epochs=own_epochs)
+            fit(replace(job, roles=resting, pace=pace, seed=job.seed + 1))
+            return fit(replace(job, roles=held))
+
+        return alternating
+
+    return wrap
+
+
+def _rest(role: Role, awake: Role, at_rest: Role) -> Role:
+    return at_rest if role is awake else role
+
+
+CONTROL = "#control"
+"""The rider of SCAFFOLD: an estimate of each shared param's gradient."""
+
+
+def controlled(fit: Fit) -> Fit:
+    """Correct each step by what this client's gradient differs from the federation's: SCAFFOLD.
+
+    The second of the paper's two rules for the client's control; it is meant for plain SGD.
+    """
+
+    def controlled_fit(job: Job) -> Done:
+        shared = [p for p, role in job.roles.items() if role is Role.SHARE]
+        world = {p.key: _control(job.riders, p, job.start) for p in shared}
+        mine = {p.key: _control(job.memory, p, job.start) for p in shared}
+
+        def correct(param: Param, value: Tensor, gradient: Tensor) -> None:
+            if param.key in world:
+                gradient.add_(world[param.key] - mine[param.key])
+
+        done = fit(replace(job, adjust=(*job.adjust, correct)))
+        scale = 1 / (max(done.steps, 1) * job.pace.rate)
+        ends = take(job.model, shared)
+        fresh = {k: mine[k] - world[k] + (job.start[k] - ends[k]) * scale for k in ends}
+        return replace(
+            done,
+            riders={k + CONTROL: fresh[k] - mine[k] for k in fresh},
+            memory={**job.memory, **{k + CONTROL: fresh[k] for k in fresh}},
+        )
+
+    return controlled_fit
+
+
+def _control(held: Tensors, param: Param, start: Tensors) -> Tensor:
+    """A control as it is held; both ends know that it starts at zero."""
+    found = held.get(param.key + CONTROL)
+    return torch.zeros_like(start[param.key]) if found is None else found

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ledgers: what was trained, sent and kept in each turn, with digests that prove it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fedplan.errors import FedplanError
+from fedplan.params import Params
+from fedplan.plan import Role, Roles
+
+LETTERS = {Role.SHARE: "S", Role.KEEP: "K", Role.FREEZE: "F", Role.HOLD: "H"}
+ROLES = {letter: role for role, letter in LETTERS.items()}
+
+
+def digest(tensor: Tensor) -> str:
+    """Sixteen hex digits of a tensor's bytes and shape."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    said = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    found = hashlib.sha256(said)
+    found.update(cast(Any, flat.numpy()))
+    return found.hexdigest()[:16]
+
+
+def digests(values: Mapping[str, Tensor]) -> dict[str, str]:
+    """The digest of each value."""
+    return {key: digest(value) for key, value in values.items()}
+
+
+class Digests:
+    """Digests of tensors that nobody changes, each worked out once while it is in use."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, str]] = {}
+
+    def of(self, tensor: Tensor) -> str:
+        """The digest of a tensor."""
+        known = self._known.get(id(tensor))
+        if known is None or known[0] is not tensor:
+            known = self._known[id(tensor)] = (tensor, digest(tensor))
+        return known[1]
+
+    def only(self, tensors: Iterable[Tensor]) -> None:
+        """Forget all but these."""
+        ids = {id(tensor) for tensor in tensors}
+        self._known = {i: held for i, held in self._known.items() if i in ids}
+
+
+def spelled(roles: Roles) -> str:
+    """Roles as one letter a param, in the order of the params."""
+    return "".join(LETTERS[role] for role in roles.values())
+
+
+def joined(params: Params, known: Mapping[str, str]) -> str:
+    """Digests one after the other, in the order of the params."""
+    return "".join(known[p.key] for p in params)
+
+
+def parted(params: Params, text: str) -> dict[str, str]:
+    """The digests of a line, by key."""
+    return {p.key: text[16 * i : 16 * i + 16] for i, p in enumerate(params)}
+
+
+class Ledger:
+    """A file of JSON lines that only grows, and can be taken back to a length it once had."""
+
+    def __init__(self, file: Path, *, length: int | None = None) -> None:
+        self.file = file
+        file.touch()
+        if length is not None:
+            if file.stat().st_size < length:
+                raise FedplanError(f"{file} is shorter than the {length} bytes it once had")
+            os.truncate(file, length)
+
+    def append(self, lines: Iterable[Mapping[str, Any]]) -> int:
+        """Add lines for good, and say how long the file now is."""
+        with self.file.open("ab") as out:
+            for line in lines:
+                out.write(json.dumps(line, sort_keys=True).encode() + b"\n")
+            out.flush()
+            os.fsync(out.fileno())
+            return out.tell()
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of a ledger."""
+    return [json.loads(line) for line in file.read_text().splitlines()]

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods that train low-rank adapters on a frozen model."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+from torch import nn
+
+from fedplan.description import describe
+from fedplan.method import Method
+from fedplan.parts import Part, adapter, head, lora_a, lora_b
+from fedplan.plan import Plan, chain, freeze, keep, share
+from fedplan.text import parse_part
+
+
+def fedit(rank: int = 8, on: str = "query | value", with_head: bool = True) -> Method:
+    """FedIT: LoRA on a frozen model; both of its sides are averaged, each by itself.
+
+    Zhang et al., Towards Building the Federated GPT: Federated Instruction Tuning, 2024. The mean
+    of the products is not the product of the means: that is the error FFA-LoRA removes.
+    """
+    return _lora(share(_and_head(adapter, with_head)), rank, on)
+
+
+def ffa_lora(rank: int = 8, on: str = "query | value", with_head: bool = True) -> Method:
+    """FFA-LoRA: the input side stays as it was drawn, the output side is trained and averaged.
+
+    Sun et al., Improving LoRA in Privacy-preserving Federated Learning, 2024.
+    """
+    return _lora(share(_and_head(lora_b, with_head)), rank, on)
+
+
+def fedsa_lora(rank: int = 8, on: str = "query | value", with_head: bool = True) -> Method:
+    """FedSA-LoRA: the input side is averaged, each client keeps its output side.
+
+    Guo et al., Selective Aggregation for Low-Rank Adaptation in Federated Learning, 2025.
+    """
+    return _lora(chain(share(_and_head(lora_a, with_head)), keep(lora_b)), rank, on)
+
+
+def _lora(plan: Plan, rank: int, on: str) -> Method:
+    adapt = partial(add_lora, rank=rank, on=parse_part(on))
+    return Method(chain(freeze(), plan), adapt=adapt)
+
+
+def _and_head(part: Part, with_head: bool) -> Part:
+    """A classifier's new head is trained too; a language model's is tied, and is left out."""
+    return part | head if with_head else part
+
+
+def add_lora(model: nn.Module, *, rank: int, on: Part) -> nn.Module:
+    """The model with LoRA on the layers of a part."""
+    import peft
+
+    hosts = {p.name.rpartition(".")[0] for p in describe(model) if p.at and on.holds(p)}
+    config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=sorted(hosts))
+    return peft.get_peft_model(cast(Any, model), config)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods in which each client keeps a part of the model."""
+
+from __future__ import annotations
+
+from fedplan.fit import alternate
+from fedplan.method import Method
+from fedplan.parts import head, norm
+from fedplan.plan import chain, freeze, keep, share, when
+from fedplan.turn import after
+
+
+def fedper() -> Method:
+    """FedPer: share the base, keep the head.
+
+    Arivazhagan et al., Federated Learning with Personalization Layers, 2019.
+    """
+    return Method(chain(share(), keep(head)))
+
+
+def fedrep(own_epochs: int = 1) -> Method:
+    """FedRep: as FedPer, but the head is trained first, and then the base under it.
+
+    Collins et al., Exploiting Shared Representations for Personalized Federated Learning, 2021.
+    """
+    return Method(chain(share(), keep(head)), wraps=(alternate(own_epochs),))
+
+
+def lg_fedavg() -> Method:
+    """LG-FedAvg: keep the representation, share the head.
+
+    Liang et al., Think Locally, Act Globally, 2020.
+    """
+    return Method(chain(keep(), share(head)))
+
+
+def fedbabu(rounds: int = 50) -> Method:
+    """FedBABU: share the base under a head that nobody trains; then each trains a head of its own.
+
+    Oh et al., FedBABU: Toward Enhanced Representation for Federated Image Classification, 2022.
+    The last step is the paper's fine-tuning, here of the head alone.
+    """
+    return Method(chain(share(), freeze(head), when(after(rounds), chain(freeze(), keep(head)))))
+
+
+def fedbn() -> Method:
+    """FedBN: keep the norms, share the rest.
+
+    Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, 2021;
+    written for batch norms, here for the layer norms of a Transformer.
+    """
+    return Method(chain(share(), keep(norm)))

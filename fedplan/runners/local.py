@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local runner: a whole federation in one process, one client after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedplan import streams
+from fedplan.failpoints import reach
+from fedplan.fit import Batch, Examples
+from fedplan.ledger import Digests, Ledger, digests
+from fedplan.plan import Role
+from fedplan.resolution import permitted
+from fedplan.rounds import Setup, Site, Tally, World, close, hear, local, pull, push
+from fedplan.state import take
+from fedplan.store import Journal, Store
+from fedplan.turn import Turn
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """Who takes part: a share of the roster each round; of those some drop out, some are late."""
+
+    share: float = 1.0
+    dropped: float = 0.0
+    late: float = 0.0
+    phases: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def cohort(self, experiment: str, number: int, roster: list[str]) -> list[str]:
+        """The clients that are asked in a round, in the roster's order."""
+        draw = torch.randperm(
+            len(roster), generator=streams.generator(experiment, "cohort", number)
+        )
+        asked = max(1, round(self.share * len(roster)))
+        chosen = {roster[int(i)] for i in draw[:asked]}
+        return [name for name in roster if name in chosen]
+
+    def fate(self, experiment: str, number: int, client: str) -> str:
+        """What becomes of a client that is asked: it answers, it is late, or it drops out."""
+        generator = streams.generator(experiment, "fate", number, client)
+        drawn = torch.rand((), generator=generator, dtype=torch.float64).item()
+        if drawn < self.dropped:
+            return "dropped"
+        return "late" if drawn < self.dropped + self.late else "answers"
+
+    def phase(self, number: int) -> str:
+        """The phase that the server has announced for a round."""
+        entered = [(after, name) for name, after in self.phases.items() if after < number]
+        return max(entered, default=(0, ""))[1]
+
+
+class Federation:
+    """A server and its sites in one process. What it has committed survives any kill."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        model: nn.Module,
+        rows: Mapping[str, Examples],
+        loss: Callable[[nn.Module, Batch], Tensor],
+        folder: Path,
+        *,
+        rounds: int,
+        attendance: Attendance | None = None,
+        traits: Mapping[str, Mapping[str, str]] | None = None,
+        replies: bool = False,
+    ) -> None:
+        self.setup, self.model, self.folder, self.rounds = setup, model, folder, rounds
+        self.attendance = attendance or Attendance()
+        self.start = take(model, setup.params)
+        marks, self.digests = digests(self.start), Digests()
+        self.sites = {
+            name: Site(
+                name=name,
+                rows=held,
+                journal=Journal(folder / "homes" / name, replies=replies),
+                model=model,
+                start=self.start,
+                marks=marks,
+                loss=loss,
+                digests=self.digests,
+                traits=dict((traits or {}).get(name, {})),
+            )
+            for name, held in rows.items()
+        }
+        self.store = Store(folder / "world")
+        self.world, lengths = self._resumed()
+        self.ledger = Ledger(folder / "ledger.jsonl", length=lengths.get("ledger", 0))
+        self.metrics = Ledger(folder / "metrics.jsonl", length=lengths.get("metrics", 0))
+
+    def _resumed(self) -> tuple[World, dict[str, int]]:
+        """The world as it was last committed, or as the model starts it."""
+        found = self.store.read()
+        if found is None:
+            return World.start(self.setup, self.model), {}
+        world = _world_of(found.tensors, found.meta)
+        for name, known in world.known.items():
+            current = {k for k, version in known.items() if version == world.versions[k]}
+            self.sites[name].seen = {k: world.values[k] for k in current}
+        return world, found.meta["lengths"]
+
+    def round(self) -> Tally:
+        """Play the next round up to its close; `commit` makes it last."""
+        number = self.world.round + 1
+        self.world = replace(self.world, phase=self.attendance.phase(number))
+        experiment, roster = self.setup.experiment, list(self.sites)
+        cohort = self.attendance.cohort(experiment, number, roster)
+        fates = {name: self.attendance.fate(experiment, number, name) for name in cohort}
+        asked = [name for name in cohort if fates[name] != "dropped"]
+        tally = Tally({n: push(self.setup, self.world, n, self.sites[n].traits) for n in asked})
+        for name in asked:
+            update = local(self.setup, self.sites[name], tally.cohort[name])
+            reach("round.answered")
+            if fates[name] == "late":
+                tally.rejected[name] = "late"
+                hear(tally, update)
+            else:
+                pull(self.setup, self.world, tally, update)
+        tally.rejected |= {n: "dropped" for n in cohort if fates[n] == "dropped"}
+        reach("round.before_close")
+        self.world = close(
+            self.setup, self.world, tally, roster=len(roster), later=self._later(number)
+        )
+        return tally
+
+    def _later(self, number: int) -> set[str]:
+        """Keys that some later round may move, while the phase stays as it is announced."""
+        ahead = range(number + 1, self.rounds + 1)
+        sayings = {
+            (self.setup.method.plan.settle(turn)): turn
+            for turn in (
+                Turn(n, name, self.attendance.phase(n), site.traits)
+                for n in ahead
+                for name, site in self.sites.items()
+            )
+        }
+        found = set[str]()
+        for turn in sayings.values():
+            roles = permitted(self.setup.method.plan, self.setup.params, turn)
+            found |= {p.key for p in self.setup.params if roles[p] is Role.SHARE}
+        return found
+
+    def commit(self, tally: Tally, scores: Mapping[str, Any] | None = None) -> None:
+        """Write a round down for good: its lines, then the world that it made."""
+        lengths = {"ledger": self.ledger.append(self._lines(tally))}
+        reach("round.ledger_written")
+        lengths["metrics"] = self.metrics.append(
+            [{"round": self.world.round, **scores}] if scores else []
+        )
+        reach("round.before_commit")
+        tensors, meta = _written(self.world)
+        self.store.write(tensors, meta | {"lengths": lengths}, number=self.world.round)
+        reach("round.committed")
+
+    def _lines(self, tally: Tally) -> list[dict[str, Any]]:
+        self.digests.only(self.world.values.values())
+        moved = {k for k, v in self.world.versions.items() if v == self.world.round}
+        whole = {
+            "round": self.world.round,
+            "phase": self.world.phase,
+            "counted": sorted(tally.counted),
+            "rejected": dict(sorted(tally.rejected.items())),
+            "moved": {k: self.digests.of(self.world.values[k]) for k in sorted(moved)},
+            "up": sum(line["up"] for line in tally.lines.values()),
+            "down": sum(tally.cohort[c].nbytes for c in tally.cohort),
+        }
+        return [*(tally.lines[c] for c in sorted(tally.lines)), whole]
+
+    def world_values(self) -> dict[str, Tensor]:
+        """The federation's model: its values, and the start's for what each client keeps."""
+        trainable = self.setup.trainable
+        return {p.key: self.world.values.get(p.key, self.start[p.key]) for p in trainable}
+
+    def personal_values(self, name: str) -> dict[str, Tensor]:
+        """One client's model: its own values over the federation's."""
+        home, _ = self.sites[name].journal.home()
+        turn = Turn(self.world.round, name, self.world.phase, self.sites[name].traits)
+        roles = permitted(self.setup.method.plan, self.setup.params, turn)
+        own = {p.key for p in self.setup.trainable if roles[p].own}
+        return self.world_values() | {k: v for k, v in home.items() if k in own}
+
+
+def _written(world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = {f"value/{k}": v for k, v in world.values.items()}
+    for key, memory in world.memory.items():
+        tensors |= {f"memory/{name}/{key}": v for name, v in memory.items()}
+    meta = {"round": world.round, "phase": world.phase, "versions": world.versions}
+    return tensors, meta | {"known": world.known}
+
+
+def _world_of(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> World:
+    values, memory = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
+    for name, tensor in tensors.items():
+        sort, _, rest = name.partition("/")
+        if sort == "value":
+            values[rest] = tensor
+        else:
+            which, _, key = rest.partition("/")
+            memory.setdefault(key, {})[which] = tensor
+    known = {client: dict(held) for client, held in meta["known"].items()}
+    versions = {k: int(v) for k, v in meta["versions"].items()}
+    return World(values, versions, meta["round"], meta["phase"], known, memory)

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Testing: the laws that every method must keep, for ours and for anybody's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor, nn
+
+from fedplan.description import describe
+from fedplan.fit import Batch, Examples, Job, Pace, plain
+from fedplan.forecast import forecast
+from fedplan.ledger import digests, read_lines
+from fedplan.method import Method
+from fedplan.plan import Best, Role, share
+from fedplan.resolution import permitted, resolve
+from fedplan.rounds import Setup, Tally, World, close, local, nbytes, pull, push
+from fedplan.runners.local import Federation
+from fedplan.state import take
+from fedplan.sums import GRID
+from fedplan.turn import Turn
+from fedplan.verification import verify_lines
+
+Loss = Callable[[nn.Module, Batch], Tensor]
+ROUNDS = 3
+PACE = Pace(optimiser="adamw", rate=1e-2, decay=0.1, batch=2, steps=2)
+
+
+def check_method(
+    method: Method, model: nn.Module, rows: Mapping[str, Examples], loss: Loss
+) -> None:
+    """Run a method for a few rounds on a model, and raise AssertionError where a law is broken.
+
+    Give it two or more clients' rows. The model is not touched.
+    """
+    if len(rows) < 2:
+        raise ValueError("the laws need two or more clients")
+    before = {n: t.clone() for n, t in model.named_parameters()}
+    for law in LAWS:
+        with TemporaryDirectory() as folder:
+            law(_Case(method, model, rows, loss, Path(folder)))
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, before[name]), f"the caller's model was touched at {name}"
+
+
+class _Case:
+    """A method on a copy of a model, ready to be played."""
+
+    def __init__(
+        self,
+        method: Method,
+        model: nn.Module,
+        rows: Mapping[str, Examples],
+        loss: Loss,
+        folder: Path,
+    ) -> None:
+        self.method, self.rows, self.loss, self.folder = method, rows, loss, folder
+        self.model = copy.deepcopy(model)
+        if method.adapt is not None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                self.model = method.adapt(self.model)
+        self.setup = Setup("laws", describe(self.model), method, PACE)
+
+    def federation(
+        self, where: str = "a", *, rows: Mapping[str, Examples] | None = None
+    ) -> Federation:
+        return Federation(
+            self.setup,
+            copy.deepcopy(self.model),
+            rows or self.rows,
+            self.loss,
+            self._folder(where),
+            rounds=ROUNDS,
+            replies=where != "b",
+        )
+
+    def _folder(self, where: str) -> Path:
+        (self.folder / where).mkdir(exist_ok=True)
+        return self.folder / where
+
+    def roles(self, number: int, client: str) -> dict[str, Role]:
+        turn = Turn(round=number, client=client)
+        found = permitted(self.method.plan, self.setup.params, turn)
+        return {p.key: role for p, role in found.items()}
+
+
+def law_sent_is_shared_and_own_is_in_no_message(case: _Case) -> None:
+    """What goes up is SHARE; what a client keeps or holds is in no message, either way."""
+    federation = case.federation()
+    for number in range(1, ROUNDS + 1):
+        tally = federation.round()
+        assert not tally.rejected, tally.rejected
+        for client, down in tally.cohort.items():
+            roles = case.roles(number, client)
+            answered = federation.sites[client].journal.answered(down.request)
+            assert answered is not None
+            sent = {k.split("#")[0] for k in answered[0]}
+            assert sent == {k for k, role in roles.items() if role is Role.SHARE}
+            own = {k for k, role in roles.items() if role.own}
+            assert not own & {k.split("#")[0] for k in down.values}
+        federation.commit(tally)
+
+
+def law_the_ledger_proves_what_rested(case: _Case) -> None:
+    """Frozen and held params keep their bits, and the ledger shows it, with the bytes explained."""
+    federation = case.federation()
+    for _ in range(ROUNDS):
+        federation.commit(federation.round())
+    lines = read_lines(case.folder / "a" / "ledger.jsonl")
+    assert not verify_lines(case.setup, lines)
+
+
+def law_a_param_is_the_mean_over_its_own_senders(case: _Case) -> None:
+    """A param nobody sent keeps its value; one sent by one of two is that client's own."""
+    federation = case.federation()
+    one, *_ = federation.sites
+    setup = replace(case.setup, method=replace(case.method, serve=type(case.method.serve)()))
+    world = World.start(setup, federation.model)
+    tally = Tally({one: push(setup, world, one, {})})
+    update = local(setup, federation.sites[one], tally.cohort[one])
+    pull(setup, world, tally, update)
+    after = close(setup, world, tally, roster=2, later=set())
+    riders = setup.method.riders or ("#!",)
+    coded = {k: v for k, v in update.values.items() if not k.endswith(riders)}
+    base = {k: world.values[k] for k in {k.partition("#")[0] for k in coded}}
+    sent = setup.method.wire.decode(coded, base)
+    for key, value in world.values.items():
+        if "#" not in key:
+            assert torch.allclose(after.values[key], sent.get(key, value), rtol=0, atol=GRID), key
+
+
+def law_each_gets_what_it_lacks(case: _Case) -> None:
+    """Who missed rounds gets every part it lacks; who is up to date gets nothing it has."""
+    federation = case.federation()
+    late, *rest = federation.sites
+    world, setup = federation.world, case.setup
+    for _ in range(2):
+        tally = Tally({name: push(setup, world, name, {}) for name in rest})
+        for name in rest:
+            pull(setup, world, tally, local(setup, federation.sites[name], tally.cohort[name]))
+        world = close(setup, world, tally, roster=len(rest) + 1, later=set())
+    roles = case.roles(world.round + 1, late)
+    lacking = set(push(setup, world, late, {}).values)
+    assert {k for k in lacking if "#" not in k} == {
+        p.key for p in setup.movable if not roles[p.key].own
+    }
+    for name in rest:
+        for key, version in push(setup, world, name, {}).versions.items():
+            assert version > world.known[name].get(key, -1)
+
+
+def law_one_client_that_shares_all_is_plain_training(case: _Case) -> None:
+    """One client and share() are plain local training."""
+    if case.method.plan != share() or case.method.serve.rule != "plain" or case.method.wraps:
+        return
+    name = next(iter(case.rows))
+    federation = case.federation(rows={name: case.rows[name]})
+    plain_model = copy.deepcopy(case.model)
+    for number in (1, 2):
+        federation.commit(federation.round())
+        _train_plainly(case, plain_model, name, number)
+    expected = take(plain_model, case.setup.params)
+    # Values below the sum's grid are rounded to it, which later steps may carry on.
+    for key, value in federation.world_values().items():
+        assert torch.allclose(value, expected[key], rtol=1e-5, atol=1e-7), key
+
+
+def _train_plainly(case: _Case, model: nn.Module, name: str, number: int) -> None:
+    from fedplan import streams
+
+    turn = Turn(round=number, client=name)
+    plain(
+        Job(
+            model=model,
+            roles=resolve(share(), case.setup.params, turn),
+            rows=case.rows[name],
+            loss=case.loss,
+            pace=PACE,
+            seed=streams.seed("laws", "fit", number, name),
+            start={},
+        )
+    )
+
+
+def law_the_same_again_is_the_same(case: _Case) -> None:
+    """The same seed gives the same bits; the same request the same reply, home advanced once."""
+    one, two = case.federation("a"), case.federation("b")
+    for _ in range(ROUNDS):
+        tally = one.round()
+        for name, down in tally.cohort.items():
+            site = one.sites[name]
+            home = digests(site.journal.home()[0])
+            again = local(case.setup, site, down)
+            assert digests(site.journal.home()[0]) == home
+            assert again.line == tally.lines[name]
+        one.commit(tally)
+        two.commit(two.round())
+    assert digests(one.world.values) == digests(two.world.values)
+    for name in one.sites:
+        assert digests(one.sites[name].journal.home()[0]) == digests(
+            two.sites[name].journal.home()[0]
+        )
+
+
+def law_bytes_are_those_explained(case: _Case) -> None:
+    """The bytes of each message are those that the forecast says."""
+    expected = forecast(case.method.plan, case.setup.params, rounds=ROUNDS)
+    if len(expected.views) > 1 or any(isinstance(p, Best) for p in case.method.plan.within()):
+        return
+    federation = case.federation()
+    client, *_ = federation.sites
+    up = down = explained = 0
+    for number in range(1, ROUNDS + 1):
+        tally = federation.round()
+        roles = case.roles(number, client)
+        explained += sum(case.setup.up(p) for p in case.setup.params if roles[p.key] is Role.SHARE)
+        up += tally.lines[client]["up"]
+        down += nbytes({k: v for k, v in tally.cohort[client].values.items() if "#" not in k})
+        federation.commit(tally)
+    assert up == explained
+    assert [down] == [view.down for view in expected.views]
+
+
+LAWS = (
+    law_sent_is_shared_and_own_is_in_no_message,
+    law_the_ledger_proves_what_rested,
+    law_a_param_is_the_mean_over_its_own_senders,
+    law_each_gets_what_it_lacks,
+    law_one_client_that_shares_all_is_plain_training,
+    law_the_same_again_is_the_same,
+    law_bytes_are_those_explained,
+)

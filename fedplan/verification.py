@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification: a run's ledger re-checked against its plan: nothing frozen moved, nothing left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from fedplan.ledger import ROLES, parted
+from fedplan.plan import Role
+from fedplan.resolution import certain, permitted
+from fedplan.rounds import Setup
+from fedplan.turn import Turn
+
+
+def verify_lines(setup: Setup, lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Every fault of a ledger, in words; an empty list is a clean one."""
+    checker = _Checker(setup)
+    return [fault for line in lines for fault in checker.check(line)]
+
+
+class _Checker:
+    """Follows the world's and each client's values through a ledger, by their digests."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.world: dict[str, str] = {}
+        self.homes: dict[str, dict[str, str]] = {}
+        self.versions: dict[str, int] = {p.key: 0 for p in setup.movable}
+        self.known: dict[str, dict[str, int]] = {}
+
+    def check(self, line: Mapping[str, Any]) -> Iterator[str]:
+        """The faults of one line."""
+        if "moved" in line:
+            yield from self._round(line)
+        else:
+            yield from self._turn(line)
+
+    def _turn(self, line: Mapping[str, Any]) -> Iterator[str]:
+        where = f"round {line['round']}, {line['client']}"
+        params = self.setup.params
+        roles = dict(zip(params, (ROLES[x] for x in line["roles"]), strict=True))
+        turn = Turn(line["round"], line["client"], line["phase"], line["traits"])
+        most = permitted(self.setup.method.plan, params, turn)
+        least = certain(self.setup.method.plan, params, turn)
+        before, after = parted(params, line["before"]), parted(params, line["after"])
+        home = self.homes.setdefault(line["client"], {})
+        for p in params:
+            key, role = p.key, roles[p]
+            if role not in (most[p], least[p]):
+                yield f"{where}: {key} was {role.name}, and the plan says {most[p].name}"
+            if not role.trained and before[key] != after[key]:
+                yield f"{where}: {key} is {role.name} and moved"
+            expected = home.get(key) if role.own else self.world.get(key)
+            if expected not in (None, before[key]):
+                yield f"{where}: {key} did not start from what it last was"
+            if role.own:
+                home[key] = after[key]
+        shared = [p for p in params if roles[p] is Role.SHARE]
+        yield from self._bytes(where, line, shared, most)
+
+    def _bytes(
+        self, where: str, line: Mapping[str, Any], shared: list[Any], most: Mapping[Any, Role]
+    ) -> Iterator[str]:
+        method = self.setup.method
+        up = sum(self.setup.up(p) for p in shared)
+        if line["up"] != up:
+            yield f"{where}: {line['up']} bytes went up, and the plan explains {up}"
+        known = self.known.setdefault(line["client"], {})
+        down = 0
+        for p in self.setup.movable:
+            if most[p].own:
+                continue
+            if known.get(p.key, -1) < self.versions[p.key]:
+                down += p.nbytes
+                known[p.key] = self.versions[p.key]
+            for rider in method.riders if most[p] is Role.SHARE else ():
+                version = self.versions.get(p.key + rider, 0)
+                if known.get(p.key + rider, 0) < version:
+                    down += p.nbytes
+                    known[p.key + rider] = version
+        if line["down"] != down:
+            yield f"{where}: {line['down']} bytes came down, and the plan explains {down}"
+
+    def _round(self, line: Mapping[str, Any]) -> Iterator[str]:
+        movable = {p.key for p in self.setup.movable}
+        for key, mark in line["moved"].items():
+            if key.split("#")[0] not in movable:
+                yield f"round {line['round']}: {key} moved, and no turn may share it"
+            self.world[key] = mark
+            self.versions[key] = line["round"]

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and their division among clients."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+from datasets import Dataset, DatasetDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedplan.data import DataError, Partition, divide, halve, load, where
+from fedplan.tables import is_hub_id, labels_in
+
+SHARED = Path("/work/shared/data")
+ROWS = {"text": ["a", "b", "c\nd"], "split": ["train", "test", "train"], "n": [1, 2, 3]}
+
+
+def shared(path: str) -> str:
+    if not (SHARED / path).exists():
+        pytest.skip(f"{SHARED / path} is not on this machine")
+    return str(SHARED / path)
+
+
+def numbered(labels: list[str] | list[int]) -> Dataset:
+    return Dataset.from_dict({"label": labels, "row": list(range(len(labels)))})
+
+
+def rows_of(clients: dict[str, Dataset]) -> dict[str, list[int]]:
+    return {name: list(table["row"]) for name, table in clients.items()}
+
+
+LABELS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=40)
+PARTITIONS = st.one_of(
+    st.builds(Partition, st.just("iid"), st.integers(1, 8)),
+    st.builds(
+        Partition,
+        st.just("dirichlet"),
+        st.integers(1, 6),
+        alpha=st.floats(0.05, 100),
+        column=st.just("label"),
+    ),
+    st.builds(Partition, st.just("pathological"), st.integers(1, 8), classes=st.integers(1, 4)),
+    st.builds(Partition, st.just("column"), column=st.just("label")),
+)
+
+
+@settings(max_examples=60)
+@given(LABELS, PARTITIONS, st.integers(0, 2**31))
+def test_a_division_has_every_row_once(labels: list[str], partition: Partition, seed: int) -> None:
+    table = numbered(labels)
+    try:
+        clients = divide(table, partition, seed=seed, label="label")
+    except DataError as error:
+        assert "rows" in str(error) or "labels" in str(error)
+        return
+    found = rows_of(clients)
+    assert sorted(row for rows in found.values() for row in rows) == list(range(len(labels)))
+    assert min(map(len, found.values())) >= partition.least
+    assert len(found) == (partition.clients or len(set(labels)))
+    assert rows_of(divide(table, partition, seed=seed, label="label")) == found
+    if partition.by == "pathological":
+        held = [set(table["label"]) for table in clients.values()]
+        assert all(len(each) == partition.classes for each in held)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 30), st.floats(0.01, 0.99), st.integers(0, 2**31))
+def test_a_half_and_the_other_are_all(count: int, share: float, seed: int) -> None:
+    table = numbered(list(range(count)))
+    train, test = halve(table, share=share, seed=seed)
+    assert sorted([*train["row"], *test["row"]]) == list(range(count))
+    assert len(train) >= min(count, 1) and len(test) >= (count > 1)
+    assert abs(len(train) - share * count) <= 1
+    again = halve(table, share=share, seed=seed)
+    assert [list(half["row"]) for half in again] == [list(train["row"]), list(test["row"])]
+
+
+@pytest.mark.parametrize(
+    "partition",
+    [
+        Partition("iid", 5),
+        Partition("dirichlet", 5, alpha=0.5),
+        Partition("pathological", 5, classes=2),
+    ],
+    ids=lambda partition: partition.by,
+)
+def test_another_seed_divides_otherwise(partition: Partition) -> None:
+    table = numbered(list("abcdefghij") * 20)
+    first, second = (rows_of(divide(table, partition, seed=s, label="label")) for s in (1, 2))
+    assert first != second
+    assert list(first) == ["client-00", "client-01", "client-02", "client-03", "client-04"]
+
+
+@pytest.mark.parametrize("by", ["dirichlet", "pathological"])
+def test_strings_and_their_codes_divide_alike(by: str) -> None:
+    words, partition = list("cabd") * 25, Partition(by, 4, alpha=1.0, classes=2)
+    numbers = [sorted(set(words)).index(word) for word in words]
+    found = [
+        rows_of(divide(numbered(labels), partition, seed=3, label="label"))
+        for labels in (words, numbers)
+    ]
+    assert found[0] == found[1]
+
+
+def skew(alpha: float) -> float:
+    """The mean share of a client's most frequent label."""
+    table = numbered(list("abcdefghij") * 100)
+    clients = divide(table, Partition("dirichlet", 10, alpha=alpha), seed=0, label="label")
+    most = [max(Counter(table["label"]).values()) / len(table) for table in clients.values()]
+    return sum(most) / len(most)
+
+
+def test_a_small_alpha_is_more_skewed() -> None:
+    assert skew(0.1) > skew(1.0) > skew(100.0)
+    assert skew(100.0) < 0.2
+
+
+def test_the_largest_values_of_a_column_are_clients() -> None:
+    table = numbered(["x"] * 3 + ["y"] * 2 + ["z"] * 2 + ["w"])
+    assert list(divide(table, Partition("column", 2, "label"), seed=0)) == ["x", "y"]
+    assert list(divide(table, Partition("column", column="label", least=2), seed=0)) == list("xyz")
+    with pytest.raises(DataError, match=r"has 4 values .* and 5 clients"):
+        divide(table, Partition("column", 5, "label"), seed=0)
+
+
+def test_medical_questions_divide_by_institute() -> None:
+    table = load(shared("text/medquad_answered.parquet"))
+    clients = divide(table, Partition("column", column="collection"), seed=0)
+    assert len(clients) == 9 and sum(map(len, clients.values())) == len(table) == 16407
+    assert set(clients["9_CDC_QA"]["collection"]) == {"9_CDC_QA"}
+
+
+def test_every_format_gives_the_same_table(tmp_path: Path) -> None:
+    table = Dataset.from_dict(ROWS)
+    pyarrow.parquet.write_table(table.data.table, tmp_path / "t.parquet")
+    pyarrow.csv.write_csv(table.data.table, tmp_path / "t.csv")
+    rows = [dict(zip(ROWS, row, strict=True)) for row in zip(*ROWS.values(), strict=True)]
+    (tmp_path / "t.json").write_text(json.dumps(rows))
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    np.savez(tmp_path / "t.npz", **{name: np.array(column) for name, column in ROWS.items()})
+    table.save_to_disk(str(tmp_path / "saved"))
+    for name in ("t.parquet", "t.csv", "t.json", "t.jsonl", "t.npz", "saved"):
+        assert load(str(tmp_path / name)).to_dict() == ROWS, name
+    for name in ("t.parquet", "t.csv", "t.json", "t.jsonl"):
+        assert list(load(str(tmp_path / name), split="train")["n"]) == [1, 3]
+
+
+def test_a_folder_is_its_files_and_a_split_their_names(tmp_path: Path) -> None:
+    for name, numbers in (("train-0", [1]), ("train-1", [2]), ("test", [3]), ("trainer", [4])):
+        (tmp_path / f"{name}.json").write_text(json.dumps([{"n": n} for n in numbers]))
+    assert sorted(load(str(tmp_path))["n"]) == [1, 2, 3, 4]
+    assert list(load(str(tmp_path), split="train")["n"]) == [1, 2]
+
+
+def test_a_saved_folder_of_splits_asks_for_one(tmp_path: Path) -> None:
+    table = Dataset.from_dict(ROWS)
+    DatasetDict({"train": table, "dev": table.select([0])}).save_to_disk(str(tmp_path / "d"))
+    assert len(load(str(tmp_path / "d"), split="dev")) == 1
+    for split in ("", "test"):
+        with pytest.raises(DataError, match=r"train, dev"):
+            load(str(tmp_path / "d"), split=split)
+
+
+def test_arrays_of_a_split_are_columns(tmp_path: Path) -> None:
+    pixels = np.arange(2 * 3 * 4, dtype="uint8").reshape(2, 3, 4)
+    np.savez(tmp_path / "a.npz", x_train=pixels, y_train=np.array([0, 1]), y_test=np.array([1]))
+    table = load(str(tmp_path / "a.npz"), split="train")
+    assert table.column_names == ["x", "y"]
+    assert (np.array(table["x"][1]) == pixels[1]).all()
+    with pytest.raises(DataError, match=r"differ in length.*y_test.*split"):
+        load(str(tmp_path / "a.npz"))
+    with pytest.raises(DataError, match=r"'_dev'.*x_train"):
+        load(str(tmp_path / "a.npz"), split="dev")
+
+
+def test_arrays_of_objects_are_not_opened(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(DataError, match="cannot be read"):
+        load(str(tmp_path / "a.npz"))
+
+
+def test_where_keeps_equal_rows() -> None:
+    table = Dataset.from_dict(ROWS)
+    assert list(where(table, {"split": "train", "n": 3})["text"]) == ["c\nd"]
+    assert len(where(table, {})) == 3
+    with pytest.raises(DataError, match=r"'trian'.*'test', 'train'"):
+        where(table, {"split": "trian"})
+    with pytest.raises(DataError, match=r"column 'splt'.*text, split, n"):
+        where(table, {"splt": "train"})
+
+
+def test_labels_are_in_order() -> None:
+    assert labels_in([numbered([10, 9]), numbered([2])], "label") == ["2", "9", "10"]
+    assert labels_in([Dataset.from_dict({"t": [["O", "B-x"], ["O"]]})], "t") == ["B-x", "O"]
+
+
+def test_only_a_name_of_the_hub_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_hub_id("org/name") and not is_hub_id("name") and not is_hub_id("a/b.csv")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert not is_hub_id("org/name")
+    with pytest.raises(DataError, match="'org/nothing' is no file"):
+        load("org/nothing")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"by": "iid"}, "clients = 0"),
+        ({"by": "niid", "clients": 2}, "'niid'; there are iid, dirichlet"),
+        ({"by": "dirichlet", "clients": 2}, "alpha = 0.0"),
+        ({"by": "dirichlet", "clients": 2, "alpha": float("nan")}, "alpha = nan"),
+        ({"by": "pathological", "clients": 2}, "classes = 0"),
+        ({"by": "column"}, "column = ''"),
+        ({"by": "iid", "clients": 2, "least": -1}, "least = -1"),
+    ],
+)
+def test_a_wrong_partition_says_what_it_must_be(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        Partition(**settings)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_divided_says_why() -> None:
+    table = numbered(list("abcd") * 5)
+    for partition, words in (
+        (Partition("dirichlet", 9, alpha=0.001), r"alpha = 0.001.*9 clients.*raise alpha"),
+        (Partition("iid", 21), "20 rows cannot give 21 clients 1 each"),
+        (Partition("iid", 5, least=5), "20 rows cannot give 5 clients 5 each"),
+        (Partition("pathological", 1, classes=3), "cannot hold 4 labels"),
+        (Partition("pathological", 4, classes=5), "classes must be at most 4"),
+        (Partition("pathological", 20, classes=2), "fewer rows than its share"),
+        (Partition("dirichlet", 2, "kind", alpha=1.0), "no column 'kind'; there are label, row"),
+        (Partition("column", column="kind"), "no column 'kind'"),
+    ):
+        with pytest.raises(DataError, match=words):
+            divide(table, partition, seed=0, label="label")
+    with pytest.raises(DataError, match="column of labels"):
+        divide(table, Partition("dirichlet", 2, alpha=1.0), seed=0)
+    with pytest.raises(DataError, match="no value in 1 of 2"):
+        divide(Dataset.from_dict({"a": ["x", None]}), Partition("column", column="a"), seed=0)
+    with pytest.raises(DataError, match="share = 1"):
+        halve(table, share=1, seed=0)
+
+
+@pytest.mark.parametrize("name", ["none.parquet", "none", "a.txt", "broken.json", "broken.parquet"])
+def test_what_is_no_table_is_named(name: str, tmp_path: Path) -> None:
+    for broken in ("a.txt", "broken.json", "broken.parquet"):
+        (tmp_path / broken).write_text("{")
+    with pytest.raises(DataError, match=name):
+        load(str(tmp_path / name))

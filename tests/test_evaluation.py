@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of many clients, put together."""
+
+from __future__ import annotations
+
+from math import isclose, isnan, nan
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import f1_score
+
+from fedplan.errors import FedplanError
+from fedplan.evaluation import macro_f1, spread, weighted
+
+SCORES = st.dictionaries(st.text(max_size=3), st.floats(-1e6, 1e6), min_size=1, max_size=40)
+PAIRS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=30)
+
+
+@settings(max_examples=200)
+@given(SCORES)
+def test_a_spread_is_what_numpy_says(scores: dict[str, float]) -> None:
+    found, values = spread(scores), np.sort(list(scores.values()))
+    assert isclose(found["mean"], values.mean(), rel_tol=1e-9, abs_tol=1e-6)
+    assert isclose(found["std"], values.std(), rel_tol=1e-9, abs_tol=1e-6)
+    assert (found["worst"], found["best"]) == (values[0], values[-1])
+    assert found["worst"] <= found["worst_decile"] + 1e-6 <= found["mean"] + 2e-6
+    assert found["count"] == len(scores)
+
+
+def test_the_worst_decile_is_the_mean_of_the_lowest_tenth_rounded_up() -> None:
+    assert spread({str(i): float(i) for i in range(11)})["worst_decile"] == 0.5
+    assert spread({str(i): float(i) for i in range(10)})["worst_decile"] == 0.0
+
+
+def test_a_client_that_diverged_is_the_worst() -> None:
+    for scores in ({"a": nan, "b": 1.0, "c": 0.0}, {"b": 1.0, "c": 0.0, "a": nan}):
+        found = spread(scores)
+        assert isnan(found["worst"]) and isnan(found["mean"]) and found["best"] == 1.0
+
+
+def test_a_weighted_mean_counts_examples() -> None:
+    found = weighted([{"accuracy": 1.0, "examples": 3}, {"accuracy": 0.0, "examples": 1}])
+    assert found == {"accuracy": 0.75, "examples": 4}
+    assert weighted([{"examples": 0.0}, {"loss": 2.0, "examples": 5}])["loss"] == 2.0
+    assert weighted([]) == {"examples": 0.0}
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=20))
+def test_a_weighted_accuracy_is_that_of_all_rows_together(rows: list[tuple[bool, int]]) -> None:
+    scores = [{"accuracy": float(right), "examples": float(n)} for right, n in rows]
+    together = sum(right * n for right, n in rows) / sum(n for _, n in rows)
+    assert isclose(weighted(scores)["accuracy"], together)
+
+
+@settings(max_examples=200)
+@given(PAIRS)
+def test_macro_f1_is_what_scikit_learn_says(pairs: list[tuple[int, int]]) -> None:
+    truth, guess = [t for t, _ in pairs], [g for _, g in pairs]
+    assert isclose(macro_f1(truth, guess), f1_score(truth, guess, average="macro"))
+
+
+def test_nothing_to_put_together_is_said() -> None:
+    with pytest.raises(FedplanError, match="at least one client"):
+        spread({})
+    with pytest.raises(FedplanError, match="number of examples"):
+        weighted([{"loss": 1.0}])

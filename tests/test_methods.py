@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every method keeps the laws on an encoder, a decoder, vision, two towers, fused rows and LoRA."""
+
+from __future__ import annotations
+
+import pytest
+import zoo
+from clients import few, loss
+
+from fedplan.errors import FedplanError
+from fedplan.method import Method
+from fedplan.methods import METHODS, method
+from fedplan.parts import norm, value
+from fedplan.plan import chain, freeze, keep, share
+from fedplan.testing import check_method
+from fedplan.wire import parse_wire
+
+ARCHITECTURES = ("bert", "vit", "clip", "gpt-neox", "phi3", "modernbert", "llama")
+SETTINGS = {"fedpart": {"depth": 2}, "fedbabu": {"rounds": 1}}
+PAIRS = [(m, a) for m in METHODS for a in ARCHITECTURES]
+
+
+@pytest.mark.parametrize(("name", "architecture"), PAIRS)
+def test_methods_keep_the_laws(name: str, architecture: str) -> None:
+    made = method(name, SETTINGS.get(name))
+    model = zoo.build(architecture)
+    if name == "bitfit" and architecture in ("llama", "phi3", "modernbert"):
+        with pytest.raises(FedplanError, match="bias matches no parameter"):
+            check_method(made, model, few(architecture), loss)
+    else:
+        check_method(made, model, few(architecture), loss)
+
+
+@pytest.mark.parametrize("wire", ["delta()", "pipe(delta(), bf16())", "pipe(delta(), int8())"])
+@pytest.mark.parametrize("architecture", ["bert", "gpt-neox"])
+def test_wires_keep_the_laws(wire: str, architecture: str) -> None:
+    plan = chain(freeze(), share(value), keep(norm))
+    check_method(
+        Method(plan, wire=parse_wire(wire)), zoo.build(architecture), few(architecture), loss
+    )
+
+
+def test_every_method_has_a_docstring_that_says_what_and_whose() -> None:
+    for name, make in METHODS.items():
+        assert make.__doc__ and len(make.__doc__.splitlines()[0]) > 20, name
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("fedproxy", {}, "did you mean fedprox"),
+        ("fedprox", {"mu": 1.0}, "fedprox takes no 'mu'; it takes strength"),
+        ("fedprox", {"strength": "much"}, "strength such as 0.01, not 'much'"),
+    ],
+)
+def test_a_wrong_name_or_setting_is_an_error_that_helps(
+    name: str, settings: dict[str, object], words: str
+) -> None:
+    with pytest.raises(FedplanError, match=words):
+        method(name, settings)

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of wires: the error, the bytes and the text are what the wire says beforehand."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedplan.message import pack, unpack
+from fedplan.wire import (
+    CODECS,
+    Wire,
+    WireError,
+    bf16,
+    delta,
+    half,
+    int8,
+    parse_wire,
+    pipe,
+    plain,
+    prune,
+    topk,
+)
+
+FRACTIONS = st.sampled_from([0.01, 0.1, 1 / 3, 0.5, 1.0]) | st.floats(1e-9, 1)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def orders() -> list[Wire]:
+    """Every pipe of different codecs in every order that a pipe allows."""
+    middle = (bf16(), half(), topk(0.3), prune(0.4))
+    inner = [each for size in range(5) for each in permutations(middle, size)]
+    ends = [(a, b) for a in ((), (delta(),)) for b in ((), (int8(),))]
+    return [pipe(*first, *each, *last) for each in inner for first, last in ends]
+
+
+EVERY = orders()
+
+
+@st.composite
+def wires(draw: st.DrawFn) -> Wire:
+    """A pipe in any order that a pipe allows, with fractions of its own."""
+    middle = (bf16(), half(), topk(draw(FRACTIONS)), prune(draw(FRACTIONS)))
+    inner = draw(st.lists(st.sampled_from(middle), max_size=4, unique=True))
+    first = [delta()] if draw(st.booleans()) else []
+    last = [int8()] if draw(st.booleans()) else []
+    return pipe(*first, *inner, *last)
+
+
+@st.composite
+def values(draw: st.DrawFn, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Numbers of one or of every magnitude, zeros, equal numbers, or the ends of the range."""
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    info = torch.finfo(dtype)
+    reach = int(math.log2(info.max)) - 8
+    noise = torch.randn(shape, generator=seed, dtype=torch.float64).clamp(-8, 8)
+    kind = draw(st.sampled_from(["usual", "scaled", "mixed", "zeros", "equal", "ends"]))
+    if kind == "usual":
+        return noise.to(dtype)
+    if kind == "scaled":
+        return (noise * 2.0 ** draw(st.integers(-reach - 20, reach))).to(dtype)
+    if kind == "mixed":
+        powers = torch.randint(-reach - 20, reach, shape, generator=seed)
+        return (noise * torch.pow(2.0, powers.double())).to(dtype)
+    if kind == "ends":
+        ends = [info.max, info.smallest_normal * info.eps, info.smallest_normal, 0.0]
+        return torch.full(shape, draw(st.sampled_from(ends)), dtype=dtype).copysign(noise.to(dtype))
+    fill = 0.0 if kind == "zeros" else draw(st.floats(-100, 100))
+    return torch.full(shape, fill, dtype=dtype)
+
+
+SHAPES = st.sampled_from([(), (0,), (1,), (7,), (3, 0), (0, 3), (1, 1), (5, 3), (4, 2, 3), (40,)])
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Values and a base of the same names, shapes and dtypes."""
+    sent, base = dict[str, Tensor](), dict[str, Tensor]()
+    for name in draw(st.lists(st.sampled_from(["b", "a.weight", "a"]), unique=True, max_size=2)):
+        dtype, shape = draw(st.sampled_from(DTYPES)), draw(SHAPES)
+        sent[name] = draw(values(dtype, shape))
+        near = sent[name].double() * draw(st.sampled_from([1.0, 0.5, 1.001]))
+        most = torch.finfo(dtype).max
+        near = near.clamp(-most, most).to(dtype)
+        base[name] = near if draw(st.booleans()) else draw(values(dtype, shape))
+    return sent, base
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def sizes(coded: dict[str, Tensor], name: str) -> int:
+    """The bytes of the coded parts of a name."""
+    return sum(
+        t.numel() * t.element_size() for key, t in coded.items() if key.split("#")[0] == name
+    )
+
+
+def check_laws(wire: Wire, sent: dict[str, Tensor], base: dict[str, Tensor], seed: int) -> None:
+    coded = wire.encode(sent, base, seeded(seed))
+    bound = wire.bound(sent, base)
+    found = wire.decode(unpack(pack(coded, {}))[0], base)
+    assert found.keys() == sent.keys() == bound.keys()
+    for name, value in sent.items():
+        assert found[name].dtype == value.dtype
+        assert found[name].shape == value.shape
+        error = (found[name].double() - value.double()).abs()
+        assert (error <= bound[name]).all(), (wire.text, error.max(), bound[name])
+        assert sizes(coded, name) == wire.nbytes(value.shape, value.element_size())
+
+
+@given(wires(), pairs(), st.integers(0, 2**32))
+def test_no_error_is_larger_than_the_bound_and_the_bytes_are_those_stated(
+    wire: Wire, pair: tuple[dict[str, Tensor], dict[str, Tensor]], seed: int
+) -> None:
+    try:
+        wire.encode(*pair, seeded(seed))
+    except WireError as error:
+        # The difference of two numbers at opposite ends of the range is beyond it.
+        assert "delta" in wire.text and "not finite" in str(error)
+    else:
+        check_laws(wire, *pair, seed)
+
+
+@pytest.mark.parametrize("wire", EVERY, ids=str)
+def test_every_order_of_codecs_keeps_the_laws(wire: Wire) -> None:
+    noise = seeded(5)
+    for dtype in DTYPES:
+        base = {"w": torch.randn(9, 6, generator=noise).to(dtype), "b": torch.zeros(9).to(dtype)}
+        steps = {name: t + 0.01 * torch.randn(t.shape, generator=noise) for name, t in base.items()}
+        check_laws(wire, {name: t.to(dtype) for name, t in steps.items()}, base, 1)
+
+
+def test_the_bound_is_not_idle() -> None:
+    """A bound of infinity would keep the law too: it stays within what the codecs promise."""
+    base = {"w": torch.randn(64, 8, generator=seeded(1))}
+    sent = {"w": base["w"] + 0.01 * torch.randn(64, 8, generator=seeded(2))}
+    for wire in EVERY:
+        coded = sent["w"] - base["w"] if "delta" in wire.text else sent["w"]
+        kept = "topk" in wire.text or "prune" in wire.text
+        most = coded.abs().max().item() * (1.05 if kept else 0.03)
+        assert wire.bound(sent, base)["w"] <= most + 1e-6, wire.text
+
+
+def test_plain_is_exact_and_passes_what_is_not_finite() -> None:
+    sent = {"w": torch.tensor([math.nan, math.inf, -0.0])}
+    found = plain().decode(plain().encode(sent, sent, seeded()), sent)
+    assert found["w"].view(torch.int32).tolist() == sent["w"].view(torch.int32).tolist()
+    for wire in EVERY[1:]:
+        for asked in (lambda w: w.encode(sent, sent, seeded()), lambda w: w.bound(sent, sent)):
+            with pytest.raises(WireError, match=r"'w'.*only plain"):
+                asked(wire)
+
+
+def test_what_is_not_float_is_sent_as_it_is() -> None:
+    sent = {"step": torch.tensor(3), "mask": torch.tensor([True, False])}
+    for wire in EVERY:
+        coded = wire.encode(sent, sent, seeded())
+        for found in (coded, wire.decode(coded, sent)):
+            assert pack(found, {}) == pack(sent, {})
+        assert wire.bound(sent, sent) == {"step": 0.0, "mask": 0.0}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_is_right_on_average(dtype: torch.dtype) -> None:
+    count = 200_000
+    for wanted in (0.3, -0.3, 0.001, 0.5, 1.0):
+        sent = {"w": torch.full((count + 1,), wanted, dtype=dtype)}
+        sent["w"][-1] = 1.0
+        coded = int8().encode(sent, sent, seeded(7))
+        steps = coded["w"][:-1].double()
+        exact = sent["w"][0].double() / coded["w#scale"].double()
+        spread = max(math.sqrt((exact % 1 * (1 - exact % 1)).item() / count), 1e-6)
+        assert abs(steps.mean() - exact) < 5 * spread, wanted
+
+
+def test_topk_keeps_the_largest_and_of_equal_ones_the_first() -> None:
+    sent = {"w": torch.tensor([[1.0, -3.0, 0.5], [1.0, 2.0, 1.0]])}
+    coded = topk(0.5).encode(sent, sent, seeded())
+    assert coded["w#index"].tolist() == [0, 1, 4]
+    assert topk(0.5).decode(coded, sent)["w"].tolist() == [[1, -3, 0], [0, 2, 0]]
+    assert topk(0.5).bound(sent, sent) == {"w": 1.0}
+
+
+def test_prune_keeps_the_rows_of_the_largest_norm() -> None:
+    sent = {"w": torch.tensor([[1.0, 1.0], [0.0, 3.0], [2.0, 2.0]]), "b": torch.ones(3)}
+    coded = prune(0.5).encode(sent, sent, seeded())
+    assert coded["w#rows"].tolist() == [1, 2]
+    found = prune(0.5).decode(coded, sent)
+    assert found["w"].tolist() == [[0, 0], [0, 3], [2, 2]]
+    assert found["b"].tolist() == [1, 1, 1]
+    assert prune(0.5).bound(sent, sent) == {"w": 1.0, "b": 0.0}
+
+
+@given(wires(), pairs(), st.integers(0, 2**32))
+@settings(max_examples=300)
+def test_the_same_seed_gives_the_same_bytes_in_any_order_of_names(
+    wire: Wire, pair: tuple[dict[str, Tensor], dict[str, Tensor]], seed: int
+) -> None:
+    try:
+        coded = wire.encode(*pair, seeded(seed))
+    except WireError:
+        return
+    turned = dict(reversed(pair[0].items()))
+    assert pack(wire.encode(turned, pair[1], seeded(seed)), {}) == pack(coded, {})
+
+
+def test_another_seed_gives_other_bytes() -> None:
+    sent = {"w": torch.randn(1000, generator=seeded())}
+    first, second = (int8().encode(sent, sent, seeded(seed))["w"] for seed in (1, 2))
+    assert not torch.equal(first, second)
+
+
+def test_the_sender_keeps_its_values_and_no_graph_is_sent() -> None:
+    sent = {"w": torch.randn(8, 4, generator=seeded()).requires_grad_()}
+    kept = sent["w"].detach().clone()
+    for wire in EVERY:
+        coded = wire.encode(sent, sent, seeded())
+        found = wire.decode(coded, sent)["w"]
+        assert not found.requires_grad
+        assert not any(t.requires_grad for t in coded.values())
+        assert torch.equal(sent["w"], kept)
+
+
+WEIRD = (math.nan, math.inf, -1, -128, 0, 7, 2**31 - 1)
+
+
+def damage(draw: st.DrawFn, coded: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The coded tensors with one of them left out, added, renamed, reshaped, recast or changed."""
+    made = dict(coded)
+    key = draw(st.sampled_from(sorted(made)))
+    tensor = made.pop(key)
+    kind = draw(st.sampled_from(["left out", "renamed", "reshaped", "recast", "changed", "added"]))
+    if kind == "renamed":
+        made[draw(st.sampled_from(["x", key + "#", key + "#scale", "w#index", "w#rows"]))] = tensor
+    elif kind == "reshaped":
+        made[key] = draw(st.sampled_from([tensor[None], tensor.flatten()[:-1], tensor.flatten()]))
+    elif kind == "recast":
+        made[key] = tensor.to(draw(st.sampled_from([*DTYPES, torch.int8, torch.int64, torch.bool])))
+    elif kind == "changed":
+        flat = tensor.clone().flatten()
+        flat[draw(st.integers(0, len(flat) - 1))] = fitting(draw(st.sampled_from(WEIRD)), flat)
+        made[key] = flat.reshape(tensor.shape)
+    elif kind == "added":
+        made |= {key: tensor, draw(st.sampled_from(["x", "w#scale", "w#index", "#"])): tensor}
+    return made
+
+
+def fitting(value: float, like: Tensor) -> float:
+    """The value, or the nearest that the dtype holds."""
+    if like.dtype.is_floating_point:
+        return value
+    info = torch.iinfo(like.dtype)
+    return int(max(info.min, min(info.max, value))) if math.isfinite(value) else info.min
+
+
+@given(wires(), st.data())
+def test_damaged_tensors_decode_to_finite_values_or_a_wire_error(wire: Wire, data: Any) -> None:
+    base = {"w": torch.randn(6, 4, generator=seeded(1)), "b": torch.ones(3)}
+    coded = wire.encode({name: t * 2 for name, t in base.items()}, base, seeded())
+    bad = damage(data.draw, coded)
+    try:
+        found = wire.decode(bad, base)
+    except WireError as error:
+        assert str(error)
+    else:
+        assert {key: (t.shape, t.dtype) for key, t in bad.items()} == {
+            key: (t.shape, t.dtype) for key, t in coded.items()
+        }
+        assert wire == plain() or all(t.isfinite().all() for t in found.values())
+
+
+@pytest.mark.parametrize(
+    ("wire", "key", "value"),
+    [
+        (int8(), "w#scale", math.nan),
+        (int8(), "w#scale", math.inf),
+        (int8(), "w#scale", 0.0),
+        (int8(), "w#scale", -1.0),
+        (int8(), "w", -128),
+        (topk(0.5), "w#index", 99),
+        (topk(0.5), "w#index", -1),
+        (topk(0.5), "w#index", 2),
+        (prune(0.5), "w#rows", 3),
+        (delta(), "w", math.nan),
+        (bf16(), "w", math.inf),
+    ],
+)
+def test_what_encode_cannot_have_made_is_refused(wire: Wire, key: str, value: float) -> None:
+    base = {"w": torch.ones(3, 4)}
+    coded = wire.encode(base, base, seeded())
+    coded[key] = torch.full_like(coded[key], value)
+    with pytest.raises(WireError, match="'w'"):
+        wire.decode(coded, base)
+
+
+def test_names_and_forms_that_differ_from_the_base_are_refused() -> None:
+    one, two = {"w": torch.ones(2)}, {"w": torch.ones(3)}
+    for sent, base in ((one, two), (one, {}), ({}, one), (one, {"w": torch.ones(2).half()})):
+        with pytest.raises(WireError, match="'w'"):
+            delta().encode(sent, base, seeded())
+        with pytest.raises(WireError, match="'w'"):
+            delta().bound(sent, base)
+    with pytest.raises(WireError, match="rename it"):
+        plain().encode({"w#scale": torch.ones(2)}, {"w#scale": torch.ones(2)}, seeded())
+    with pytest.raises(WireError, match="no float takes 3 bytes"):
+        plain().nbytes((2,), 3)
+
+
+@given(wires())
+def test_reading_the_text_gives_the_wire(wire: Wire) -> None:
+    assert parse_wire(wire.text) == wire
+    assert parse_wire(wire.text.replace(" ", "\n\t")).text == wire.text
+    assert eval(wire.text, {"__builtins__": {}}, CODECS) == wire
+    assert hash(parse_wire(wire.text)) == hash(wire)
+
+
+def test_pipes_are_flat_and_plain_adds_nothing() -> None:
+    assert pipe() == plain() == pipe(plain(), pipe())
+    assert pipe(bf16()) == bf16() == pipe(plain(), bf16())
+    nested = pipe(pipe(delta(), topk(0.5)), int8())
+    assert nested == pipe(delta(), pipe(topk(0.5), int8())) == pipe(delta(), topk(0.5), int8())
+    assert topk(1) == topk(1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "end of text"),
+        ("delta", "brackets are missing"),
+        ("pipe(delta(), bf61())", "did you mean bf16"),
+        ("Topk(0.1)", "did you mean topk"),
+        ("gzip()", "did you mean plain or delta"),
+        ("pipe(delta()", "a comma or a bracket is missing"),
+        ("pipe(delta(),", "end of text"),
+        ("pipe(delta() bf16())", "a comma or a bracket is missing"),
+        ("pipe(,)", "',' cannot stand"),
+        ("delta())", "nothing may follow"),
+        ("delta(3)", "does not take 1 arguments"),
+        ("topk()", "does not take 0 arguments"),
+        ("topk(0)", "over 0 and up to 1"),
+        ("topk(-0.5)", "over 0 and up to 1"),
+        ("topk(1.5)", "over 0 and up to 1"),
+        ("topk(1e999)", "over 0 and up to 1"),
+        ("topk(0.1.2)", "is not a number"),
+        ("topk(delta())", "over 0 and up to 1"),
+        ("pipe(0.5)", "takes codecs such as"),
+        ("0.5", "takes codecs such as"),
+        ("topk(__import__('os'))", "no codec called '__import__'"),
+        ("pipe(bf16(), delta())", "put it first"),
+        ("pipe(int8(), bf16())", "put it last"),
+        ("pipe(topk(0.1), topk(0.2))", "stands twice"),
+        ("pipe(" * 100, "cannot stand"),
+        ("x" * 2000, "longer than"),
+    ],
+)
+def test_errors_name_the_word_and_the_remedy(text: str, words: str) -> None:
+    with pytest.raises(WireError) as caught:
+        parse_wire(text)
+    assert words in str(caught.value)
+
+
+SOUP = st.lists(
+    st.sampled_from([*CODECS, *"(),.-e ", "0.1", "1e-3", "\n", "é", "\x00", "²", "topk(0.5)"]),
+    max_size=20,
+).map("".join)
+
+
+@settings(max_examples=5000)
+@given(st.one_of(st.text(max_size=60), SOUP))
+def test_any_string_is_a_wire_or_a_wire_error(text: str) -> None:
+    try:
+        wire = parse_wire(text)
+    except WireError as error:
+        assert str(error)
+    else:
+        assert parse_wire(wire.text) == wire
