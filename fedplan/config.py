@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -155,8 +155,13 @@ def study_of(said: dict[str, Any]) -> Study:
     try:
         return Study.model_validate(said)
     except ValidationError as error:
-        faults = [f"{'.'.join(map(str, e['loc'])) or 'study'}: {e['msg']}" for e in error.errors()]
+        faults = [f"{_field(e['loc'])}: {e['msg']}" for e in error.errors()]
         raise ConfigError("the study does not fit:\n  " + "\n  ".join(faults)) from None
+
+
+def _field(where: tuple[int | str, ...]) -> str:
+    names = (str(name) for name in where)
+    return ".".join(n if n.isprintable() else repr(n) for n in names) or "study"
 
 
 def _lay_over(said: dict[str, Any], override: str) -> None:
@@ -164,12 +169,11 @@ def _lay_over(said: dict[str, Any], override: str) -> None:
     if not sign or not where:
         raise ConfigError(f"an override is section.field=value, not {override!r}")
     *sections, name = where.strip().split(".")
-    inner: Any = said
     for section in sections:
-        inner = cast(Any, inner.setdefault(section, {}))
-        if not isinstance(inner, dict):
+        said = said.setdefault(section, {})
+        if type(said) is not dict:
             raise ConfigError(f"{where}: {section} is a value, not a section")
-    inner[name] = _value(text.strip())
+    said[name] = _value(text.strip())
 
 
 def _value(text: str) -> Any:

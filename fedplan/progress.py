@@ -21,7 +21,7 @@ def follow(file: Path, changes: list[str], output: Path | None, *, resume: bool)
     study, folder = _opened(file, changes, output, resume=resume)
     console = Console(highlight=False)
     trial = Trial(study, folder)
-    console.print(_opening(trial, folder))
+    console.print(f"{_opening(trial, folder)}\n\n[bold]{HEADING}[/bold]")
     bar = Progress(
         TextColumn("round {task.completed}/{task.total}"),
         BarColumn(),
@@ -72,20 +72,29 @@ def _opening(trial: Trial, folder: Path) -> str:
     )
 
 
+HEADING = "round    loss  world   own ± spread   worst   MB up  MB down"
+"""World: the score on the common test. Own: each client's model on its own rows, mean and worst."""
+
+
 def _told(trial: Trial, tally: Tally, scores: Mapping[str, Any]) -> str:
-    """One round in one line."""
-    weights = sum(line["weight"] for line in tally.lines.values()) or 1
-    loss = sum((line["loss"] or 0) * line["weight"] for line in tally.lines.values()) / weights
-    up = sum(line["up"] for line in tally.lines.values())
-    down = sum(line["down"] for line in tally.lines.values())
-    words = [f"{trial.federation.world.round:4d}  loss {loss:.3f}"]
-    for name in ("accuracy", "perplexity"):
-        if name in scores.get("world", {}):
-            words.append(f"{name} {scores['world'][name]:.3f}")
-    if "personal" in scores:
-        own = scores["personal"]
-        words.append(f"own {own['mean']:.3f} ± {own['std']:.3f}, worst {own['worst_decile']:.3f}")
-    words.append(f"up {megabytes(up)} down {megabytes(down)} MB")
-    if tally.rejected:
-        words.append(f"[yellow]{len(tally.rejected)} not counted[/yellow]")
+    """One round in one line under the heading."""
+    lines = list(tally.lines.values())
+    weight = sum(line["weight"] for line in lines) or 1
+    loss = sum((line["loss"] or 0) * line["weight"] for line in lines) / weight
+    up, down = (megabytes(sum(line[way] for line in lines)) for way in ("up", "down"))
+    own = scores.get("personal")
+    words = (
+        f"{trial.federation.world.round:5d}",
+        f"{loss:6.3f}",
+        _score(scores.get("world", {})),
+        f"{own['mean']:.3f} ± {own['std']:.3f}  {own['worst']:.3f}" if own else " " * 20,
+        f"{up:>6}  {down:>7}",
+        f"  [yellow]{len(tally.rejected)} not counted[/yellow]" if tally.rejected else "",
+    )
     return "  ".join(words)
+
+
+def _score(scores: Mapping[str, float]) -> str:
+    """The one score that a task is known by."""
+    found = [scores[name] for name in ("perplexity", "accuracy") if name in scores]
+    return f"{found[0]:5.3f}" if found else "     "

@@ -17,6 +17,7 @@ from fedplan import streams
 from fedplan.errors import FedplanError
 from fedplan.failpoints import reach
 from fedplan.fit import Done, Examples, Job, Pace
+from fedplan.journal import Journal
 from fedplan.ledger import Digests, digest, joined, spelled
 from fedplan.manifest import written
 from fedplan.method import Method
@@ -24,7 +25,6 @@ from fedplan.params import ITEMSIZE, Param, Params
 from fedplan.plan import Role, Roles
 from fedplan.resolution import certain, permitted, resolve, touched
 from fedplan.state import Tensors, put, take
-from fedplan.store import Journal
 from fedplan.sums import ExactSum
 from fedplan.turn import Turn
 

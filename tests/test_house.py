@@ -21,7 +21,7 @@ ORDER = (
     *("errors", "params", "anatomy", "architectures", "description"),
     *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
     *("manifest", "catalog", "forecast", "explanation", "pictures"),
-    *("streams", "failpoints", "message", "codecs", "wire", "sums", "store"),
+    *("streams", "failpoints", "message", "codecs", "wire", "sums", "store", "journal"),
     *("serve", "fit", "method", "methods", "ledger", "rounds", "verification", "runners"),
     *("tables", "data", "examples", "evaluation", "tasks", "config"),
     *("testing", "studies", "audit", "progress", "cli"),

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from fedplan import failpoints
 from fedplan.failpoints import POINTS, VARIABLE
+from fedplan.journal import Journal
 from fedplan.params import ITEMSIZE
-from fedplan.store import Generation, Journal, Skipped, Store, StoreError
+from fedplan.store import Generation, Skipped, Store, StoreError
 
 STORE_POINTS = [name for name in POINTS if name.startswith("store.")]
 OUR_POINTS = [name for name in POINTS if name.startswith(("store.", "journal."))]
@@ -309,7 +310,8 @@ KILLS = """
 import os, sys
 from pathlib import Path
 import torch
-from fedplan.store import Journal, Store
+from fedplan.journal import Journal
+from fedplan.store import Store
 
 names, cases = eval(sys.argv[2]), eval(sys.argv[3])
 

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Journals: a client's memory on its own disk, what it keeps and what it answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from fedplan.failpoints import reach
+from fedplan.store import Meta, Read, Skipped, Store, StoreError, Tensors, told
+
+
+class Journal:
+    """A client's memory: what it keeps and what it answered, committed together.
+
+    Before a client works on a request it asks `answered`; what stands there it sends again. Without
+    `replies` only what it keeps is written: the same request is then worked out again, from what
+    was kept before it.
+    """
+
+    def __init__(self, folder: Path, *, replies: bool = True) -> None:
+        self._store, self._folder, self._replies = Store(folder), folder, replies
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        """The generations that the last look passed over, and why."""
+        return self._store.skipped
+
+    def answered(self, request: str) -> Read | None:
+        """The reply that was committed for this very request, if it was one of the last two."""
+        if not self._replies:
+            return None
+        found = self._store.find(lambda meta: meta.get("request") == request)
+        return found and (_under("reply/", found.tensors), found.meta["reply"])
+
+    def home(self, before: str = "") -> Read:
+        """What the client keeps, and its notes: now, or before a request. Empty at first."""
+        found = self._store.find(lambda meta: meta.get("request") != before)
+        return (_under("home/", found.tensors), found.meta["notes"]) if found else ({}, {})
+
+    def commit(
+        self, request: str, home: Tensors, notes: Meta, reply: Tensors, reply_meta: Meta
+    ) -> None:
+        """Write both or neither. After a StoreError, `answered` tells which."""
+        if self.answered(request):
+            raise StoreError(f"request {request!r} was answered: send answered() of it again")
+        tensors = {f"home/{name}": tensor for name, tensor in home.items()}
+        if self._replies:
+            tensors |= {f"reply/{name}": tensor for name, tensor in reply.items()}
+        meta = {"request": request, "notes": dict(notes), "reply": dict(reply_meta)}
+        with told(f"request {request!r} was not finished in {self._folder}", "ask answered()"):
+            reach("journal.before_commit")
+            self._store.write(tensors, meta, number=self._number(request))
+            reach("journal.after_commit")
+
+    def _number(self, request: str) -> int:
+        """The next number, or that of the same request if it is committed again."""
+        newest = max(self._store.standing(), default=0)
+        last = self._store.read() if not self._replies else None
+        return newest if last and last.meta.get("request") == request else newest + 1
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

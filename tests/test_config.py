@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Study files: valid, or an error that names the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedplan.config import ConfigError, Study, read_study, study_of
+
+MINIMAL: dict[str, Any] = {
+    "model": {"type": "vit"},
+    "task": {"kind": "image-classification", "label": "y"},
+    "data": {"path": "rows.parquet"},
+    "method": {"name": "fedavg"},
+}
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10**12),
+    st.floats(),
+    st.sampled_from(["", "iid", "dirichlet", "adamw", "x", "0.5"]),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+FIELDS = sorted(
+    {
+        (section, field)
+        for section, held in Study.model_fields.items()
+        for field in getattr(held.annotation, "model_fields", {})
+    }
+)
+
+
+@st.composite
+def studies(draw: st.DrawFn) -> dict[str, Any]:
+    said: dict[str, Any] = {k: dict(v) for k, v in MINIMAL.items()}
+    for section, field in draw(st.lists(st.sampled_from(FIELDS), max_size=4)):
+        said.setdefault(section, {})[field] = draw(VALUES)
+    for section in draw(st.lists(st.sampled_from([*said, "extra", "seed", "train"]), max_size=1)):
+        said[section] = draw(VALUES)
+    return said
+
+
+@settings(max_examples=5000)
+@given(studies())
+def test_any_values_are_a_study_or_an_error_that_names_the_field(said: dict[str, Any]) -> None:
+    try:
+        study = study_of(said)
+    except ConfigError as error:
+        named = str(error).splitlines()[1:]
+        assert named
+        for line in named:
+            assert line.strip().split(":")[0].split(".")[0] in [*said, *Study.model_fields, "study"]
+    else:
+        assert study_of(study.model_dump()) == study
+
+
+@settings(max_examples=500)
+@given(st.text(max_size=60))
+def test_any_file_is_a_study_or_an_error(text: str) -> None:
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "study.toml"
+        file.write_bytes(text.encode("utf-8", "surrogatepass"))
+        with pytest.raises(ConfigError):
+            read_study(file)
+
+
+def test_overrides_are_laid_over(tmp_path: Path) -> None:
+    file = tmp_path / "study.toml"
+    file.write_text(
+        '[model]\ntype = "vit"\n[task]\nkind = "image-classification"\n[data]\npath = "x"\n'
+        '[method]\nname = "fedavg"\n'
+    )
+    study = read_study(file, ["train.rounds=3", "name=mine", "clients.phases.frozen=2", "seed=7"])
+    assert (study.train.rounds, study.name, study.seed) == (3, "mine", 7)
+    assert study.clients.phases == {"frozen": 2}
+    for wrong, words in (
+        ("train.rounds", "section.field=value"),
+        ("train.rounds.x=1", "train.rounds"),
+        ("train.round=1", "train.round"),
+        ("train.rounds=many", "train.rounds"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read_study(file, [wrong])
+
+
+def test_the_method_is_a_name_or_a_plan() -> None:
+    for method in ({}, {"name": "fedavg", "plan": "share()"}):
+        with pytest.raises(ConfigError, match=r"method: .*either name"):
+            study_of(MINIMAL | {"method": method})

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Killed anywhere and resumed is never killed: the same model, homes, metrics and ledger."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import zoo
+from clients import few, loss
+
+from fedplan import failpoints
+from fedplan.description import describe
+from fedplan.errors import FedplanError
+from fedplan.failpoints import POINTS, VARIABLE
+from fedplan.fit import Pace
+from fedplan.ledger import digests
+from fedplan.methods import method
+from fedplan.rounds import Setup
+from fedplan.runners.local import Attendance, Federation
+
+ROUNDS = 5
+
+
+def federation(folder: Path, name: str, *, replies: bool) -> Federation:
+    model = zoo.build("bert")
+    setup = Setup("kill", describe(model), method(name), Pace(rate=1e-2, batch=2, steps=2))
+    return Federation(
+        setup,
+        model,
+        few("bert", 3),
+        loss,
+        folder,
+        rounds=ROUNDS,
+        attendance=Attendance(share=0.7, late=0.2),
+        replies=replies,
+    )
+
+
+def play(folder: Path, name: str, *, replies: bool) -> None:
+    fed = federation(folder, name, replies=replies)
+    while fed.world.round < ROUNDS:
+        tally = fed.round()
+        fed.commit(tally, {"score": float(len(tally.counted))})
+
+
+def played(folder: Path, name: str, *, replies: bool, failpoint: str = "", after: float = 0) -> int:
+    """Play in a process of its own, killed at a failpoint or after a while. How it ended."""
+    child = os.fork()
+    if child == 0:
+        try:
+            failpoints.forget()
+            os.environ.pop(VARIABLE, None)
+            if failpoint:
+                os.environ[VARIABLE] = failpoint
+            play(folder, name, replies=replies)
+        except BaseException:
+            os._exit(3)
+        os._exit(0)
+    if after:
+        time.sleep(after)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def left(folder: Path, name: str, *, replies: bool) -> dict[str, object]:
+    """All that a run leaves: the world, the homes, the ledger, the metrics."""
+    fed = federation(folder, name, replies=replies)
+    assert fed.world.round == ROUNDS
+    return {
+        "world": digests(fed.world.values),
+        "memory": {k: digests(m) for k, m in fed.world.memory.items()},
+        "homes": {n: digests(s.journal.home()[0]) for n, s in fed.sites.items()},
+        "ledger": (folder / "ledger.jsonl").read_bytes(),
+        "metrics": (folder / "metrics.jsonl").read_bytes(),
+    }
+
+
+@cache
+def expected(name: str, replies: bool) -> tuple[dict[str, object], float]:
+    folder = Path(mkdtemp())
+    started = time.monotonic()
+    play(folder, name, replies=replies)
+    return left(folder, name, replies=replies), time.monotonic() - started
+
+
+CASES = [(point, k, r) for i, point in enumerate(POINTS) for k in (1, 4) for r in (i % 2 == k % 2,)]
+
+
+@pytest.mark.parametrize(("point", "time_", "replies"), CASES)
+def test_killed_at_a_failpoint(point: str, time_: int, replies: bool, tmp_path: Path) -> None:
+    name = "scaffold" if point.startswith("round") else "fedper"
+    ended = played(tmp_path, name, replies=replies, failpoint=f"{point}:kill@{time_}")
+    assert ended == -signal.SIGKILL
+    assert played(tmp_path, name, replies=replies) == 0
+    assert left(tmp_path, name, replies=replies) == expected(name, replies)[0]
+
+
+@pytest.mark.parametrize("number", range(50))
+def test_killed_at_a_random_moment(number: int, tmp_path: Path) -> None:
+    replies, name = number % 2 == 0, ("fedper", "scaffold", "fedadam")[number % 3]
+    reference, seconds = expected(name, replies)
+    draw = random.Random(number)
+    for _ in range(2):
+        played(tmp_path, name, replies=replies, after=draw.uniform(0.01, seconds))
+    assert played(tmp_path, name, replies=replies) == 0
+    assert left(tmp_path, name, replies=replies) == reference
+
+
+@pytest.mark.parametrize("point", [p for p in POINTS if not p.startswith("round")])
+@pytest.mark.parametrize("time_", [1, 7])
+def test_a_full_disk_is_an_error_and_the_run_goes_on_after_it(
+    point: str, time_: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"{point}:enospc@{time_}")
+    failpoints.forget()
+    with pytest.raises(FedplanError, match="No space left"):
+        play(tmp_path, "fedper", replies=True)
+    monkeypatch.delenv(VARIABLE)
+    play(tmp_path, "fedper", replies=True)
+    assert left(tmp_path, "fedper", replies=True) == expected("fedper", True)[0]
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", place],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("this user may not mount a small disk")
+    try:
+        for size in range(300, 2500, 100):
+            subprocess.run(["mount", "-o", f"remount,size={size}k", place], check=True)
+            try:
+                play(place, "fedper", replies=True)
+                break
+            except (FedplanError, OSError) as error:
+                assert "No space left" in str(error)
+        assert left(place, "fedper", replies=True) == expected("fedper", True)[0]
+    finally:
+        subprocess.run(["umount", place], check=True)

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The round under bad input, drop-outs and changes: updates are refused singly, nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from clients import few, loss
+from torch import Tensor
+
+from fedplan import parse
+from fedplan.description import describe
+from fedplan.fit import Pace
+from fedplan.ledger import digests, read_lines
+from fedplan.method import Method
+from fedplan.methods import method
+from fedplan.rounds import Down, Refused, Setup, Tally, Update, World, close, local, pull, push
+from fedplan.runners.local import Attendance, Federation
+from fedplan.serve import RULES, Serve
+from fedplan.verification import verify_lines
+
+PLAN = "chain(freeze(), share(value | head), keep(norm))"
+PACE = Pace(rate=1e-2, batch=2, steps=2)
+
+
+def federation(
+    folder: Path, made: Method | None = None, *, clients: int = 4, **more: Any
+) -> Federation:
+    model = zoo.build("bert")
+    setup = Setup("test", describe(model), made or Method(parse(PLAN)), PACE)
+    rows = few("bert", clients)
+    return Federation(setup, model, rows, loss, folder, rounds=more.pop("rounds", 5), **more)
+
+
+def asked(fed: Federation) -> tuple[Tally, dict[str, Update]]:
+    tally = Tally({n: push(fed.setup, fed.world, n, {}) for n in fed.sites})
+    return tally, {n: local(fed.setup, fed.sites[n], d) for n, d in tally.cohort.items()}
+
+
+def with_values(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Update], Update]:
+    def changed(update: Update) -> Update:
+        values = {k: v.clone() for k, v in update.values.items()}
+        change(values)
+        return replace(update, values=values)
+
+    return changed
+
+
+def at_first(change: Callable[[Tensor], Tensor]) -> Callable[[Update], Update]:
+    def change_one(values: dict[str, Tensor]) -> None:
+        key = next(iter(values))
+        values[key] = change(values[key])
+
+    return with_values(change_one)
+
+
+def filled(number: float) -> Callable[[Tensor], Tensor]:
+    def fill(tensor: Tensor) -> Tensor:
+        tensor.view(-1)[0] = number
+        return tensor
+
+    return fill
+
+
+def having(**fields: Any) -> Callable[[Update], Update]:
+    return lambda update: replace(update, **fields)
+
+
+KEY = "bert.encoder.layer.0.attention.self.value.weight"
+NORM = "bert.encoder.layer.0.output.LayerNorm.weight"
+MALFORMED: dict[str, Callable[[Update], Update]] = {
+    "nan": at_first(filled(float("nan"))),
+    "inf": at_first(filled(float("inf"))),
+    "-inf": at_first(filled(float("-inf"))),
+    "huge": at_first(filled(3e38)),
+    "all nan": at_first(lambda t: t * float("nan")),
+    "transposed": with_values(lambda v: v.update({KEY: torch.zeros(16, 8)})),
+    "broadcastable row": with_values(lambda v: v.update({KEY: torch.zeros(1, 16)})),
+    "broadcastable scalar": at_first(lambda t: t.view(-1)[0]),
+    "empty": at_first(lambda t: t.view(-1)[:0]),
+    "one more dimension": at_first(lambda t: t[None]),
+    "flat": with_values(lambda v: v.update({KEY: v[KEY].view(-1)})),
+    "float64": at_first(lambda t: t.double()),
+    "float16": at_first(lambda t: t.half()),
+    "bfloat16": at_first(lambda t: t.bfloat16()),
+    "int64": at_first(lambda t: t.long()),
+    "bool": at_first(lambda t: t.bool()),
+    "complex": at_first(lambda t: t.to(torch.complex64)),
+    "extra name": with_values(lambda v: v.update({"x": torch.zeros(2)})),
+    "extra frozen param": with_values(
+        lambda v: v.update({"bert.embeddings.word_embeddings.weight": torch.zeros(64, 16)})
+    ),
+    "extra kept param": with_values(lambda v: v.update({NORM: torch.zeros(16)})),
+    "extra rider": with_values(lambda v: v.update({f"{KEY}#control": torch.zeros(16, 16)})),
+    "odd rider": with_values(lambda v: v.update({f"{KEY}#": torch.zeros(16, 16)})),
+    "missing": with_values(lambda v: v.pop(KEY)),
+    "nothing": with_values(lambda v: v.clear()),
+    "renamed": with_values(lambda v: v.update({KEY.upper(): v.pop(KEY)})),
+    "weight zero": having(weight=0),
+    "weight negative": having(weight=-3),
+    "weight nan": having(weight=float("nan")),
+    "weight float": having(weight=2.5),
+    "weight bool": having(weight=True),
+    "weight string": having(weight="7"),
+    "weight none": having(weight=None),
+    "weight huge": having(weight=2**60),
+    "stranger": having(client="nobody"),
+    "another client": having(client="client-1"),
+    "another round": lambda u: replace(u, request=u.request.replace("/1/", "/2/")),
+    "another experiment": lambda u: replace(u, request=u.request.replace("test", "tset")),
+    "another plan": having(agreed="0" * 16),
+    "empty request": having(request=""),
+    "too large": with_values(lambda v: v.update({"x": torch.zeros(10**6)})),
+    "ten times too many": with_values(
+        lambda v: v.update({f"x{i}": torch.zeros(10**5) for i in range(10)})
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Federation, dict[str, Update]]:
+    fed = federation(tmp_path_factory.mktemp("good"))
+    return fed, asked(fed)[1]
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_a_malformed_update_is_rejected_singly(
+    fault: str, good: tuple[Federation, dict[str, Update]]
+) -> None:
+    fed, updates = good
+    honest = {n: u for n, u in updates.items() if n != "client-0"}
+    tally = Tally({n: push(fed.setup, fed.world, n, {}) for n in fed.sites})
+    without = Tally(dict(tally.cohort))
+    for i, update in enumerate(honest.values()):
+        if i == 1:
+            pull(fed.setup, fed.world, tally, MALFORMED[fault](updates["client-0"]))
+        pull(fed.setup, fed.world, tally, update)
+        pull(fed.setup, fed.world, without, update)
+    (reason,) = tally.rejected.values()
+    assert reason
+    assert sorted(tally.counted) == sorted(honest)
+    made, expected = (
+        close(fed.setup, fed.world, t, roster=4, later=set()) for t in (tally, without)
+    )
+    assert digests(made.values) == digests(expected.values)
+
+
+def test_at_least_forty_faults_are_tried() -> None:
+    assert len(MALFORMED) >= 40
+
+
+def test_an_update_is_counted_once(good: tuple[Federation, dict[str, Update]]) -> None:
+    fed, updates = good
+    tally = Tally({n: push(fed.setup, fed.world, n, {}) for n in fed.sites})
+    for _ in range(2):
+        pull(fed.setup, fed.world, tally, updates["client-0"])
+    assert tally.counted == ["client-0"]
+    assert "counted before" in tally.rejected["client-0"]
+
+
+def test_updates_in_any_order_make_the_same_world(
+    good: tuple[Federation, dict[str, Update]],
+) -> None:
+    fed, updates = good
+    worlds = set[tuple[str, ...]]()
+    for order in (list(updates), list(reversed(updates))):
+        tally = Tally({n: push(fed.setup, fed.world, n, {}) for n in fed.sites})
+        for name in order:
+            pull(fed.setup, fed.world, tally, updates[name])
+        made = close(fed.setup, fed.world, tally, roster=4, later=set())
+        worlds.add(tuple(digests(made.values).values()))
+    assert len(worlds) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: replace(d, agreed="f" * 16),
+        lambda d: replace(d, request=d.request + "0"),
+        lambda d: replace(d, turn=replace(d.turn, round=2)),
+    ],
+)
+def test_a_client_refuses_what_it_did_not_agree_to(
+    change: Callable[[Down], Down], tmp_path: Path
+) -> None:
+    fed = federation(tmp_path)
+    down = push(fed.setup, fed.world, "client-0", {})
+    with pytest.raises(Refused):
+        local(fed.setup, fed.sites["client-0"], change(down))
+
+
+def test_another_plan_is_another_agreement() -> None:
+    params = describe(zoo.build("bert"))
+    one, two = (Setup("test", params, Method(parse(p)), PACE) for p in (PLAN, "share()"))
+    assert one.fingerprint != two.fingerprint
+    assert one.fingerprint == replace(one).fingerprint
+
+
+def test_a_run_with_absences_is_verified_and_repeats_its_bits(tmp_path: Path) -> None:
+    absences = Attendance(share=0.75, dropped=0.2, late=0.2)
+    worlds = list[dict[str, str]]()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        fed = federation(tmp_path / name, clients=8, attendance=absences, rounds=6)
+        for _ in range(6):
+            fed.commit(fed.round())
+        worlds.append(digests(fed.world.values))
+        lines = read_lines(tmp_path / name / "ledger.jsonl")
+        assert verify_lines(fed.setup, lines) == []
+        reasons = [r for line in lines for r in line.get("rejected", {}).values()]
+        assert {"late", "dropped"} <= set(reasons)
+    assert worlds[0] == worlds[1]
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fedper", "fedadam"])
+def test_a_federation_that_is_opened_again_goes_on_with_the_same_bits(
+    name: str, tmp_path: Path
+) -> None:
+    for where in ("whole", "parts"):
+        (tmp_path / where).mkdir()
+    whole = federation(tmp_path / "whole", method(name), rounds=4)
+    for _ in range(4):
+        whole.commit(whole.round())
+    for _ in range(4):
+        part = federation(tmp_path / "parts", method(name), rounds=4)
+        part.round()  # a round that is never committed
+        part = federation(tmp_path / "parts", method(name), rounds=4)
+        part.commit(part.round())
+    assert digests(part.world.values) == digests(whole.world.values)
+    for file in ("ledger.jsonl", "metrics.jsonl"):
+        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes()
+
+
+def doctored(lines: list[dict[str, Any]], change: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    lines = copy.deepcopy(lines)
+    change(lines[5])
+    return lines
+
+
+def swap(text: str, at: int, letter: str) -> str:
+    return text[:at] + letter + text[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x.update(after=swap(x["after"], 0, "x")), "is FREEZE and moved"),
+        (lambda x: x.update(roles=swap(x["roles"], 0, "S")), "the plan says FREEZE"),
+        (lambda x: x.update(up=x["up"] + 1), "bytes went up"),
+        (lambda x: x.update(down=x["down"] - 1), "bytes came down"),
+        (lambda x: x.update(before="0" * len(x["before"])), "did not start from what it last was"),
+    ],
+)
+def test_a_doctored_ledger_is_caught(
+    change: Callable[[dict[str, Any]], Any], words: str, tmp_path: Path
+) -> None:
+    fed = federation(tmp_path, rounds=2)
+    for _ in range(2):
+        fed.commit(fed.round())
+    lines = read_lines(tmp_path / "ledger.jsonl")
+    assert verify_lines(fed.setup, lines) == []
+    assert any(words in fault for fault in verify_lines(fed.setup, doctored(lines, change)))
+
+
+def test_the_serve_forgets_what_freezes_for_good_and_keeps_what_rests(tmp_path: Path) -> None:
+    plan = "chain(cycle(share(value), share(mlp)), when(after(2), freeze(mlp)))"
+    made = Method(parse(plan), serve=Serve("adam"))
+    fed = federation(tmp_path, made, rounds=6)
+    kinds = {p.key: p.kind for p in fed.setup.params}
+    remembered = list[set[str]]()
+    for _ in range(3):
+        fed.commit(fed.round())
+        remembered.append({str(kinds[k]) for k in fed.world.memory})
+    # Round 2 was the last of mlp; value rests in round 2 and goes on in round 3.
+    assert remembered == [{"value"}, {"value"}, {"value"}]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_serve_moves_towards_the_mean(rule: str) -> None:
+    serve, old, mean = Serve(rule, rate=0.1), torch.zeros(3), torch.tensor([1.0, -1.0, 0.0])
+    memory: dict[str, Tensor] = {}
+    value = old
+    for _ in range(3):
+        value, memory = serve.step(value, mean, memory)
+    assert value[0] > 0 > value[1] and value[2] == 0
+    assert value.dtype == torch.float32
+
+
+def test_the_plain_serve_is_the_mean_itself() -> None:
+    mean = torch.randn(5)
+    assert Serve().step(torch.randn(5), mean, {})[0] is mean
+
+
+def test_world_starts_with_what_may_travel_only(tmp_path: Path) -> None:
+    fed = federation(tmp_path)
+    world = World.start(fed.setup, fed.model)
+    assert set(world.values) == {p.key for p in fed.setup.params if p.kind in ("value", "head")}

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Studies as a user runs them: from a file to a verified run, stopped and resumed on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fedplan.cli import app
+from fedplan.runners.local import Federation
+
+STUDY = """
+name = "tiny"
+[model]
+type = "vit"
+settings = { image_size = 8, patch_size = 4, hidden_size = 16, num_hidden_layers = 2, num_attention_heads = 2, intermediate_size = 16 }
+[task]
+kind = "image-classification"
+input = "image"
+label = "digit"
+image_size = 8
+[data]
+path = "digits.npz"
+split = "train"
+test_split = "test"
+by = "dirichlet"
+alpha = 0.5
+clients = 3
+[method]
+plan = "chain(share(), when(after(1), freeze(query | key)), keep(head))"
+[train]
+rounds = 3
+batch = 8
+[clients]
+dropped = 0.1
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    np.savez(
+        "digits.npz",
+        image_train=draw.integers(0, 255, (60, 8, 8), dtype=np.uint8),
+        digit_train=draw.integers(0, 3, 60),
+        image_test=draw.integers(0, 255, (20, 8, 8), dtype=np.uint8),
+        digit_test=draw.integers(0, 3, 20),
+    )
+    Path("study.toml").write_text(STUDY)
+    return tmp_path
+
+
+def run(*args: str) -> tuple[int, str]:
+    result = CliRunner(env={"COLUMNS": "100"}).invoke(app, list(args))
+    return result.exit_code, result.output
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_study_runs_and_is_verified(here: Path) -> None:
+    code, out = run("run", "study.toml")
+    assert code == 0, out
+    for word in ("tiny", "3 clients with", "worst", "fedplan verify runs/tiny"):
+        assert word in out
+    written = (here / "runs/tiny/metrics.jsonl").read_text()
+    metrics = [json.loads(line) for line in written.splitlines()]
+    assert [m["round"] for m in metrics] == [1, 2, 3]
+    assert set(metrics[-1]) == {"round", "world", "clients", "personal"}
+    code, out = run("verify", "runs/tiny")
+    assert code == 0 and "none of them moved" in out
+
+
+def test_a_stopped_study_resumes_to_the_same_files(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("run", "study.toml", "--output", "whole")[0] == 0
+    calm = Federation.round
+
+    def interrupted(self: Federation) -> object:
+        if self.world.round == 1:
+            raise KeyboardInterrupt
+        return calm(self)
+
+    monkeypatch.setattr(Federation, "round", interrupted)
+    code, out = run("run", "study.toml", "--output", "parts")
+    assert code == 130 and "fedplan run --resume parts" in out
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert run("run", "--resume", "parts")[0] == 0
+    assert files(here / "whole") == files(here / "parts")
+
+
+def test_a_damaged_run_is_not_verified(here: Path) -> None:
+    assert run("run", "study.toml")[0] == 0
+    ledger = here / "runs/tiny/ledger.jsonl"
+    ledger.write_text(ledger.read_text().replace('"roles": "S', '"roles": "K', 1))
+    code, out = run("verify", "runs/tiny")
+    assert code == 1 and "round 1" in out
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedrep", "fedit"])
+def test_methods_run_by_name(here: Path, name: str) -> None:
+    changes = ["--set", "method.plan=", "--set", f"method.name={name}", "--set", "train.rounds=1"]
+    code, out = run("run", "study.toml", *changes)
+    assert code == 0, out
+    assert run("verify", "runs/tiny")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["nothing.toml"], ["nothing.toml cannot be read"]),
+        (["study.toml", "--set", "train.rounds=0"], ["train.rounds", "greater than or equal to 1"]),
+        (["study.toml", "--set", "data.label=x"], ["data.label", "not permitted"]),
+        (["study.toml", "--set", "task.label=x"], ["'x'", "digit"]),
+        (["study.toml", "--set", "model.type=vitt"], ["model.type", "vitt"]),
+        (["study.toml", "--set", "method.plan=shre()"], ["did you mean share"]),
+        (["study.toml", "--set", "data.path=gone.npz"], ["gone.npz"]),
+        (["study.toml", "--set", "data.alpha=0.0"], ["alpha"]),
+        (["study.toml", "--set", "method.wire=zip()"], ["zip"]),
+    ],
+)
+def test_a_wrong_study_is_one_message_that_names_it(
+    here: Path, args: list[str], words: list[str]
+) -> None:
+    code, out = run("run", *args)
+    assert code == 2, out
+    for word in words:
+        assert word in out.replace("\n", " ")
+
+
+def test_a_run_is_not_run_over(here: Path) -> None:
+    assert run("run", "study.toml", "--set", "train.rounds=1")[0] == 0
+    assert "--resume" in run("run", "study.toml", "--set", "train.rounds=1")[1]
+    code, out = run("run", "study.toml", "--resume")
+    assert code == 2 and "another study" in out
+
+
+def test_methods_are_listed() -> None:
+    code, out = run("methods")
+    assert code == 0
+    for word in ("fedavg", "SCAFFOLD", "chain(share(), keep(head))", "fedsa-lora"):
+        assert word in out
