@@ -21,8 +21,9 @@ from fedplan.journal import Journal
 from fedplan.ledger import Digests, digest, joined, spelled
 from fedplan.manifest import written
 from fedplan.method import Method
-from fedplan.params import ITEMSIZE, Param, Params
-from fedplan.plan import Role, Roles
+from fedplan.params import ITEMSIZE, Block, Param, Params
+from fedplan.plan import Best, Role, Roles
+from fedplan.probe import Look
 from fedplan.resolution import certain, permitted, resolve, touched
 from fedplan.state import Tensors, put, take
 from fedplan.sums import ExactSum
@@ -187,9 +188,11 @@ def local(setup: Setup, site: Site, down: Down) -> Update:
 def _train(setup: Setup, site: Site, down: Down) -> tuple[dict[str, Tensor], dict[str, Any]]:
     home, notes = site.journal.home(down.request)
     turn = replace(down.turn, client=site.name, traits=site.traits)
-    roles = resolve(setup.method.plan, setup.params, turn)
-    before = _values(setup, site, roles, home)
+    # Scores never change whose a param is, so the values to start from are known before them.
+    before = _values(setup, site, permitted(setup.method.plan, setup.params, turn), home)
     put(site.model, before, setup.trainable)
+    turn = replace(turn, scores=_scores(setup, site, turn))
+    roles = resolve(setup.method.plan, setup.params, turn)
     done = _fit(setup, site, turn, roles, before, home)
     after = take(site.model, setup.trainable)
     marks = _require_still(setup, site, roles, before, after, notes.get("marks", {}))
@@ -198,7 +201,8 @@ def _train(setup: Setup, site: Site, down: Down) -> tuple[dict[str, Tensor], dic
     coded = setup.method.wire.encode(shared, {k: before[k] for k in shared}, stream)
     reply = {**coded, **done.riders}
     own = {p.key: after[p.key] for p in setup.trainable if roles[p].own}
-    line = _line(setup, site, down, roles, marks, done) | {"up": nbytes(reply)}
+    line = _line(setup, site, down, roles, marks, done)
+    line |= {"up": nbytes(reply), "scores": _listed(turn)}
     notes = {"marks": notes.get("marks", {}) | {k: marks[1][k] for k in own}}
     kept = {k: v for k, v in home.items() if k not in own and k not in done.memory}
     site.journal.commit(down.request, {**kept, **own, **done.memory}, notes, reply, line)
@@ -213,6 +217,19 @@ def _values(setup: Setup, site: Site, roles: Roles, home: Tensors) -> dict[str, 
         else site.seen.get(p.key, site.start[p.key])
         for p in setup.trainable
     }
+
+
+def _scores(setup: Setup, site: Site, turn: Turn) -> Mapping[Block, float] | None:
+    """What the client's probe says of each block, if the plan asks in this turn."""
+    if not any(isinstance(step, Best) for step in setup.method.plan.settle(turn)):
+        return None
+    blocks = tuple(dict.fromkeys(p.at for p in setup.params if p.at))
+    seed = streams.seed(setup.experiment, "probe", turn.round, site.name)
+    return setup.method.probe(Look(site.model, site.rows, blocks, seed))
+
+
+def _listed(turn: Turn) -> list[Any] | None:
+    return [[*block, score] for block, score in turn.scores.items()] if turn.scores else None
 
 
 def _fit(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedplan.description import describe
 from fedplan.fit import Batch, Examples, Job, Pace, plain
 from fedplan.forecast import forecast
-from fedplan.ledger import digests, read_lines
+from fedplan.ledger import ROLES, digests, read_lines
 from fedplan.method import Method
 from fedplan.plan import Best, Role, share
 from fedplan.resolution import permitted, resolve
@@ -97,11 +97,13 @@ def law_sent_is_shared_and_own_is_in_no_message(case: _Case) -> None:
         tally = federation.round()
         assert not tally.rejected, tally.rejected
         for client, down in tally.cohort.items():
-            roles = case.roles(number, client)
+            may, line = case.roles(number, client), tally.lines[client]
+            roles = dict(zip(may, (ROLES[letter] for letter in line["roles"]), strict=True))
             answered = federation.sites[client].journal.answered(down.request)
             assert answered is not None
             sent = {k.split("#")[0] for k in answered[0]}
             assert sent == {k for k, role in roles.items() if role is Role.SHARE}
+            assert sent <= {k for k, role in may.items() if role is Role.SHARE}
             own = {k for k, role in roles.items() if role.own}
             assert not own & {k.split("#")[0] for k in down.values}
         federation.commit(tally)

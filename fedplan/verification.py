@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fedplan.ledger import ROLES, parted
+from fedplan.params import Block
 from fedplan.plan import Role
-from fedplan.resolution import certain, permitted
+from fedplan.resolution import permitted, resolve
 from fedplan.rounds import Setup
 from fedplan.turn import Turn
 
@@ -40,15 +41,16 @@ class _Checker:
         where = f"round {line['round']}, {line['client']}"
         params = self.setup.params
         roles = dict(zip(params, (ROLES[x] for x in line["roles"]), strict=True))
-        turn = Turn(line["round"], line["client"], line["phase"], line["traits"])
+        scores = {Block(stack, number): score for stack, number, score in line["scores"] or ()}
+        turn = Turn(line["round"], line["client"], line["phase"], line["traits"], scores or None)
         most = permitted(self.setup.method.plan, params, turn)
-        least = certain(self.setup.method.plan, params, turn)
+        said = resolve(self.setup.method.plan, params, turn)
         before, after = parted(params, line["before"]), parted(params, line["after"])
         home = self.homes.setdefault(line["client"], {})
         for p in params:
             key, role = p.key, roles[p]
-            if role not in (most[p], least[p]):
-                yield f"{where}: {key} was {role.name}, and the plan says {most[p].name}"
+            if role is not said[p]:
+                yield f"{where}: {key} was {role.name}, and the plan says {said[p].name}"
             if not role.trained and before[key] != after[key]:
                 yield f"{where}: {key} is {role.name} and moved"
             expected = home.get(key) if role.own else self.world.get(key)

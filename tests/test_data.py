@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fedplan.data import DataError, Partition, divide, halve, load, where
 from fedplan.tables import is_hub_id, labels_in
 
-SHARED = Path("/work/shared/data")
+SHARED = Path(__file__).parents[2] / "shared" / "data"
 ROWS = {"text": ["a", "b", "c\nd"], "split": ["train", "test", "train"], "n": [1, 2, 3]}
 
 

@@ -22,7 +22,7 @@ ORDER = (
     *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
     *("manifest", "catalog", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums", "store", "journal"),
-    *("serve", "fit", "method", "methods", "ledger", "rounds", "verification", "runners"),
+    *("serve", "fit", "probe", "method", "methods", "ledger", "rounds", "verification", "runners"),
     *("tables", "data", "examples", "evaluation", "tasks", "config"),
     *("testing", "studies", "audit", "progress", "cli"),
 )

@@ -10,9 +10,11 @@ from clients import few, loss
 from fedplan.errors import FedplanError
 from fedplan.method import Method
 from fedplan.methods import METHODS, method
-from fedplan.parts import norm, value
-from fedplan.plan import chain, freeze, keep, share
+from fedplan.parts import key, norm, query, value
+from fedplan.plan import best, chain, freeze, keep, share, when
+from fedplan.probe import Probe, at_random, from_the_top
 from fedplan.testing import check_method
+from fedplan.turn import after
 from fedplan.wire import parse_wire
 
 ARCHITECTURES = ("bert", "vit", "clip", "gpt-neox", "phi3", "modernbert", "llama")
@@ -38,6 +40,14 @@ def test_wires_keep_the_laws(wire: str, architecture: str) -> None:
     check_method(
         Method(plan, wire=parse_wire(wire)), zoo.build(architecture), few(architecture), loss
     )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("probe", [at_random, from_the_top])
+def test_chosen_blocks_keep_the_laws(architecture: str, probe: Probe) -> None:
+    plan = chain(freeze(), best(1), when(after(2), freeze(query | key)), keep(norm))
+    made = Method(plan, probe=probe)
+    check_method(made, zoo.build(architecture), few(architecture), loss)
 
 
 def test_every_method_has_a_docstring_that_says_what_and_whose() -> None:

@@ -22,7 +22,7 @@ from fedplan.data import DataError, load
 from fedplan.tables import labels_in
 from fedplan.tasks import Task, task
 
-SHARED = Path("/work/shared/data")
+SHARED = Path(__file__).parents[2] / "shared" / "data"
 WORDS = [
     "[PAD]",
     "[UNK]",
