@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fedplan.agreement import Setup
 from fedplan.journal import Journal
 from fedplan.ledger import digest, parted
-from fedplan.rounds import Setup
 from fedplan.store import Store
 from fedplan.studies import read_run
 from fedplan.verification import verify_lines

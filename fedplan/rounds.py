@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import isfinite
 from typing import Any
 
@@ -14,17 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from fedplan import streams
+from fedplan.agreement import Setup
 from fedplan.errors import FedplanError
 from fedplan.failpoints import reach
-from fedplan.fit import Done, Examples, Job, Pace
+from fedplan.fit import Done, Examples, Job
 from fedplan.journal import Journal
 from fedplan.ledger import Digests, digest, joined, spelled
-from fedplan.manifest import written
-from fedplan.method import Method
-from fedplan.params import ITEMSIZE, Block, Param, Params
+from fedplan.params import Block
 from fedplan.plan import Best, Role, Roles
 from fedplan.probe import Look
-from fedplan.resolution import certain, permitted, resolve, touched
+from fedplan.resolution import certain, permitted, resolve
 from fedplan.state import Tensors, put, take
 from fedplan.sums import ExactSum
 from fedplan.turn import Turn
@@ -36,42 +33,6 @@ class Refused(FedplanError):
 
 class Rejected(FedplanError):
     """A server's reason not to count one update. The round goes on with the others."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What both ends agree on before a federation starts."""
-
-    experiment: str
-    params: Params
-    method: Method
-    pace: Pace
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Tells two ends with different plans, wires or models apart."""
-        said = (self.method.plan.fingerprint, self.method.wire.text, *self.method.riders)
-        text = "\n".join((*said, written(self.params)))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @cached_property
-    def movable(self) -> Params:
-        """Params that some turn may share: only these ever travel."""
-        return touched(self.method.plan, self.params, Role.SHARE)
-
-    @cached_property
-    def trainable(self) -> Params:
-        """Params that some turn may train."""
-        return touched(self.method.plan, self.params, Role.SHARE, Role.KEEP)
-
-    def up(self, param: Param) -> int:
-        """The bytes that a shared param takes on its way up, its riders included."""
-        coded = self.method.wire.nbytes(param.shape, ITEMSIZE[param.dtype])
-        return coded + len(self.method.riders) * param.nbytes
-
-    def request(self, number: int, client: str) -> str:
-        """The name of what a client is asked for in one round."""
-        return f"{self.experiment}/{self.fingerprint}/{number}/{client}"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fedplan import streams
+from fedplan.agreement import Setup
 from fedplan.config import ConfigError, Study, study_of
 from fedplan.description import describe
 from fedplan.errors import FedplanError
@@ -23,7 +24,7 @@ from fedplan.ledger import read_lines
 from fedplan.manifest import read, written
 from fedplan.method import Method
 from fedplan.methods import method
-from fedplan.rounds import Setup, Tally
+from fedplan.rounds import Tally
 from fedplan.runners.local import Attendance, Federation
 from fedplan.state import put
 from fedplan.tables import is_hub_id, labels_in, load, rows, values, where

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
+from fedplan.agreement import Setup
 from fedplan.description import describe
 from fedplan.fit import Batch, Examples, Job, Pace, plain
 from fedplan.forecast import forecast
@@ -19,7 +20,7 @@ from fedplan.ledger import ROLES, digests, read_lines
 from fedplan.method import Method
 from fedplan.plan import Best, Role, share
 from fedplan.resolution import permitted, resolve
-from fedplan.rounds import Setup, Tally, World, close, local, nbytes, pull, push
+from fedplan.rounds import Tally, World, close, local, nbytes, pull, push
 from fedplan.runners.local import Federation
 from fedplan.state import take
 from fedplan.sums import GRID

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from fedplan.agreement import Setup
 from fedplan.ledger import ROLES, parted
 from fedplan.params import Block
 from fedplan.plan import Role
 from fedplan.resolution import permitted, resolve
-from fedplan.rounds import Setup
 from fedplan.turn import Turn
 
 

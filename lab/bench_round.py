@@ -13,10 +13,10 @@ import transformers
 from torch import Tensor, nn
 
 from fedplan import streams
+from fedplan.agreement import Setup
 from fedplan.description import describe
 from fedplan.fit import Pace, batches
 from fedplan.methods import method
-from fedplan.rounds import Setup
 from fedplan.runners.local import Federation
 
 CLIENTS, ROUNDS = 10, 10

@@ -17,13 +17,13 @@ import zoo
 from clients import few, loss
 
 from fedplan import failpoints
+from fedplan.agreement import Setup
 from fedplan.description import describe
 from fedplan.errors import FedplanError
 from fedplan.failpoints import POINTS, VARIABLE
 from fedplan.fit import Pace
 from fedplan.ledger import digests
 from fedplan.methods import method
-from fedplan.rounds import Setup
 from fedplan.runners.local import Attendance, Federation
 
 ROUNDS = 5

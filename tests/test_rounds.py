@@ -16,12 +16,13 @@ from clients import few, loss
 from torch import Tensor
 
 from fedplan import parse
+from fedplan.agreement import Setup
 from fedplan.description import describe
 from fedplan.fit import Pace
 from fedplan.ledger import digests, read_lines
 from fedplan.method import Method
 from fedplan.methods import method
-from fedplan.rounds import Down, Refused, Setup, Tally, Update, World, close, local, pull, push
+from fedplan.rounds import Down, Refused, Tally, Update, World, close, local, pull, push
 from fedplan.runners.local import Attendance, Federation
 from fedplan.serve import RULES, Serve
 from fedplan.verification import verify_lines

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from fedplan import streams
+from fedplan.agreement import Setup
 from fedplan.failpoints import reach
 from fedplan.fit import Batch, Examples
 from fedplan.journal import Journal
 from fedplan.ledger import Digests, Ledger, digests
 from fedplan.plan import Role
 from fedplan.resolution import permitted
-from fedplan.rounds import Setup, Site, Tally, World, close, hear, local, pull, push
+from fedplan.rounds import Site, Tally, World, close, hear, local, pull, push
 from fedplan.state import take
 from fedplan.store import Store
 from fedplan.turn import Turn

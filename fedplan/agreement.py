@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agreements: what both ends of a federation know of each other before it starts."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+from fedplan.fit import Pace
+from fedplan.manifest import written
+from fedplan.method import Method
+from fedplan.params import ITEMSIZE, Param, Params
+from fedplan.plan import Role
+from fedplan.resolution import touched
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What both ends agree on before a federation starts."""
+
+    experiment: str
+    params: Params
+    method: Method
+    pace: Pace
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells two ends with different plans, wires or models apart."""
+        said = (self.method.plan.fingerprint, self.method.wire.text, *self.method.riders)
+        text = "\n".join((*said, written(self.params)))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def movable(self) -> Params:
+        """Params that some turn may share: only these ever travel."""
+        return touched(self.method.plan, self.params, Role.SHARE)
+
+    @cached_property
+    def trainable(self) -> Params:
+        """Params that some turn may train."""
+        return touched(self.method.plan, self.params, Role.SHARE, Role.KEEP)
+
+    def up(self, param: Param) -> int:
+        """The bytes that a shared param takes on its way up, its riders included."""
+        coded = self.method.wire.nbytes(param.shape, ITEMSIZE[param.dtype])
+        return coded + len(self.method.riders) * param.nbytes
+
+    def request(self, number: int, client: str) -> str:
+        """The name of what a client is asked for in one round."""
+        return f"{self.experiment}/{self.fingerprint}/{number}/{client}"
