@@ -82,12 +82,17 @@ class Ledger:
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> int:
         """Add lines for good, and say how long the file now is."""
-        with self.file.open("ab") as out:
-            for line in lines:
-                out.write(json.dumps(line, sort_keys=True).encode() + b"\n")
-            out.flush()
-            os.fsync(out.fileno())
-            return out.tell()
+        content = b"".join(json.dumps(line, sort_keys=True).encode() + b"\n" for line in lines)
+        try:
+            with self.file.open("ab") as out:
+                out.write(content)
+                out.flush()
+                os.fsync(out.fileno())
+                return out.tell()
+        except OSError as error:
+            raise FedplanError(
+                f"{self.file} cannot be written: {error}; make room, then go on by --resume"
+            ) from error
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

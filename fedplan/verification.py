@@ -32,10 +32,10 @@ class _Checker:
 
     def check(self, line: Mapping[str, Any]) -> Iterator[str]:
         """The faults of one line."""
-        if "moved" in line:
-            yield from self._round(line)
-        else:
-            yield from self._turn(line)
+        try:
+            yield from self._round(line) if "moved" in line else self._turn(line)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            yield f"this is not a line of a ledger ({error!r}): {str(line)[:60]}"
 
     def _turn(self, line: Mapping[str, Any]) -> Iterator[str]:
         where = f"round {line['round']}, {line['client']}"

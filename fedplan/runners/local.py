@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -132,21 +133,28 @@ class Federation:
         return tally
 
     def _later(self, number: int) -> set[str]:
-        """Keys that some later round may move, while the phase stays as it is announced."""
-        ahead = range(number + 1, self.rounds + 1)
+        """Keys that some later round may move, if phases are announced as planned."""
+        return {key for key, last in self._last_moves.items() if last > number}
+
+    @cached_property
+    def _last_moves(self) -> dict[str, int]:
+        """The last round that may move each key."""
+        plan, params = self.setup.method.plan, self.setup.params
         sayings = {
-            (self.setup.method.plan.settle(turn)): turn
-            for turn in (
-                Turn(n, name, self.attendance.phase(n), site.traits)
-                for n in ahead
-                for name, site in self.sites.items()
-            )
+            plan.settle(turn): turn
+            for number in range(1, self.rounds + 1)
+            for turn in self._turns(number)
         }
-        found = set[str]()
+        found = dict[str, int]()
         for turn in sayings.values():
-            roles = permitted(self.setup.method.plan, self.setup.params, turn)
-            found |= {p.key for p in self.setup.params if roles[p] is Role.SHARE}
+            roles = permitted(plan, params, turn)
+            shared = [p.key for p in params if roles[p] is Role.SHARE]
+            found |= {key: max(turn.round, found.get(key, 0)) for key in shared}
         return found
+
+    def _turns(self, number: int) -> Iterator[Turn]:
+        phase = self.attendance.phase(number)
+        return (Turn(number, name, phase, site.traits) for name, site in self.sites.items())
 
     def commit(self, tally: Tally, scores: Mapping[str, Any] | None = None) -> None:
         """Write a round down for good: its lines, then the world that it made."""
