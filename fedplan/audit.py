@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedplan.agreement import Setup
-from fedplan.journal import Journal
+from fedplan.journal import Journal, home_of
 from fedplan.ledger import digest, parted
 from fedplan.store import Store
 from fedplan.studies import read_run
@@ -50,7 +50,7 @@ def _home_faults(folder: Path, setup: Setup, turns: list[dict[str, Any]]) -> lis
     """Each home must be what its client's last turn left."""
     faults = list[str]()
     for client, line in {line["client"]: line for line in turns}.items():
-        home, _ = Journal(folder / "homes" / client).home()
+        home, _ = Journal(home_of(folder, client)).home()
         after = parted(setup.params, line["after"])
         for p, letter in zip(setup.params, line["roles"], strict=True):
             if letter in "KH" and p.key in home and digest(home[p.key]) != after[p.key]:

@@ -19,6 +19,7 @@ from fedplan import parse
 from fedplan.agreement import Setup
 from fedplan.description import describe
 from fedplan.fit import Pace
+from fedplan.journal import home_of
 from fedplan.ledger import digests, read_lines
 from fedplan.method import Method
 from fedplan.methods import method
@@ -300,6 +301,13 @@ def test_a_serve_moves_towards_the_mean(rule: str) -> None:
 def test_the_plain_serve_is_the_mean_itself() -> None:
     mean = torch.randn(5)
     assert Serve().step(torch.randn(5), mean, {})[0] is mean
+
+
+@pytest.mark.parametrize("name", ["../../out", "a/b", ".", "..", "St. Élie", "C:\\x", "%2F"])
+def test_a_client_of_any_name_has_one_home_within_the_run(name: str, tmp_path: Path) -> None:
+    home = home_of(tmp_path, name)
+    assert home.resolve().parent == (tmp_path / "homes").resolve()
+    assert home_of(tmp_path, name + "x") != home
 
 
 def test_world_starts_with_what_may_travel_only(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fedplan import streams
 from fedplan.agreement import Setup
 from fedplan.failpoints import reach
 from fedplan.fit import Batch, Examples
-from fedplan.journal import Journal
+from fedplan.journal import Journal, home_of
 from fedplan.ledger import Digests, Ledger, digests
 from fedplan.plan import Role
 from fedplan.resolution import permitted
@@ -82,7 +82,7 @@ class Federation:
             name: Site(
                 name=name,
                 rows=held,
-                journal=Journal(folder / "homes" / name, replies=replies),
+                journal=Journal(home_of(folder, name), replies=replies),
                 model=model,
                 start=self.start,
                 marks=marks,
