@@ -243,7 +243,7 @@ def parts_table(params: Params) -> Table:
             millions(numel),
             megabytes(nbytes),
             percent(numel / whole),
-            ".".join(ps[0].key.split(".")[-2:]),
+            Text(".".join(ps[0].key.split(".")[-2:])),
         )
     return table
 

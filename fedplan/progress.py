@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedplan.config import ConfigError, Study, read_study
@@ -40,9 +41,10 @@ def follow(file: Path, changes: list[str], output: Path | None, *, resume: bool)
             trial.run(watch)
         except KeyboardInterrupt:
             done = trial.federation.world.round
-            console.print(f"Stopped in round {done + 1}. Go on: fedplan run --resume {folder}")
+            again = f"fedplan run --resume {folder}"
+            console.print(f"Stopped in round {done + 1}. Go on: {again}", markup=False)
             raise SystemExit(130) from None
-    console.print(f"Done. Check it: fedplan verify {folder}")
+    console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
 
 
 def _opened(
@@ -66,9 +68,9 @@ def _opening(trial: Trial, folder: Path) -> str:
     setup, rows = trial.federation.setup, trial.shares.train
     sizes = sorted(len(held) for held in rows.values())
     return (
-        f"[bold]{trial.study.name}[/bold]  {setup.method.plan.text}\n"
+        f"[bold]{escape(trial.study.name)}[/bold]  {escape(setup.method.plan.text)}\n"
         f"{millions(sum(p.numel for p in setup.params))} params, {len(rows)} clients with "
-        f"{sizes[0]} to {sizes[-1]} rows, seed {trial.study.seed}, in {folder}"
+        f"{sizes[0]} to {sizes[-1]} rows, seed {trial.study.seed}, in {escape(str(folder))}"
     )
 
 

@@ -37,6 +37,10 @@ def test_parts_lists_every_part_within_the_terminal() -> None:
         assert word in out
 
 
+def test_rows_of_a_fused_tensor_are_named_by_their_kind() -> None:
+    assert "c_attn.weight[query]" in run("parts", "gpt2")[1]
+
+
 def test_parts_as_json_is_a_manifest_that_explain_reads(tmp_path: Path) -> None:
     manifest = tmp_path / "mine.json"
     manifest.write_text(run("parts", "gpt2", "--json")[1])
