@@ -8,6 +8,8 @@ import importlib
 import pkgutil
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,10 @@ def test_links_lead_somewhere(document: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if not target.startswith("http"):
             assert ((ROOT / document).parent / target).exists(), target
+
+
+def test_the_tables_of_the_studies_are_those_of_their_result_files() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "lab" / "table.py")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() in (ROOT / "docs" / "studies.md").read_text()
