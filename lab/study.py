@@ -8,6 +8,7 @@ import json
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,13 +28,23 @@ def facts() -> dict[str, object]:
     commit = subprocess.run(
         ["git", "-C", str(LAB), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
+    changed = subprocess.run(
+        ["git", "-C", str(LAB.parent), "status", "--porcelain", "fedplan"],
+        capture_output=True,
+        text=True,
+    ).stdout
     return {
-        "commit": commit,
+        "command": " ".join(["python", "lab/study.py", *sys.argv[1:2]]),
+        "commit": commit + ("+changes" if changed.strip() else ""),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "machine": platform.machine(),
         "cores": 2,
     }
+
+
+# Read once: the code that runs is the code that was there when it started.
+FACTS = facts()
 
 
 def one(said: dict[str, object], places: dict[str, str], out: Path) -> None:
@@ -49,7 +60,7 @@ def one(said: dict[str, object], places: dict[str, str], out: Path) -> None:
     turns = [line for line in lines if "moved" not in line]
     result = {
         "study": said,
-        "facts": facts(),
+        "facts": FACTS,
         "seconds": round(time.monotonic() - started, 1),
         "bytes_up": sum(line["up"] for line in turns),
         "bytes_down": sum(line["down"] for line in turns),
