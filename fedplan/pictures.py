@@ -77,7 +77,7 @@ def draw(pictures: Sequence[Picture], output: Path) -> None:
         figure.savefig(
             output, dpi=150, metadata={"Date": None} if output.suffix == ".svg" else None
         )
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise FedplanError(f"{output} cannot be drawn: {error}") from error
     finally:
         pyplot.close(figure)
