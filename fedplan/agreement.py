@@ -11,8 +11,9 @@ from fedplan.fit import Pace
 from fedplan.manifest import written
 from fedplan.method import Method
 from fedplan.params import ITEMSIZE, Param, Params
-from fedplan.plan import Role
+from fedplan.plan import Best, Role
 from fedplan.resolution import touched
+from fedplan.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,12 @@ class Setup:
     @cached_property
     def fingerprint(self) -> str:
         """Tells two ends with different plans, wires or models apart."""
-        said = (self.method.plan.fingerprint, self.method.wire.text, *self.method.riders)
+        said = (
+            self.method.plan.fingerprint,
+            self.method.wire.text,
+            *self.method.riders,
+            *(("together",) if self.method.together else ()),
+        )
         text = "\n".join((*said, written(self.params)))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -40,6 +46,10 @@ class Setup:
     def trainable(self) -> Params:
         """Params that some turn may train."""
         return touched(self.method.plan, self.params, Role.SHARE, Role.KEEP)
+
+    def chooses(self, turn: Turn) -> bool:
+        """Whether the plan chooses blocks by scores in a turn."""
+        return any(isinstance(step, Best) for step in self.method.plan.settle(turn))
 
     def up(self, param: Param) -> int:
         """The bytes that a shared param takes on its way up, its riders included."""

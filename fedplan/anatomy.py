@@ -22,6 +22,7 @@ class Anatomy:
 
     Paths are dotted, relative, and match anywhere below the model: `self.query` is found in
     `bert.encoder.layer.3.attention.self.query.weight`. Of several that match, the longest is heard.
+    `beside` are lists of modules with one for each block of a stack that has its blocks elsewhere.
     """
 
     blocks: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -29,7 +30,8 @@ class Anatomy:
     fused: Mapping[Path, Layout] = field(default_factory=dict[Path, Layout])
     acts_on: Mapping[Path, Kind] = field(default_factory=dict[Path, Kind])
     towers: Mapping[str, str] = field(default_factory=dict[str, str])
-    cross: frozenset[Path] = frozenset()
+    tags: Mapping[Path, str] = field(default_factory=dict[Path, str])
+    beside: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def path(text: str) -> Path:

@@ -34,6 +34,8 @@ def teach(
     towers: Mapping[str, str] | None = None,
     cross: str = "",
     acts_on: Mapping[str, str] | None = None,
+    tags: Mapping[str, str] | None = None,
+    beside: Mapping[str, str] | None = None,
     **kinds: str,
 ) -> Anatomy:
     """Teach fedplan an architecture: a `config.model_type`, or the class name of a plain module.
@@ -43,13 +45,15 @@ def teach(
 
     >>> row = teach("my_vit", like="vit", query="attn.to_q", key="attn.to_k", value="attn.to_v")
     """
+    words = dict.fromkeys(cross.split(), "cross") | dict(tags or {})
     row = Anatomy(
         blocks=dict(blocks or {}),
         kinds={path(p): Kind(kind) for kind, paths in kinds.items() for p in paths.split()},
         fused={path(p): layout for p, layout in (fused or {}).items()},
         acts_on={path(p): Kind(kind) for p, kind in (acts_on or {}).items()},
         towers=dict(towers or {}),
-        cross=frozenset(path(p) for p in cross.split()),
+        tags={path(p): tag for p, tag in words.items()},
+        beside=dict(beside or {}),
     )
     KNOWN[name] = _over(KNOWN[like], row) if like else row
     return KNOWN[name]
@@ -167,6 +171,33 @@ teach(
     towers={"vision_model": "vision", "text_model": "text"},
 )
 
+DUALS = {"clip": "CLIPModel", "vision-text-dual-encoder": "VisionTextDualEncoderModel"}
+"""Models of two towers that compare pictures with texts, and the class of each."""
+TOWERS = {"text": "text_model", "vision": "vision_model"}
+EMBEDDINGS = "embeddings"
+RESIZED = frozenset({"clip_vision_model", "vit", "deit"})
+"""Vision towers whose embeddings must be asked for pictures of another size."""
+
+# Our own: prompts of two towers, and what fuses their levels
+teach(
+    "DualPrompts",
+    towers={"text": "text", "vision": "vision"},
+    beside={"text": "text", "vision": "vision"},
+    tags={"common": "common", "own": "own"},
+    prompt="common own",
+)
+teach(
+    "DualFusion",
+    towers={"text": "fusion", "vision": "fusion"},
+    tags={"text": "text", "vision": "vision"},
+    query="query",
+    key="key",
+    value="value",
+    out="out",
+    mlp="mlp",
+    scale="gate",
+)
+
 # Decoders
 teach(
     "gpt2",
@@ -266,3 +297,7 @@ WRAPPED = "base_layer"
 SAVED = "modules_to_save"
 DORMANT = "original_module"
 PROMPTS = "prompt_encoder"
+
+EAGER = "_attn_implementation"
+GIVES_ATTENTION = {"output_attentions": True, "need_weights": True, "average_attn_weights": False}
+"""What to say to an attention module that gives its probabilities only if it is asked."""

@@ -87,6 +87,7 @@ TASKS = {
     "text-classification": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
     "image-classification": "AutoModelForImageClassification",
+    "image-text": "AutoModel",
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
 }

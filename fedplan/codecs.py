@@ -355,11 +355,11 @@ def _share(fraction: float, count: int) -> int:
 
 def _foremost(items: Tensor, fraction: float) -> Tensor:
     """Where the items of the largest norm stand, in order; of equal ones the first."""
+    if len(items) >= 2**31:
+        raise WireError(f"{len(items)} items are too many for an index of 32 bits")
     count = _share(fraction, len(items))
     if count == len(items):
         return torch.arange(count, device=items.device)
-    if len(items) >= 2**31:
-        raise WireError(f"{len(items)} items are too many for an index of 32 bits")
     norms = _norms(items)
     edge = norms.kthvalue(len(items) - count + 1).values
     above = (norms > edge).nonzero().flatten()
@@ -371,6 +371,8 @@ def _norms(items: Tensor) -> Tensor:
     if items.dim() == 1:
         return items.abs().to(Form.of(items).work)
     rows = items.reshape(len(items), math.prod(items.shape[1:]))
+    if rows.dtype == torch.float64:  # of which the squares may be beyond the range
+        rows = rows / (_largest(rows) or 1.0)
     return cast("Tensor", torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64))
 
 

@@ -27,16 +27,24 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """The model: a folder or hub id with weights, or a type and settings to start from scratch."""
+    """The model: a folder or hub id with weights, or a type and settings to start from scratch.
+
+    A model of two towers may also be made of two: `vision` and `text`, joined by a `bridge`.
+    """
 
     path: str = ""
     type: str = ""
     settings: dict[str, Any] = {}
+    vision: str = ""
+    text: str = ""
+    bridge: str = ""
 
     @model_validator(mode="after")
     def _one(self) -> ModelSection:
-        if bool(self.path) == bool(self.type):
-            raise ValueError("say either path (pretrained) or type (from scratch)")
+        if bool(self.vision) != bool(self.text) or (self.bridge and not self.vision):
+            raise ValueError("two towers are both vision and text, and a bridge is between them")
+        if sum(map(bool, (self.path, self.type, self.vision))) != 1:
+            raise ValueError("say one of path (pretrained), type (from scratch), vision and text")
         return self
 
 
@@ -47,6 +55,7 @@ class TaskSection(Section):
         "text-classification",
         "token-classification",
         "image-classification",
+        "image-text",
         "causal-lm",
         "masked-lm",
     ]
@@ -55,6 +64,7 @@ class TaskSection(Section):
     tokenizer: str = ""
     max_length: Positive = 128
     image_size: Positive = 32
+    template: str = "a picture of a {}"
 
 
 class DataSection(Section):
@@ -74,22 +84,33 @@ class DataSection(Section):
     column: str = ""
     alpha: Annotated[float, Field(ge=0)] = 0.0
     classes: Annotated[int, Field(ge=0)] = 0
+    each: Positive = 1
     least: Positive = 2
     own_test: Annotated[float, Field(ge=0, lt=1)] = 0.2
 
 
 class MethodSection(Section):
-    """A published method with its settings, or a plan of your own."""
+    """A published method with its settings, or a plan of your own.
+
+    `inside` is another method, whose local fit and serve this one takes. A plan of your own names
+    its `probe`, if it chooses blocks; `phases` are announced once so many rounds are done.
+    """
 
     name: str = ""
     plan: str = ""
-    wire: str = ""
     settings: dict[str, Scalar] = {}
+    probe: Literal["", "attention", "gradient", "random", "last"] = ""
+    together: bool = False
+    phases: dict[str, Annotated[int, Field(ge=0)]] = {}
+    inside: MethodSection | None = None
+    wire: str = ""
 
     @model_validator(mode="after")
     def _one(self) -> MethodSection:
         if bool(self.name) == bool(self.plan):
             raise ValueError("say either name (a published method) or plan (your own)")
+        if self.name and (self.probe or self.together):
+            raise ValueError("probe and together belong to a plan of your own: see settings")
         return self
 
 
@@ -105,23 +126,32 @@ class TrainSection(Section):
     steps: Annotated[int, Field(ge=0)] = 0
     batch: Positive = 32
     clip: Annotated[float, Field(ge=0)] = 0.0
+    bf16: bool = False
 
 
 class ClientsSection(Section):
-    """Who takes part: a share of all, of whom some drop out and some answer too late."""
+    """Who takes part: a share of all, of whom some drop out and some answer too late.
+
+    `traits` are what single clients say of themselves, by their names.
+    """
 
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     dropped: Share = 0.0
     late: Share = 0.0
-    phases: dict[str, Positive] = {}
+    traits: dict[str, dict[str, str]] = {}
 
 
 class EvaluateSection(Section):
-    """When and on what the models are tested."""
+    """When and on what the models are tested.
+
+    `attention` is on how many of the common test's rows each round's move of the attention maps is
+    measured; 0 is not at all.
+    """
 
     every: Positive = 1
     batch: Positive = 128
     personal: bool = True
+    attention: Annotated[int, Field(ge=0)] = 0
 
 
 class Study(Section):
@@ -137,6 +167,12 @@ class Study(Section):
     train: TrainSection = TrainSection()
     clients: ClientsSection = ClientsSection()
     evaluate: EvaluateSection = EvaluateSection()
+
+    @model_validator(mode="after")
+    def _towers(self) -> Study:
+        if self.model.vision and self.task.kind != "image-text":
+            raise ValueError("a model of vision and text is for the task image-text")
+        return self
 
 
 def read_study(file: Path, overrides: list[str] | None = None) -> Study:

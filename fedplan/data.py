@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from fedplan import streams
 from fedplan.tables import DataError as DataError
 from fedplan.tables import load as load
 from fedplan.tables import rows, values
@@ -27,8 +28,9 @@ class Partition:
 
     `iid`: at random, in equal shares. `dirichlet`: each label's rows by shares drawn with `alpha`;
     the smaller, the more skewed. `pathological`: `classes` labels at each client. `column`: a
-    client for each value of `column`, or for the `clients` most frequent ones. `least` is the
-    fewest rows a client may have; a value of a column with fewer is left out.
+    client for each value of `column`, or for the `clients` most frequent ones; or `each` clients
+    for each value, among which its rows are divided as by dirichlet. `least` is the fewest rows a
+    client may have; a value of a column with fewer is left out.
     """
 
     by: str
@@ -37,13 +39,16 @@ class Partition:
     alpha: float = 0.0
     classes: int = 0
     least: int = 1
+    each: int = 1
 
     def __post_init__(self) -> None:
         if self.by not in KINDS:
             raise DataError(f"there is no partition {self.by!r}; there are {', '.join(KINDS)}")
         self._require(self.clients >= (self.by != "column"), "clients", "1 or more")
         self._require(self.least >= 0, "least", "0 or more")
-        if self.by == "dirichlet":
+        self._require(self.each >= 1, "each", "1 or more")
+        self._require(self.each == 1 or self.by == "column", "each", "1: only column takes more")
+        if self.by == "dirichlet" or self.each > 1:
             self._require(self.alpha > 0 and isfinite(self.alpha), "alpha", "above 0, such as 0.5")
         if self.by == "pathological":
             self._require(self.classes >= 1, "classes", "1 or more")
@@ -61,12 +66,16 @@ def divide(
 ) -> dict[str, Dataset]:
     """Each client's rows, in the table's order; no row is at two clients.
 
-    Clients are called client-00 and so on, or by their value of the column. Every row is at some
-    client, except where a partition by column leaves values out. `label` names the column that
-    dirichlet and pathological divide by, unless the partition names its own `column`.
+    Clients are called client-00 and so on, or by their value of the column, with -0, -1 and so on
+    after it if there are several for each. Every row is at some client, except where a partition
+    by column leaves values out. `label` names the column that dirichlet and pathological divide
+    by, unless the partition names its own `column`.
     """
     if partition.by == "column":
-        return _by_column(table, partition)
+        held = _by_column(table, partition)
+        if partition.each > 1:
+            held = _each_divided(table, held, partition, seed=seed, label=label)
+        return {name: rows(table, share) for name, share in held.items()}
     if partition.clients * max(partition.least, 1) > len(table):
         raise DataError(
             f"{len(table)} rows cannot give {partition.clients} clients {max(partition.least, 1)} "
@@ -192,9 +201,13 @@ def _deal(labels: int, partition: Partition, seed: int) -> list[list[int]]:
     return hands
 
 
-def _by_column(table: Dataset, partition: Partition) -> dict[str, Dataset]:
+def _by_column(table: Dataset, partition: Partition) -> dict[str, list[int]]:
+    """The rows of each value of the column that is large enough."""
     held: dict[Any, list[int]] = {}
     for row, value in enumerate(values(table, partition.column)):
+        # NaN differs from itself: it would be another client in every row, all of one name.
+        if not isinstance(value, Hashable) or value != value:
+            raise DataError(f"column {partition.column!r} holds {value!r}, which is no client")
         held.setdefault(value, []).append(row)
     enough = {value: rows for value, rows in held.items() if len(rows) >= partition.least}
     largest = sorted(enough, key=lambda value: (-len(enough[value]), value))
@@ -204,7 +217,30 @@ def _by_column(table: Dataset, partition: Partition) -> dict[str, Dataset]:
             f"more, and {partition.clients} clients are asked for: ask for fewer, or lower least"
         )
     kept = sorted(largest[: partition.clients or None])
-    return {str(value): rows(table, enough[value]) for value in kept}
+    return {str(value): enough[value] for value in kept}
+
+
+def _each_divided(
+    table: Dataset, held: dict[str, list[int]], partition: Partition, *, seed: int, label: str
+) -> dict[str, list[int]]:
+    """The rows of each value among its clients, by a draw that no other value changes."""
+    if not label:
+        raise DataError(f"each = {partition.each} divides by labels: name their column")
+    found, fewest = values(table, label), partition.each * max(partition.least, 1)
+    inner = replace(partition, by="dirichlet", clients=partition.each, each=1)
+    shares: dict[str, list[int]] = {}
+    for value, held_rows in held.items():
+        if len(held_rows) < fewest:
+            raise DataError(
+                f"{len(held_rows)} rows with {partition.column} = {value} cannot give "
+                f"{partition.each} clients {max(partition.least, 1)} each: lower each or least, or "
+                "leave that value out by a smaller number of clients"
+            )
+        codes = _codes([found[row] for row in held_rows])
+        own_seed = streams.seed("each", seed, value) % 2**32
+        for place, share in enumerate(_dirichlet(codes, inner, own_seed)):
+            shares[f"{value}-{place}"] = sorted(held_rows[i] for i in share)
+    return shares
 
 
 def halve(table: Dataset, *, share: float, seed: int) -> tuple[Dataset, Dataset]:

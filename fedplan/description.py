@@ -61,6 +61,7 @@ class _Body:
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self.modules = modules
         self.lists: dict[str, _Place] = {}
+        self.beside: dict[str, _Place] = {}
         self.depths: dict[str, int] = {}
         for name, module in modules.items():
             if isinstance(module, nn.ModuleList):
@@ -68,6 +69,9 @@ class _Body:
 
     def _count(self, name: str, size: int) -> None:
         row, _ = self._row(name)
+        for stack, where in row.beside.items() if row else ():
+            if ends(path(where), path(name)):
+                self.beside[name] = _Place(stack, 0)
         for stack, where in row.blocks.items() if row else ():
             if any(ends(path(each), path(name)) for each in where.split()):
                 stack = self._tower(name) or stack
@@ -125,8 +129,7 @@ class _Body:
         tags = {tag} if tag else set[str]()
         if where[-1] == "bias" or where[-1].endswith("_bias"):
             tags.add("bias")
-        if row and any(occurs(p, where) for p in row.cross):
-            tags.add("cross")
+        tags |= {tag for p, tag in row.tags.items() if occurs(p, where)} if row else set()
         acts_on = {k for p, k in row.acts_on.items() if occurs(p, where)} if row else set[Kind]()
         shape = tuple(tensor.shape)
         return Param(
@@ -190,7 +193,8 @@ class _Body:
         """The stack and block of a tensor; no block for what stands outside all of them."""
         segments = name.split(".")
         for i, segment in enumerate(segments):
-            place = self.lists.get(".".join(segments[:i]))
+            above = ".".join(segments[:i])
+            place = self.lists.get(above) or self.beside.get(above)
             if place:
                 return place.stack, place.offset + int(segment)
         if row is None or self._outside_backbone(name):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, final
 import torch
 from torch import Generator, Tensor
 
-from fedplan.tables import values
+from fedplan.tables import is_hub_id, values
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -166,7 +166,7 @@ def pictures(table: Dataset, column: str) -> Iterator[Any]:
         yield from values(table.select(range(*piece.indices(len(table)))), column)
 
 
-def drawn(value: Any, size: int) -> Tensor:
+def drawn(value: Any, size: int, *, cubic: bool = False) -> Tensor:
     """A picture of this size as bytes: channels, height, width."""
     import numpy as np
     from PIL import Image
@@ -182,8 +182,23 @@ def drawn(value: Any, size: int) -> Tensor:
         picture = Image.fromarray(_bytes(np.asarray(value)))
     picture = picture.convert("RGB")
     if picture.size != (size, size):
-        picture = picture.resize((size, size), Image.Resampling.BILINEAR)
+        how = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
+        picture = picture.resize((size, size), how)
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+def centre_of(source: str) -> tuple[Tensor, Tensor]:
+    """The mean and spread that a model's processor names, or a half each: from -1 to 1."""
+    found: dict[str, Any] = {}
+    if Path(source, "preprocessor_config.json").is_file() or is_hub_id(source):
+        from transformers.image_processing_base import ImageProcessingMixin
+
+        local = not is_hub_id(source)
+        read = cast("Any", ImageProcessingMixin).get_image_processor_dict
+        found = read(source, local_files_only=local)[0]
+    sides = (found.get(name, [0.5] * 3) for name in ("image_mean", "image_std"))
+    mean, std = (torch.tensor(side).reshape(3, 1, 1) for side in sides)
+    return mean, std
 
 
 def _bytes(array: Any) -> Any:

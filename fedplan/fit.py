@@ -16,6 +16,7 @@ from fedplan.plan import Role, Roles
 from fedplan.state import Marked, Tensors, mark, take
 
 Batch = Mapping[str, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 class Examples(Protocol):
@@ -27,7 +28,10 @@ class Examples(Protocol):
 
 @dataclass(frozen=True)
 class Pace:
-    """How a client trains: the optimiser, how long, and in batches of what size."""
+    """How a client trains: the optimiser, how long, and in batches of what size.
+
+    `bf16` computes in bfloat16 where that is safe; values, gradients and steps stay as they are.
+    """
 
     optimiser: str = "adamw"
     rate: float = 1e-3
@@ -37,6 +41,7 @@ class Pace:
     steps: int = 0
     batch: int = 32
     clip: float = 0.0
+    bf16: bool = False
 
     def start(self, marked: Marked) -> torch.optim.Optimizer:
         """The optimiser of one turn: it starts without memory."""
@@ -73,7 +78,7 @@ class Job:
     model: nn.Module
     roles: Roles
     rows: Examples
-    loss: Callable[[nn.Module, Batch], Tensor]
+    loss: Loss
     pace: Pace
     seed: int
     start: Tensors
@@ -104,10 +109,12 @@ def plain(job: Job) -> Done:
         trained = [tensor for _, tensor in marked.named_parameters()]
         if not trained:
             return Done(loss=float("nan"), steps=0)
-        optimiser = job.pace.start(marked)
+        optimiser, device = job.pace.start(marked), trained[0].device.type
         job.model.train()
         for indices in batches(len(job.rows), job.pace, job.seed):
-            loss = job.loss(job.model, job.rows.batch(indices))
+            batch = job.rows.batch(indices)
+            with torch.autocast(device, torch.bfloat16, enabled=job.pace.bf16):
+                loss = job.loss(job.model, batch)
             loss.backward()
             _adjust(marked, job.adjust)
             if job.pace.clip:

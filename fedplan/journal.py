@@ -11,10 +11,13 @@ from torch import Tensor
 from fedplan.failpoints import reach
 from fedplan.store import Meta, Read, Skipped, Store, StoreError, Tensors, told
 
+FIRST = 1
+"""The number of a journal's first commit: before a later one there must have been another."""
+
 
 def home_of(run: Path, client: str) -> Path:
     """Where a run keeps a client's journal: one folder, whatever the client is called."""
-    name = quote(client, safe=" ")
+    name = quote(client, safe=" ") or "%"
     return run / "homes" / (name.replace(".", "%2E", 1) if name.startswith(".") else name)
 
 
@@ -44,7 +47,15 @@ class Journal:
     def home(self, before: str = "") -> Read:
         """What the client keeps, and its notes: now, or before a request. Empty at first."""
         found = self._store.find(lambda meta: meta.get("request") != before)
-        return (_under("home/", found.tensors), found.meta["notes"]) if found else ({}, {})
+        if found:
+            return _under("home/", found.tensors), found.meta["notes"]
+        if max(self._store.standing(), default=0) > FIRST:
+            raise StoreError(
+                f"what was kept before request {before!r} is lost from {self._folder} "
+                f"({'; '.join(map(str, self.skipped)) or 'no older generation'}): put a copy of "
+                "the folder back, or remove it to begin anew"
+            )
+        return {}, {}
 
     def commit(
         self, request: str, home: Tensors, notes: Meta, reply: Tensors, reply_meta: Meta
@@ -63,8 +74,9 @@ class Journal:
 
     def _number(self, request: str) -> int:
         """The next number, or that of the same request if it is committed again."""
-        newest = max(self._store.standing(), default=0)
+        # Reading comes first: it finds out which generations still stand.
         last = self._store.read() if not self._replies else None
+        newest = max(self._store.standing(), default=FIRST - 1)
         return newest if last and last.meta.get("request") == request else newest + 1
 
 

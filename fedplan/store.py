@@ -10,6 +10,7 @@ its present manifest speaks of.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -44,6 +45,8 @@ _TEMPORARY = re.compile(r"[0-9]+\.(json|safetensors)\.tmp|\.tmp\w{6}", re.ASCII)
 """Ours, and those that safetensors writes to before it renames."""
 _SEALED = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "manifest": (.*)\}\n', re.DOTALL)
 _LOST = {errno.ENOENT, errno.EIO}
+_claimed: dict[tuple[int, int], int] = {}
+"""The folders, by device and inode, that this process holds, and the open file that does it."""
 
 
 class StoreError(FedplanError):
@@ -93,7 +96,10 @@ class _Manifest:
 
 
 class Store:
-    """A folder of generations, of which the newest `keep` good ones stay. One process writes."""
+    """A folder of generations, of which the newest `keep` good ones stay.
+
+    One process writes at a time; any may read. `claim` keeps the others from it for longer.
+    """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         if keep < 1:
@@ -102,26 +108,37 @@ class Store:
         self._folder, self._keep = folder, keep
         with told(f"{folder} cannot be made", "name a folder that you may write to"):
             missing = [each for each in (folder, *folder.parents) if not each.exists()]
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for each in missing:
+            for each in reversed(missing):
+                each.mkdir(mode=0o700, exist_ok=True)
                 _sync(each.parent)
+            folder.mkdir(exist_ok=True)
+
+    def claim(self) -> None:
+        """Let no other process write here until this one ends, however it ends."""
+        with told(f"{self._folder} cannot be claimed", "make it readable to this user"):
+            place = _place(self._folder)
+            if place not in _claimed:
+                _claimed[place] = _locked(self._folder)
 
     def write(self, tensors: Tensors, meta: Meta, *, number: int) -> None:
         """Write a generation: when this returns it is on disk; until then the last one is.
 
         A number that exists is replaced. After a StoreError either generation may be the newest.
         """
-        self._require_next(number)
         _require_same(meta)
-        try:
-            with told(
+        with (
+            told(
                 f"generation {number} was not finished in {self._folder}",
                 "the last good one is untouched; free space or mend the disk, then write it again",
-            ):
+            ),
+            _alone(self._folder),
+        ):
+            self._require_next(number)
+            try:
                 self._commit(_Manifest(number, dict(meta), "", 0), _apart(tensors))
-        finally:
-            with suppress(OSError):
-                self._remove(_TEMPORARY)
+            finally:
+                with suppress(OSError):
+                    self._remove(_TEMPORARY)
 
     def read(self) -> Generation | None:
         """The newest good generation, None if there never was one; `skipped` has the others."""
@@ -287,6 +304,35 @@ def _sync(folder: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def _place(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_dev, found.st_ino
+
+
+@contextmanager
+def _alone(folder: Path) -> Generator[None]:
+    """Keep other processes from writing to a folder; what this one has claimed stays claimed."""
+    held = _claimed.get(_place(folder))
+    lock = _locked(folder) if held is None else os.dup(held)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _locked(folder: Path) -> int:
+    """The folder, opened and locked: the lock goes with the open file, so a kill frees it."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(opened)
+        raise StoreError(f"another process writes to {folder}: wait until it ends") from error
+    except OSError:
+        pass  # a disk without locks, such as some that are mounted over a network
+    return opened
 
 
 def _private(file: str, flags: int) -> int:

@@ -10,24 +10,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from fedplan import streams
 from fedplan.agreement import Setup
-from fedplan.config import ConfigError, Study, study_of
+from fedplan.attention import moved
+from fedplan.config import ConfigError, MethodSection, Study, study_of
 from fedplan.description import describe
-from fedplan.errors import FedplanError
 from fedplan.evaluation import spread
 from fedplan.examples import Prepared
 from fedplan.fit import Pace
 from fedplan.ledger import read_lines
+from fedplan.loading import starting_model
 from fedplan.manifest import read, written
 from fedplan.method import Method
 from fedplan.methods import method
+from fedplan.phases import Planned
+from fedplan.probe import probe_named
 from fedplan.rounds import Tally
 from fedplan.runners.local import Attendance, Federation
-from fedplan.state import put
-from fedplan.tables import is_hub_id, labels_in, load, rows, values, where
+from fedplan.state import Tensors, put
+from fedplan.tables import labels_in, load, rows, values, where
 from fedplan.tasks import Task, task
 from fedplan.text import parse
 from fedplan.wire import parse_wire
@@ -56,7 +58,7 @@ class Trial:
         torch.set_num_threads(study.threads)
         self.shares = _shares(study)
         made = method_of(study)
-        model = _model(study, self.shares.task, made)
+        model = starting_model(study, self.shares.task, made)
         setup = Setup(f"{study.name}/{study.seed}", describe(model), made, _pace(study))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "study.json").write_text(study.model_dump_json(indent=1))
@@ -68,18 +70,20 @@ class Trial:
             self.shares.task.loss,
             folder,
             rounds=study.train.rounds,
-            attendance=Attendance(**study.clients.model_dump()),
+            attendance=Attendance(**study.clients.model_dump(exclude={"traits"})),
+            traits=study.clients.traits,
         )
 
     def run(self, watch: Watch) -> None:
         """Play every round that is left, committing each before the next."""
         while self.federation.world.round < self.study.train.rounds:
+            before = self.federation.world_values()
             tally = self.federation.round()
             number = self.federation.world.round
             last = number == self.study.train.rounds
             due = last or number % self.study.evaluate.every == 0
             scores = self.scores() if due else {}
-            self.federation.commit(tally, scores)
+            self.federation.commit(tally, scores, self.signs(before))
             watch(self, tally, scores)
 
     def scores(self) -> dict[str, Any]:
@@ -96,6 +100,16 @@ class Trial:
             found["personal"] = spread({n: s[key] for n, s in found["clients"].items() if key in s})
         return found
 
+    def signs(self, before: Tensors) -> dict[str, Any]:
+        """How far the attention of each block moved in a round, on a few rows of the test."""
+        rows = min(self.study.evaluate.attention, len(self.shares.test))
+        if not rows:
+            return {}
+        states = (before, self.federation.world_values())
+        batch = self.shares.test.batch(torch.arange(rows))
+        found = moved(self.federation.model, self.federation.setup.trainable, states, batch)
+        return {"attention": [[*block, round(far, 6)] for block, far in found.items()]}
+
     def _personal(self, name: str) -> dict[str, float]:
         model = self.federation.model
         put(model, self.federation.personal_values(name), self.federation.setup.trainable)
@@ -106,8 +120,19 @@ class Trial:
 
 def method_of(study: Study) -> Method:
     """The method that a study names, or its own plan."""
-    said = study.method
-    made = method(said.name, said.settings) if said.name else Method(parse(said.plan))
+    return _method(study.method)
+
+
+def _method(said: MethodSection) -> Method:
+    if said.name:
+        made = method(said.name, said.settings)
+    else:
+        probe = probe_named(said.probe or "random")
+        made = Method(parse(said.plan), probe=probe, together=said.together)
+    if said.inside is not None:
+        made = made.inside(_method(said.inside))
+    if said.phases:
+        made = replace(made, announce=Planned(said.phases))
     return replace(made, wire=parse_wire(said.wire)) if said.wire else made
 
 
@@ -144,10 +169,11 @@ def _shares(study: Study) -> Shares:
         columns=asked.input.split(),
         label=asked.label,
         labels=labels,
-        model=study.model.path,
+        model=study.model.path or study.model.vision,
         tokenizer=asked.tokenizer,
         max_length=asked.max_length,
         image_size=asked.image_size,
+        template=asked.template,
     )
     partition = Partition(
         by=said.by,
@@ -156,6 +182,7 @@ def _shares(study: Study) -> Shares:
         alpha=said.alpha,
         classes=said.classes,
         least=said.least,
+        each=said.each,
     )
     held = divide(train, partition, seed=study.seed, label=asked.label)
     if said.own_test:
@@ -182,30 +209,3 @@ def _limited(table: Dataset, limit: int, seed: int) -> Dataset:
         return table
     order = torch.randperm(len(table), generator=streams.generator("limit", seed))
     return rows(table, sorted(order[:limit].tolist()))
-
-
-def _model(study: Study, made: Task, chosen: Method) -> nn.Module:
-    """The model that every site starts from: its fresh parts are drawn from the study's seed."""
-    import transformers
-
-    loader = getattr(transformers, made.model_class)
-    labels = {"num_labels": len(made.labels)} if made.labels else {}
-    said = study.model
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(streams.seed(study.name, "model", study.seed))
-        if said.path:
-            model = loader.from_pretrained(
-                said.path,
-                dtype=torch.float32,
-                local_files_only=not is_hub_id(said.path),
-                trust_remote_code=False,
-                **labels,
-                **said.settings,
-            )
-        else:
-            try:
-                config = transformers.AutoConfig.for_model(said.type, **said.settings, **labels)
-            except ValueError as error:
-                raise FedplanError(f"model.type: {error}") from error
-            model = loader.from_config(config)
-        return chosen.adapt(model) if chosen.adapt is not None else model

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import exp
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from fedplan.examples import (
     Prepared,
     Ragged,
     Sequences,
+    centre_of,
     drawn,
     filled,
     pad_of,
@@ -47,7 +47,7 @@ class Task(ABC):
     """What a model is asked to do with the rows of a table: build one with `task`.
 
     `labels` are the answers in the order of the model's classes. `source` is the folder or hub id
-    of the tokenizer, or of the image processor.
+    of the tokenizer, or of the image processor. `template` makes texts of labels, for image-text.
     """
 
     kind: str
@@ -57,6 +57,7 @@ class Task(ABC):
     labels: tuple[str, ...]
     max_length: int
     image_size: int
+    template: str = "a picture of a {}"
 
     @property
     def model_class(self) -> str:
@@ -224,9 +225,11 @@ class TokenClassification(Task):
         return {"f1": float(cast("Any", f1_score)(*sides, zero_division=1))}
 
 
-@final
-class ImageClassification(Task):
-    """One label for a picture."""
+@dataclass(frozen=True)
+class _Pictures(Task):
+    """One label for a picture; `cubic` says how it is resized."""
+
+    cubic: ClassVar[bool] = False
 
     def prepare(self, table: Dataset) -> Images:
         """The pictures, drawn to the size asked for; gray ones in three equal channels."""
@@ -235,25 +238,24 @@ class ImageClassification(Task):
         pixels = torch.empty((len(table), 3, size, size), dtype=torch.uint8)
         for row, value in enumerate(pictures(table, self.columns[0])):
             try:
-                pixels[row] = drawn(value, size)
+                pixels[row] = drawn(value, size, cubic=self.cubic)
             except (OSError, ValueError, TypeError) as error:
                 place = f"row {row} of column {self.columns[0]!r}"
                 raise DataError(f"{place} is no picture: {error}") from error
-        mean, std = self._centre()
+        mean, std = centre_of(self.source)
         return Images(pixels, torch.tensor(labels, dtype=torch.long), mean, std)
 
-    def _centre(self) -> tuple[Tensor, Tensor]:
-        """The mean and spread that the model's processor names, or a half each: from -1 to 1."""
-        found: dict[str, Any] = {}
-        if Path(self.source, "preprocessor_config.json").is_file() or is_hub_id(self.source):
-            from transformers.image_processing_base import ImageProcessingMixin
 
-            local = not is_hub_id(self.source)
-            read = cast("Any", ImageProcessingMixin).get_image_processor_dict
-            found = read(self.source, local_files_only=local)[0]
-        sides = (found.get(name, [0.5] * 3) for name in ("image_mean", "image_std"))
-        mean, std = (torch.tensor(side).reshape(3, 1, 1) for side in sides)
-        return mean, std
+@final
+class ImageClassification(_Pictures):
+    """One label for a picture."""
+
+
+@final
+class ImageText(_Pictures):
+    """One label for a picture, by the text that the template makes of each label."""
+
+    cubic = True
 
 
 @dataclass(frozen=True)
@@ -313,6 +315,7 @@ _KINDS: dict[str, type[Task]] = {
     "text-classification": TextClassification,
     "token-classification": TokenClassification,
     "image-classification": ImageClassification,
+    "image-text": ImageText,
     "causal-lm": CausalLanguage,
     "masked-lm": MaskedLanguage,
 }
@@ -328,6 +331,7 @@ def task(
     tokenizer: str = "",
     max_length: int = 128,
     image_size: int = 224,
+    template: str = "a picture of a {}",
 ) -> Task:
     """A task by its kind.
 
@@ -342,11 +346,12 @@ def task(
     if not 1 <= len(columns) <= most:
         raise DataError(f"{kind} has columns {list(columns)}: it takes {most} at most, and one")
     known = tuple(sorted({str(each) for each in labels}, key=label_order))
-    if kind.endswith("-classification") and not (label and known):
+    if not kind.endswith("-lm") and not (label and known):
         raise DataError(f"{kind} needs the column of labels, and all labels: see labels_in")
     if kind.endswith("-lm"):
         label, known = "", ()
-    return _KINDS[kind](kind, tokenizer or model, columns, label, known, max_length, image_size)
+    source = tokenizer or model
+    return _KINDS[kind](kind, source, columns, label, known, max_length, image_size, template)
 
 
 def _opening(text: str, words: int) -> str:

@@ -4,30 +4,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedplan.agreement import Setup
 from fedplan.description import describe
-from fedplan.fit import Batch, Examples, Job, Pace, plain
+from fedplan.exchange import nbytes
+from fedplan.fit import Examples, Job, Loss, Pace, plain
 from fedplan.forecast import forecast
 from fedplan.ledger import ROLES, digests, read_lines
 from fedplan.method import Method
+from fedplan.phases import Planned
 from fedplan.plan import Best, Role, share
 from fedplan.resolution import permitted, resolve
-from fedplan.rounds import Tally, World, close, local, nbytes, pull, push
-from fedplan.runners.local import Federation
+from fedplan.rounds import World, announced, close, pull, push
+from fedplan.runners.local import Federation, opened
+from fedplan.site import local
 from fedplan.state import take
 from fedplan.sums import GRID
 from fedplan.turn import Turn
 from fedplan.verification import verify_lines
 
-Loss = Callable[[nn.Module, Batch], Tensor]
 ROUNDS = 3
 PACE = Pace(optimiser="adamw", rate=1e-2, decay=0.1, batch=2, steps=2)
 
@@ -85,8 +87,7 @@ class _Case:
         (self.folder / where).mkdir(exist_ok=True)
         return self.folder / where
 
-    def roles(self, number: int, client: str) -> dict[str, Role]:
-        turn = Turn(round=number, client=client)
+    def roles(self, turn: Turn) -> dict[str, Role]:
         found = permitted(self.method.plan, self.setup.params, turn)
         return {p.key: role for p, role in found.items()}
 
@@ -94,11 +95,11 @@ class _Case:
 def law_sent_is_shared_and_own_is_in_no_message(case: _Case) -> None:
     """What goes up is SHARE; what a client keeps or holds is in no message, either way."""
     federation = case.federation()
-    for number in range(1, ROUNDS + 1):
+    for _ in range(ROUNDS):
         tally = federation.round()
         assert not tally.rejected, tally.rejected
         for client, down in tally.cohort.items():
-            may, line = case.roles(number, client), tally.lines[client]
+            may, line = case.roles(down.turn), tally.lines[client]
             roles = dict(zip(may, (ROLES[letter] for letter in line["roles"]), strict=True))
             answered = federation.sites[client].journal.answered(down.request)
             assert answered is not None
@@ -125,7 +126,7 @@ def law_a_param_is_the_mean_over_its_own_senders(case: _Case) -> None:
     one, *_ = federation.sites
     setup = replace(case.setup, method=replace(case.method, serve=type(case.method.serve)()))
     world = World.start(setup, federation.model)
-    tally = Tally({one: push(setup, world, one, {})})
+    tally = opened(setup, world, {one: federation.sites[one]})
     update = local(setup, federation.sites[one], tally.cohort[one])
     pull(setup, world, tally, update)
     after = close(setup, world, tally, roster=2, later=set())
@@ -144,12 +145,13 @@ def law_each_gets_what_it_lacks(case: _Case) -> None:
     late, *rest = federation.sites
     world, setup = federation.world, case.setup
     for _ in range(2):
-        tally = Tally({name: push(setup, world, name, {}) for name in rest})
+        world = announced(setup, world)
+        tally = opened(setup, world, {name: federation.sites[name] for name in rest})
         for name in rest:
             pull(setup, world, tally, local(setup, federation.sites[name], tally.cohort[name]))
         world = close(setup, world, tally, roster=len(rest) + 1, later=set())
-    roles = case.roles(world.round + 1, late)
-    lacking = set(push(setup, world, late, {}).values)
+    down = push(setup, announced(setup, world), late, {})
+    roles, lacking = case.roles(down.turn), set(down.values)
     assert {k for k in lacking if "#" not in k} == {
         p.key for p in setup.movable if not roles[p.key].own
     }
@@ -213,15 +215,18 @@ def law_the_same_again_is_the_same(case: _Case) -> None:
 
 def law_bytes_are_those_explained(case: _Case) -> None:
     """The bytes of each message are those that the forecast says."""
-    expected = forecast(case.method.plan, case.setup.params, rounds=ROUNDS)
+    announce = case.method.announce
+    after = dict(announce.after) if isinstance(announce, Planned) else dict[str, int]()
+    phases = {name: number for name, number in after.items() if number < ROUNDS}
+    expected = forecast(case.method.plan, case.setup.params, rounds=ROUNDS, phases=phases)
     if len(expected.views) > 1 or any(isinstance(p, Best) for p in case.method.plan.within()):
         return
     federation = case.federation()
     client, *_ = federation.sites
     up = down = explained = 0
-    for number in range(1, ROUNDS + 1):
+    for _ in range(ROUNDS):
         tally = federation.round()
-        roles = case.roles(number, client)
+        roles = case.roles(tally.cohort[client].turn)
         explained += sum(case.setup.up(p) for p in case.setup.params if roles[p.key] is Role.SHARE)
         up += tally.lines[client]["up"]
         down += nbytes({k: v for k, v in tally.cohort[client].values.items() if "#" not in k})

@@ -29,6 +29,7 @@ class _Checker:
         self.homes: dict[str, dict[str, str]] = {}
         self.versions: dict[str, int] = {p.key: 0 for p in setup.movable}
         self.known: dict[str, dict[str, int]] = {}
+        self.scores: tuple[int, Any] = (0, None)
 
     def check(self, line: Mapping[str, Any]) -> Iterator[str]:
         """The faults of one line."""
@@ -58,8 +59,16 @@ class _Checker:
                 yield f"{where}: {key} did not start from what it last was"
             if role.own:
                 home[key] = after[key]
+        if self.setup.method.together and line["scores"] != self._agreed(line):
+            yield f"{where}: chose by other scores than the rest"
         shared = [p for p in params if roles[p] is Role.SHARE]
         yield from self._bytes(where, line, shared, most)
+
+    def _agreed(self, line: Mapping[str, Any]) -> Any:
+        """The scores that the first line of a round chose by."""
+        if self.scores[0] != line["round"]:
+            self.scores = (line["round"], line["scores"])
+        return self.scores[1]
 
     def _bytes(
         self, where: str, line: Mapping[str, Any], shared: list[Any], most: Mapping[Any, Role]

@@ -213,5 +213,7 @@ def _require_order(names: list[str]) -> None:
             raise WireError(f"{name} stands twice in a pipe: leave one of them out")
     if "delta" in names[1:]:
         raise WireError(f"delta stands after {names[0]}: put it first, next to the base")
+    if "topk" in names and "prune" in names[names.index("topk") :]:
+        raise WireError("prune stands after topk, which leaves no rows: put it before")
     if "int8" in names[:-1]:
         raise WireError("int8 stands before another codec, and they code floats: put it last")

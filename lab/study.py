@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a study for several methods and seeds: one result file each, written as it goes."""
+"""Run the variants of a study over its seeds: one result file each, written as it goes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import json
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -34,7 +35,6 @@ def facts() -> dict[str, object]:
         text=True,
     ).stdout
     return {
-        "command": " ".join(["python", "lab/study.py", *sys.argv[1:2]]),
         "commit": commit + ("+changes" if changed.strip() else ""),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -47,7 +47,23 @@ def facts() -> dict[str, object]:
 FACTS = facts()
 
 
-def one(said: dict[str, object], places: dict[str, str], out: Path) -> None:
+def variants(name: str) -> tuple[dict[str, dict[str, Any]], list[int]]:
+    """The studies that a file of lab/studies holds, by variant, and its seeds."""
+    said = tomllib.loads((LAB / "studies" / f"{name}.toml").read_text())
+    changes, seeds = said.pop("variants"), said.pop("seeds")
+    return {variant: _laid_over(said, change) for variant, change in changes.items()}, seeds
+
+
+def _laid_over(said: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """A study with some fields changed; a method is replaced whole."""
+    found = dict(said)
+    for key, value in change.items():
+        whole = key == "method" or not isinstance(value, dict) or key not in said
+        found[key] = value if whole else _laid_over(said[key], value)
+    return found
+
+
+def one(said: dict[str, Any], places: dict[str, str], command: str, out: Path) -> None:
     """Run one study in a folder of its own, and keep what it scored."""
     folder = Path(tempfile.mkdtemp())
     started = time.monotonic()
@@ -58,12 +74,22 @@ def one(said: dict[str, object], places: dict[str, str], out: Path) -> None:
     trial.run(lambda *_: None)
     lines = read_lines(folder / "ledger.jsonl")
     turns = [line for line in lines if "moved" not in line]
+    signs = [
+        {name: line[name] for name in ("round", "phase", "up", "down", "drift", "attention")
+         if name in line}
+        for line in lines if "moved" in line
+    ]  # fmt: skip
     result = {
+        "command": command,
         "study": said,
         "facts": FACTS,
         "seconds": round(time.monotonic() - started, 1),
+        "clients": len({line["client"] for line in turns}),
+        "params": sum(p.numel for p in trial.federation.setup.params),
         "bytes_up": sum(line["up"] for line in turns),
         "bytes_down": sum(line["down"] for line in turns),
+        "chosen": _chosen(turns, trial),
+        "rounds": signs,
         "metrics": read_lines(folder / "metrics.jsonl"),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -71,26 +97,33 @@ def one(said: dict[str, object], places: dict[str, str], out: Path) -> None:
     shutil.rmtree(folder)
 
 
-def main() -> None:
-    import tomllib
+def _chosen(turns: list[dict[str, Any]], trial: Trial) -> dict[str, int]:
+    """How many turns shared each block, where scores decide."""
+    params, found = trial.federation.setup.params, dict[str, int]()
+    for line in turns:
+        if line["scores"]:
+            pairs = zip(params, line["roles"], strict=True)
+            for block in {p.block for p, letter in pairs if letter == "S" and p.at}:
+                found[str(block)] = found.get(str(block), 0) + 1
+    return dict(sorted(found.items(), key=lambda item: int(item[0])))
 
+
+def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__)
     ask.add_argument("study", help="the name of a file in lab/studies")
-    ask.add_argument("--data", required=True, help="the folder that DATA stands for")
-    ask.add_argument("--minilm", default="", help="the folder that MINILM stands for")
-    ask.add_argument("--methods", nargs="+", required=True)
-    ask.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    ask.add_argument("--place", action="append", default=[], help="DATA=folder, MINILM=folder ...")
+    ask.add_argument("--variants", nargs="+")
+    ask.add_argument("--seeds", nargs="+", type=int)
     asked = ask.parse_args()
-    text = (LAB / "studies" / f"{asked.study}.toml").read_text()
-    places = {"DATA": asked.data, "MINILM": asked.minilm}
-    for seed in asked.seeds:
-        for name in asked.methods:
+    places = dict(place.split("=", 1) for place in asked.place)
+    found, seeds = variants(asked.study)
+    for seed in asked.seeds or seeds:
+        for name in asked.variants or found:
             out = LAB / "results" / asked.study / f"{name}-{seed}.json"
-            if out.exists():
-                continue
-            said = tomllib.loads(text) | {"seed": seed, "method": {"name": name}}
-            one(said, places, out)
-            print(out.name, json.loads(out.read_text())["seconds"], "s", flush=True)
+            if not out.exists():
+                command = f"python lab/study.py {asked.study} --variants {name} --seeds {seed}"
+                one(found[name] | {"seed": seed}, places, command, out)
+                print(out.name, json.loads(out.read_text())["seconds"], "s", flush=True)
 
 
 if __name__ == "__main__":

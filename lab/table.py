@@ -5,47 +5,128 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from study import variants
 
 RESULTS = Path(__file__).parent / "results"
-HEADING = """| method | seeds | world | own | own, worst client | MB up per client and round |
-|---|---|---|---|---|---|"""
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Of so many seeds, how many standard errors hold 95 % (Student's t)."""
+
+Result = dict[str, Any]
+Measure = Callable[[Result], float]
+
+
+def last(result: Result) -> dict[str, Any]:
+    return result["metrics"][-1]
+
+
+def measured(score: str) -> dict[str, Measure]:
+    """The world on the common test, and the clients on their own rows."""
+    return {
+        f"world {score}": lambda r: last(r)["world"][score],
+        f"own {score}": lambda r: last(r)["personal"]["mean"],
+        "worst client": lambda r: last(r)["personal"]["worst"],
+    }
+
+
+def domain(name: str) -> Measure:
+    def mean(result: Result) -> float:
+        clients = last(result)["clients"].items()
+        return statistics.mean(s["accuracy"] for n, s in clients if n.startswith(name))
+
+    return mean
+
+
+def later(result: Result) -> list[dict[str, Any]]:
+    """The second half of the rounds."""
+    return result["rounds"][len(result["rounds"]) // 2 :]
+
+
+def apart(result: Result) -> float:
+    """How far the clients' changes lie apart in all, in the second half of the run."""
+    return statistics.mean(sum(a for a, _ in line["drift"].values()) for line in later(result))
+
+
+def moved(result: Result) -> float:
+    """How far the attention moves a round, in the second half of the run."""
+    far = [block[-1] for line in later(result) for block in line["attention"]]
+    return statistics.mean(far)
+
+
+FROZEN = measured("accuracy") | {"drift": apart, "attention moved": moved}
+SAFL = {n: m for n, m in measured("f1").items() if n != "worst client"}
+PROMPTS = {
+    "own accuracy": lambda r: last(r)["personal"]["mean"],
+    **{n: domain(n) for n in ("photo", "cartoon", "art_painting", "sketch")},
+    "worst client": lambda r: last(r)["personal"]["worst"],
+}
+TABLES: dict[str, dict[str, Measure]] = {
+    "frozen-vision": FROZEN,
+    "frozen-text": FROZEN,
+    "safl-medquad": SAFL,
+    "safl-ncbi": SAFL,
+    "prompts-domains": PROMPTS,
+    "prompts-sites": PROMPTS,
+}
 
 
 def spread(numbers: list[float]) -> str:
-    """Mean and standard deviation over seeds."""
-    return f"{statistics.mean(numbers):.3f} ± {statistics.pstdev(numbers):.3f}"
+    """Mean and the half width of its 95 % interval over seeds."""
+    mean = statistics.mean(numbers)
+    if len(numbers) < 2:
+        return f"{mean:.3f}"
+    error = statistics.stdev(numbers) / len(numbers) ** 0.5
+    return f"{mean:.3f} ± {STUDENT[len(numbers)] * error:.3f}"
 
 
-def row(method: str, results: list[dict]) -> str:
-    """One method: the scores after the last round, over its seeds."""
-    last = [result["metrics"][-1] for result in results]
-    rounds = results[0]["study"]["train"]["rounds"]
-    clients = results[0]["study"]["data"]["clients"]
-    up = statistics.mean(result["bytes_up"] for result in results) / rounds / clients / 1e6
-    cells = (
-        method,
-        str(len(results)),
-        spread([m["world"]["accuracy"] for m in last]),
-        spread([m["personal"]["mean"] for m in last]),
-        spread([m["personal"]["worst"] for m in last]),
-        f"{up:.2f}",
-    )
+def megabytes(result: Result, way: str) -> float:
+    rounds = result["study"]["train"]["rounds"]
+    return result[f"bytes_{way}"] / rounds / result["clients"] / 1e6
+
+
+def sent(number: float) -> str:
+    return f"{number:.2f}" if number >= 1 or number == 0 else f"{number:.3f}"
+
+
+def row(name: str, results: dict[int, Result], base: dict[int, Result], first: str) -> str:
+    """One variant over its seeds; the difference to the first is taken seed by seed."""
+    study = next(iter(results.values()))["study"]["name"]
+    measures = TABLES[study]
+    cells = [name, str(len(results))]
+    cells += [spread([measure(r) for r in results.values()]) for measure in measures.values()]
+    main = measures[first]
+    paired = [main(r) - main(base[seed]) for seed, r in results.items() if seed in base]
+    cells.append(spread(paired) if results is not base and paired else "")
+    for way in ("up", "down"):
+        cells.append(sent(statistics.mean(megabytes(r, way) for r in results.values())))
     return f"| {' | '.join(cells)} |"
 
 
 def table(study: str) -> str:
-    """The table of one study."""
-    found: dict[str, list[dict]] = {}
-    for file in sorted((RESULTS / study).glob("*.json")):
-        found.setdefault(file.stem.rpartition("-")[0], []).append(json.loads(file.read_text()))
-    lines = [row(method, results) for method, results in found.items()]
-    return "\n".join([f"### {study}", "", HEADING, *lines, ""])
+    """The table of one study, in the order of its file; the first variant is the base."""
+    said, _ = variants(study)
+    found = {name: _seeds(study, name) for name in said}
+    found = {name: results for name, results in found.items() if results}
+    measures = list(TABLES[study])
+    base = next(iter(found))
+    heads = ["variant", "seeds", *measures, f"{measures[0]} minus {base}", "MB up", "MB down"]
+    lines = [row(name, results, found[base], measures[0]) for name, results in found.items()]
+    return "\n".join([f"### {study}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|",
+                      *lines, ""])  # fmt: skip
+
+
+def _seeds(study: str, variant: str) -> dict[int, Result]:
+    files = sorted((RESULTS / study).glob(f"{variant}-[0-9].json"))
+    return {int(f.stem.rpartition("-")[2]): json.loads(f.read_text()) for f in files}
 
 
 def main() -> None:
-    studies = sorted(folder.name for folder in RESULTS.iterdir() if folder.is_dir())
-    print("\n".join(map(table, studies)), end="")
+    asked = sys.argv[1:] or [name for name in TABLES if (RESULTS / name).is_dir()]
+    print("\n".join(map(table, asked)), end="")
 
 
 if __name__ == "__main__":

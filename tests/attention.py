@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at attention: the probabilities and the output of each block of a tiny model."""
+"""Looks at tiny models: what their blocks attend to and give, and all that a look must not touch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import zoo
 from torch import Tensor, nn
 
 from fedplan.description import blocks_of
+from fedplan.ledger import digest
 from fedplan.params import Block, Params
 
 Seen = dict[tuple[Block, bool], Tensor]
@@ -81,3 +83,30 @@ def stir(model: nn.Module, params: Params) -> None:
     for p in params:
         view = p.view(tensors[p.name])
         view.add_(torch.randn(view.shape, generator=generator))
+
+
+def fresh(name: str) -> nn.Module:
+    """A tiny model as its library builds it: with its own kernel for attention."""
+    torch.manual_seed(0)
+    return zoo.ROWS[name][0]().eval()
+
+
+def trace(model: nn.Module) -> dict[str, Any]:
+    """A model's bits, gradients, flags, modes, kernels and hooks, and the random numbers."""
+    modules, weights = list(model.modules()), list(model.parameters())
+    return {
+        "values": [digest(each) for each in model.state_dict().values()],
+        "gradients": [None if w.grad is None else digest(w.grad) for w in weights],
+        "flags": [w.requires_grad for w in weights],
+        "modes": [module.training for module in modules],
+        "kernels": [_kernels(getattr(module, "config", None)) for module in modules],
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules],
+        "fast path": torch.backends.mha.get_fastpath_enabled(),
+        "random": torch.get_rng_state().tolist(),
+    }
+
+
+def _kernels(config: Any) -> Any:
+    own = getattr(config, "_attn_implementation", None)
+    inner = [_kernels(getattr(config, each)) for each in getattr(config, "sub_configs", {})]
+    return [own, *inner] if inner else own

@@ -78,9 +78,9 @@ def test_overrides_are_laid_over(tmp_path: Path) -> None:
         '[model]\ntype = "vit"\n[task]\nkind = "image-classification"\n[data]\npath = "x"\n'
         '[method]\nname = "fedavg"\n'
     )
-    study = read_study(file, ["train.rounds=3", "name=mine", "clients.phases.frozen=2", "seed=7"])
+    study = read_study(file, ["train.rounds=3", "name=mine", "method.phases.frozen=2", "seed=7"])
     assert (study.train.rounds, study.name, study.seed) == (3, "mine", 7)
-    assert study.clients.phases == {"frozen": 2}
+    assert study.method.phases == {"frozen": 2}
     for wrong, words in (
         ("train.rounds", "section.field=value"),
         ("train.rounds.x=1", "train.rounds"),

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +70,57 @@ def test_a_division_has_every_row_once(labels: list[str], partition: Partition, 
     if partition.by == "pathological":
         held = [set(table["label"]) for table in clients.values()]
         assert all(len(each) == partition.classes for each in held)
+
+
+DOMAINS = st.lists(
+    st.tuples(st.sampled_from(["x", "y", "x-0"]), st.sampled_from("abc")), min_size=1
+)
+
+
+def of_domains(pairs: list[tuple[str, str]]) -> Dataset:
+    return numbered([label for _, label in pairs]).add_column("domain", [d for d, _ in pairs])
+
+
+@settings(max_examples=60)
+@given(DOMAINS, st.integers(2, 4), st.floats(0.05, 100), st.integers(1, 3), st.integers(0, 2**31))
+def test_each_value_of_a_column_is_divided_in_itself(
+    pairs: list[tuple[str, str]], each: int, alpha: float, least: int, seed: int
+) -> None:
+    table = of_domains(pairs)
+    whole = Partition("column", column="domain", least=least)
+    partition = replace(whole, each=each, alpha=alpha)
+    try:
+        wholes = rows_of(divide(table, whole, seed=seed))
+        found = rows_of(divide(table, partition, seed=seed, label="label"))
+    except DataError as error:
+        assert "rows" in str(error)
+        return
+    assert list(found) == [f"{value}-{i}" for value in wholes for i in range(each)]
+    for value, rows in wholes.items():
+        shares = [found[f"{value}-{i}"] for i in range(each)]
+        assert sorted(row for share in shares for row in share) == rows
+        assert all(share == sorted(share) and len(share) >= least for share in shares)
+    assert rows_of(divide(table, partition, seed=seed, label="label")) == found
+    alone = table.select([i for i, (domain, _) in enumerate(pairs) if domain == "x"])
+    if "x" in wholes:
+        again = rows_of(divide(alone, partition, seed=seed, label="label"))
+        assert again == {name: found[name] for name in again}, "no value changes another's draw"
+
+
+def test_values_of_a_column_are_drawn_apart_and_by_the_seed() -> None:
+    table = of_domains([(domain, label) for domain in "xy" for label in "abcde" * 40])
+    partition = Partition("column", column="domain", alpha=0.5, each=3)
+    first, second = (rows_of(divide(table, partition, seed=s, label="label")) for s in (1, 2))
+    assert first != second and list(first) == ["x-0", "x-1", "x-2", "y-0", "y-1", "y-2"]
+    assert first["y-0"] != [row + 200 for row in first["x-0"]]
+    most = rows_of(divide(table, replace(partition, clients=1), seed=1, label="label"))
+    assert most == {name: first[name] for name in ("x-0", "x-1", "x-2")}
+
+
+@pytest.mark.parametrize("values", [[[1], [2]], [{"a": 1}, {"a": 2}], [math.nan, math.nan]])
+def test_what_names_no_client_is_told_and_no_row_is_lost(values: list[object]) -> None:
+    with pytest.raises(DataError, match=r"column 'kind' holds .* no client"):
+        divide(Dataset.from_dict({"kind": values}), Partition("column", column="kind"), seed=0)
 
 
 @settings(max_examples=60)
@@ -220,6 +273,9 @@ def test_only_a_name_of_the_hub_is_one(tmp_path: Path, monkeypatch: pytest.Monke
         ({"by": "pathological", "clients": 2}, "classes = 0"),
         ({"by": "column"}, "column = ''"),
         ({"by": "iid", "clients": 2, "least": -1}, "least = -1"),
+        ({"by": "column", "column": "kind", "each": 3}, "alpha = 0.0"),
+        ({"by": "column", "column": "kind", "each": 0}, "each = 0"),
+        ({"by": "iid", "clients": 2, "each": 2}, "each = 2: it must be 1: only column"),
     ],
 )
 def test_a_wrong_partition_says_what_it_must_be(settings: dict[str, object], words: str) -> None:
@@ -238,11 +294,15 @@ def test_what_cannot_be_divided_says_why() -> None:
         (Partition("pathological", 20, classes=2), "fewer rows than its share"),
         (Partition("dirichlet", 2, "kind", alpha=1.0), "no column 'kind'; there are label, row"),
         (Partition("column", column="kind"), "no column 'kind'"),
+        (Partition("column", column="label", each=6, alpha=1.0), "5 rows with label = a .* 6 cl"),
+        (Partition("column", column="label", each=2, alpha=1e-3, least=2), "raise alpha"),
     ):
         with pytest.raises(DataError, match=words):
             divide(table, partition, seed=0, label="label")
     with pytest.raises(DataError, match="column of labels"):
         divide(table, Partition("dirichlet", 2, alpha=1.0), seed=0)
+    with pytest.raises(DataError, match="each = 2 divides by labels"):
+        divide(table, Partition("column", column="label", each=2, alpha=1.0), seed=0)
     with pytest.raises(DataError, match="no value in 1 of 2"):
         divide(Dataset.from_dict({"a": ["x", None]}), Partition("column", column="a"), seed=0)
     with pytest.raises(DataError, match="share = 1"):

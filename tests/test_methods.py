@@ -18,8 +18,18 @@ from fedplan.turn import after
 from fedplan.wire import parse_wire
 
 ARCHITECTURES = ("bert", "vit", "clip", "gpt-neox", "phi3", "modernbert", "llama")
-SETTINGS = {"fedpart": {"depth": 2}, "fedbabu": {"rounds": 1}}
-PAIRS = [(m, a) for m in METHODS for a in ARCHITECTURES]
+PROMPTED = ("pfeddc", "promptfl", "local-prompts", "pfeddc-held")
+SETTINGS = {
+    "fedpart": {"depth": 2},
+    "fedbabu": {"rounds": 1},
+    "fedfrozen": {"warmup": 1},
+    "safl": {"k": 1},
+    "safl-frozen": {"k": 1, "warmup": 1},
+    "fedper-safl": {"k": 1},
+    "safl-lora": {"k": 1, "rank": 2},
+    "pfeddc-held": {"warmup": 1},
+}
+PAIRS = [(m, a) for m in METHODS if m not in PROMPTED for a in ARCHITECTURES]
 
 
 @pytest.mark.parametrize(("name", "architecture"), PAIRS)

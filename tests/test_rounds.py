@@ -18,14 +18,16 @@ from torch import Tensor
 from fedplan import parse
 from fedplan.agreement import Setup
 from fedplan.description import describe
+from fedplan.exchange import Down, Refused, Update
 from fedplan.fit import Pace
 from fedplan.journal import home_of
 from fedplan.ledger import digests, read_lines
 from fedplan.method import Method
 from fedplan.methods import method
-from fedplan.rounds import Down, Refused, Tally, Update, World, close, local, pull, push
+from fedplan.rounds import Tally, World, close, pull, push
 from fedplan.runners.local import Attendance, Federation
 from fedplan.serve import RULES, Serve
+from fedplan.site import local
 from fedplan.verification import verify_lines
 
 PLAN = "chain(freeze(), share(value | head), keep(norm))"

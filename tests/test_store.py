@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -10,7 +11,6 @@ import random
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -18,19 +18,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor
 
 from fedplan import failpoints
 from fedplan.failpoints import POINTS, VARIABLE
-from fedplan.journal import Journal
 from fedplan.params import ITEMSIZE
 from fedplan.store import Generation, Skipped, Store, StoreError
 
 STORE_POINTS = [name for name in POINTS if name.startswith("store.")]
-OUR_POINTS = [name for name in POINTS if name.startswith(("store.", "journal."))]
 NAMES = ("h.0.attn.c_attn.weight[query]", "x#control", 'ä "quoted"\\/ 漢', "home/reply/", "")
 
 
@@ -76,8 +71,9 @@ def two(folder: Path) -> Store:
 
 def files(folder: Path, number: int) -> tuple[Path, Path]:
     """The manifest and the tensor file of a generation."""
-    (tensors,) = folder.glob(f"{number}.*.safetensors")
-    return folder / f"{number}.json", tensors
+    manifest = folder / f"{number}.json"
+    digest = json.loads(manifest.read_bytes())["manifest"]["sha256"]
+    return manifest, folder / f"{number}.{digest[:16]}.safetensors"
 
 
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -122,6 +118,63 @@ def test_only_the_owner_may_read(tmp_path: Path) -> None:
         os.umask(before)
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
     assert {p.stat().st_mode & 0o777 for p in (tmp_path / "new").iterdir()} == {0o600}
+
+
+def test_the_folders_it_makes_on_the_way_are_the_owners_too(tmp_path: Path) -> None:
+    Store(tmp_path / "homes" / "a")
+    assert (tmp_path / "homes").stat().st_mode & 0o777 == 0o700
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from fedplan.store import Store
+store = Store(Path(sys.argv[1]))
+if sys.argv[2] == "claims":
+    store.claim()
+else:
+    store._write_tensors = lambda *_: (print("held", flush=True), sys.stdin.read())
+    store.write({}, {}, number=9)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", ["claims", "writes"])
+def test_two_processes_do_not_write_to_one_folder(tmp_path: Path, how: str) -> None:
+    store = two(tmp_path)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), how]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        for asked in (store.claim, lambda: write(store, 3)):
+            with pytest.raises(StoreError, match=r"another process.*wait") as raised:
+                asked()
+            assert str(tmp_path) in str(raised.value)
+        assert is_generation(Store(tmp_path).read(), 2), "readers need no lock"
+        holder.kill()
+    write(store, 3)  # a killed process holds nothing
+    assert is_generation(store.read(), 3) and len(list(tmp_path.iterdir())) == 4
+
+
+def test_one_process_may_open_and_claim_a_folder_twice(tmp_path: Path) -> None:
+    first, second = Store(tmp_path), Store(tmp_path / ".." / tmp_path.name)
+    write(first, 1)
+    first.claim()
+    second.claim()
+    write(second, 2)
+    del second
+    write(first, 3)
+    assert is_generation(Store(tmp_path).read(), 3)
+
+
+def test_a_disk_without_locks_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert is_generation(two(tmp_path).read(), 2)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -336,15 +389,18 @@ for point, number in cases:
 COMMITTED = ("store.manifest_renamed", "store.folder_synced", "store.pruned")
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders in which a process was killed at a point of its second write, new or again."""
-    folder = tmp_path_factory.mktemp("killed")
-    cases = [(point, number) for point in OUR_POINTS for number in (1, 2)]
+def kill(folder: Path, points: list[str]) -> Path:
+    """Make folders in which a process was killed at a point of its second write, new or again."""
+    cases = [(point, number) for point in points for number in (1, 2)]
     command = [sys.executable, "-c", KILLS, str(folder), repr(NAMES), repr(cases)]
     done = subprocess.run(command, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     return folder
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return kill(tmp_path_factory.mktemp("killed"), STORE_POINTS)
 
 
 @pytest.mark.parametrize("number", [1, 2], ids=["replaced", "new"])
@@ -359,15 +415,6 @@ def test_a_kill_leaves_one_generation_or_the_other(killed: Path, point: str, num
     write(store, 2)  # a resumed run does the round again
     assert is_generation(store.read(), 2)
     assert len(list(folder.iterdir())) == 4
-
-
-@pytest.mark.parametrize("point", [p for p in OUR_POINTS if p.startswith("journal.")])
-def test_a_kill_leaves_home_and_reply_together(killed: Path, point: str) -> None:
-    journal = Journal(killed / f"{point}-2")
-    number = 2 if point == "journal.after_commit" else 1
-    home, notes = journal.home()
-    assert same(home, tensors_of(number)) and notes == {"round": number}
-    assert (journal.answered("request 2") is not None) == (number == 2)
 
 
 @pytest.mark.parametrize("action,told", [("raise", "Input/output"), ("enospc", "No space left")])
@@ -449,125 +496,3 @@ def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
             Store(folder)
     with pytest.raises(StoreError, match="keep is 0"):
         Store(tmp_path, keep=0)
-
-
-def test_the_same_request_has_the_same_answer_and_home_moves_once(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    assert journal.answered("r1") is None and journal.home() == ({}, {})
-    tensor = torch.randn(4)
-    home, reply = {"x#control": tensor}, {"x#control": tensor, "home/a": torch.ones(())}
-    journal.commit("r1", home, {"seen": 1}, reply, {"weight": 3})
-    expected = {k: v.clone() for k, v in reply.items()}
-    tensor.add_(1)  # the model trains on in the same memory
-    for each in (journal, journal, Journal(tmp_path)):
-        answer = each.answered("r1")
-        assert answer is not None and same(answer[0], expected) and answer[1] == {"weight": 3}
-        answer[0]["x#control"].zero_()
-        assert same(each.home()[0], {"x#control": expected["x#control"]})
-        assert each.home()[1] == {"seen": 1}
-    with pytest.raises(StoreError, match="'r1' was answered"):
-        journal.commit("r1", {}, {}, {}, {})
-    journal.commit("r2", {}, {"seen": 2}, {}, {})
-    assert journal.answered("r1") is not None and journal.home() == ({}, {"seen": 2})
-    assert journal.answered("r3") is None
-
-
-def test_a_damaged_journal_falls_back_whole_and_goes_on(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    for number in (1, 2):
-        journal.commit(f"r{number}", tensors_of(number), {"n": number}, tensors_of(number), {})
-    files(tmp_path, 2)[1].write_bytes(b"")
-    assert journal.answered("r2") is None and same(journal.home()[0], tensors_of(1))
-    assert [each.number for each in journal.skipped] == [2]
-    journal.commit("r2", tensors_of(2), {"n": 2}, tensors_of(2), {})
-    assert journal.answered("r2") is not None and journal.answered("r1") is not None
-    assert journal.home()[1] == {"n": 2}
-
-
-class JournalMachine(RuleBasedStateMachine):
-    """A journal against a list of commits, with failures at any point of any commit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.folder = Path(tempfile.mkdtemp())
-        self.journal = Journal(self.folder)
-        self.model: list[tuple[str, int]] = []
-
-    def teardown(self) -> None:
-        shutil.rmtree(self.folder)
-
-    @rule()
-    def restart(self) -> None:
-        self.journal = Journal(self.folder)
-
-    def commit(self, request: str, value: int) -> None:
-        tensors = {"x#control": torch.tensor([value])}
-        self.journal.commit(request, tensors, {"value": value}, tensors, {"value": value})
-
-    requests = st.sampled_from("abcd")
-    values = st.integers(0, 10**6)
-
-    @rule(request=requests, value=values)
-    def work(self, request: str, value: int) -> None:
-        if self.journal.answered(request) is None:
-            self.commit(request, value)
-            self.model.append((request, value))
-        else:
-            with pytest.raises(StoreError):
-                self.commit(request, value)
-
-    @rule(
-        request=requests,
-        value=values,
-        point=st.sampled_from(OUR_POINTS),
-        action=st.sampled_from(["raise", "enospc"]),
-    )
-    def fail(self, request: str, value: int, point: str, action: str) -> None:
-        if self.journal.answered(request) is not None:
-            return
-        os.environ[VARIABLE] = f"{point}:{action}@1"
-        failpoints.forget()
-        try:
-            with pytest.raises(StoreError):
-                self.commit(request, value)
-        finally:
-            del os.environ[VARIABLE]
-        if point in (*COMMITTED, "journal.after_commit"):
-            self.model.append((request, value))
-
-    @rule(place=st.integers(0, 10**6), manifest=st.booleans())
-    def rot(self, place: int, manifest: bool) -> None:
-        """The newest generation loses a bit: the client is where it was one commit before."""
-        kept = sorted(int(p.stem) for p in self.folder.glob("*.json"))
-        if len(kept) == 2 and not self.journal.skipped:
-            file = files(self.folder, kept[-1])[0 if manifest else 1]
-            file.write_bytes(flip(place % (8 * file.stat().st_size))(file.read_bytes()))
-            self.model = self.model[-2:-1]
-
-    @invariant()
-    def home_is_the_last_commit(self) -> None:
-        home, notes = self.journal.home()
-        if not self.model:
-            assert (home, notes) == ({}, {})
-            return
-        value = self.model[-1][1]
-        assert notes == {"value": value} and same(home, {"x#control": torch.tensor([value])})
-
-    @invariant()
-    def the_last_two_are_answered_and_every_answer_is_right(self) -> None:
-        for request in "abcd":
-            answer = self.journal.answered(request)
-            if answer is not None:
-                assert answer[1] == {"value": dict(self.model)[request]}
-                assert same(answer[0], {"x#control": torch.tensor([answer[1]["value"]])})
-            else:
-                assert request not in dict(self.model[-2:])
-
-
-TestJournalMachine = JournalMachine.TestCase
-TestJournalMachine.settings = settings(
-    max_examples=40,
-    stateful_step_count=12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)

@@ -11,6 +11,8 @@ from typing import Any
 from fedplan.errors import FedplanError
 from fedplan.method import Method
 from fedplan.methods.adapters import fedit, fedsa_lora, ffa_lora
+from fedplan.methods.compositions import fedper_safl, pfeddc_held, safl_frozen, safl_lora
+from fedplan.methods.frozen import fedfrozen
 from fedplan.methods.full import (
     fedadam,
     fedavg,
@@ -20,16 +22,20 @@ from fedplan.methods.full import (
     local_only,
     scaffold,
 )
-from fedplan.methods.layers import bitfit, fedpart, head_only
+from fedplan.methods.layers import bitfit, fedpart, head_only, safl
 from fedplan.methods.personal import fedbabu, fedbn, fedper, fedrep, lg_fedavg
+from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
 
 METHODS: dict[str, Callable[..., Method]] = {
     make.__name__.replace("_", "-"): make
     for make in (
         *(fedavg, fedprox, scaffold, fedavgm, fedadam, fedyogi, local_only),
         *(fedper, fedrep, lg_fedavg, fedbabu, fedbn),
-        *(bitfit, fedpart, head_only),
+        fedfrozen,
+        *(safl, bitfit, fedpart, head_only),
         *(fedit, ffa_lora, fedsa_lora),
+        *(pfeddc, promptfl, local_prompts),
+        *(safl_frozen, pfeddc_held, fedper_safl, safl_lora),
     )
 }
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from fedplan import streams
 from fedplan.agreement import Setup
 from fedplan.failpoints import reach
-from fedplan.fit import Batch, Examples
+from fedplan.fit import Examples, Loss
 from fedplan.journal import Journal, home_of
 from fedplan.ledger import Digests, Ledger, digests
 from fedplan.plan import Role
 from fedplan.resolution import permitted
-from fedplan.rounds import Site, Tally, World, close, hear, local, pull, push
+from fedplan.rounds import Tally, World, announced, choose, close, hear, pull, push
+from fedplan.site import Site, local, poll
 from fedplan.state import take
 from fedplan.store import Store
 from fedplan.turn import Turn
@@ -33,7 +34,6 @@ class Attendance:
     share: float = 1.0
     dropped: float = 0.0
     late: float = 0.0
-    phases: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def cohort(self, experiment: str, number: int, roster: list[str]) -> list[str]:
         """The clients that are asked in a round, in the roster's order."""
@@ -52,10 +52,14 @@ class Attendance:
             return "dropped"
         return "late" if drawn < self.dropped + self.late else "answers"
 
-    def phase(self, number: int) -> str:
-        """The phase that the server has announced for a round."""
-        entered = [(after, name) for name, after in self.phases.items() if after < number]
-        return max(entered, default=(0, ""))[1]
+
+def opened(setup: Setup, world: World, sites: Mapping[str, Site]) -> Tally:
+    """Ask sites for a round; where all choose together, hear first what each one's probe says."""
+    tally = Tally({name: push(setup, world, name, site.traits) for name, site in sites.items()})
+    downs = tally.cohort
+    if setup.method.together and any(setup.chooses(down.turn) for down in downs.values()):
+        choose(tally, {name: poll(setup, site, downs[name]) for name, site in sites.items()})
+    return tally
 
 
 class Federation:
@@ -66,7 +70,7 @@ class Federation:
         setup: Setup,
         model: nn.Module,
         rows: Mapping[str, Examples],
-        loss: Callable[[nn.Module, Batch], Tensor],
+        loss: Loss,
         folder: Path,
         *,
         rounds: int,
@@ -93,6 +97,7 @@ class Federation:
             for name, held in rows.items()
         }
         self.store = Store(folder / "world")
+        self.store.claim()
         self.world, lengths = self._resumed()
         self.ledger = Ledger(folder / "ledger.jsonl", length=lengths.get("ledger", 0))
         self.metrics = Ledger(folder / "metrics.jsonl", length=lengths.get("metrics", 0))
@@ -111,12 +116,12 @@ class Federation:
     def round(self) -> Tally:
         """Play the next round up to its close; `commit` makes it last."""
         number = self.world.round + 1
-        self.world = replace(self.world, phase=self.attendance.phase(number))
+        self.world = announced(self.setup, self.world)
         experiment, roster = self.setup.experiment, list(self.sites)
         cohort = self.attendance.cohort(experiment, number, roster)
         fates = {name: self.attendance.fate(experiment, number, name) for name in cohort}
         asked = [name for name in cohort if fates[name] != "dropped"]
-        tally = Tally({n: push(self.setup, self.world, n, self.sites[n].traits) for n in asked})
+        tally = opened(self.setup, self.world, {n: self.sites[n] for n in asked})
         for name in asked:
             update = local(self.setup, self.sites[name], tally.cohort[name])
             reach("round.answered")
@@ -133,17 +138,24 @@ class Federation:
         return tally
 
     def _later(self, number: int) -> set[str]:
-        """Keys that some later round may move, if phases are announced as planned."""
-        return {key for key, last in self._last_moves.items() if last > number}
+        """Keys that some later round may move, in this phase or in one that may still come."""
+        phases = self.setup.method.announce.phases
+        still = phases[phases.index(self.world.phase) :] if self.world.phase else ("", *phases)
+        moves = (self._last_moves[phase] for phase in still)
+        return {key for found in moves for key, last in found.items() if last > number}
 
     @cached_property
-    def _last_moves(self) -> dict[str, int]:
-        """The last round that may move each key."""
+    def _last_moves(self) -> dict[str, dict[str, int]]:
+        """The last round that may move each key, in each phase."""
+        phases = ("", *self.setup.method.announce.phases)
+        return {phase: self._moves(phase) for phase in phases}
+
+    def _moves(self, phase: str) -> dict[str, int]:
         plan, params = self.setup.method.plan, self.setup.params
         sayings = {
             plan.settle(turn): turn
             for number in range(1, self.rounds + 1)
-            for turn in self._turns(number)
+            for turn in self._turns(number, phase)
         }
         found = dict[str, int]()
         for turn in sayings.values():
@@ -152,13 +164,21 @@ class Federation:
             found |= {key: max(turn.round, found.get(key, 0)) for key in shared}
         return found
 
-    def _turns(self, number: int) -> Iterator[Turn]:
-        phase = self.attendance.phase(number)
+    def _turns(self, number: int, phase: str) -> Iterator[Turn]:
         return (Turn(number, name, phase, site.traits) for name, site in self.sites.items())
 
-    def commit(self, tally: Tally, scores: Mapping[str, Any] | None = None) -> None:
-        """Write a round down for good: its lines, then the world that it made."""
-        lengths = {"ledger": self.ledger.append(self._lines(tally))}
+    def commit(
+        self,
+        tally: Tally,
+        scores: Mapping[str, Any] | None = None,
+        signs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a round down for good: its lines, then the world that it made.
+
+        `scores` are kept beside the ledger, `signs` in the round's own line.
+        """
+        *turns, whole = self._lines(tally)
+        lengths = {"ledger": self.ledger.append([*turns, {**whole, **(signs or {})}])}
         reach("round.ledger_written")
         lengths["metrics"] = self.metrics.append(
             [{"round": self.world.round, **scores}] if scores else []
@@ -177,6 +197,7 @@ class Federation:
             "counted": sorted(tally.counted),
             "rejected": dict(sorted(tally.rejected.items())),
             "moved": {k: self.digests.of(self.world.values[k]) for k in sorted(moved)},
+            "drift": self.world.drift,
             "up": sum(line["up"] for line in tally.lines.values()),
             "down": sum(tally.cohort[c].nbytes for c in tally.cohort),
         }
@@ -201,7 +222,8 @@ def _written(world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for key, memory in world.memory.items():
         tensors |= {f"memory/{name}/{key}": v for name, v in memory.items()}
     meta = {"round": world.round, "phase": world.phase, "versions": world.versions}
-    return tensors, meta | {"known": world.known}
+    drift = {kind: list(numbers) for kind, numbers in world.drift.items()}
+    return tensors, meta | {"known": world.known, "drift": drift}
 
 
 def _world_of(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> World:
@@ -215,4 +237,5 @@ def _world_of(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> World:
             memory.setdefault(key, {})[which] = tensor
     known = {client: dict(held) for client, held in meta["known"].items()}
     versions = {k: int(v) for k, v in meta["versions"].items()}
-    return World(values, versions, meta["round"], meta["phase"], known, memory)
+    drift = {kind: (apart, step) for kind, (apart, step) in meta["drift"].items()}
+    return World(values, versions, meta["round"], meta["phase"], known, memory, drift)

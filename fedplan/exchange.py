@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges: what travels between the server and one client in a round, each way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fedplan.errors import FedplanError
+from fedplan.state import Tensors
+from fedplan.turn import Turn
+
+
+class Refused(FedplanError):
+    """A client's answer to a server that asks for what was not agreed."""
+
+
+class Rejected(FedplanError):
+    """A server's reason not to count one update. The round goes on with the others."""
+
+
+@dataclass(frozen=True)
+class Down:
+    """What the server sends one client: what it asks, and the values that the client lacks."""
+
+    request: str
+    agreed: str
+    turn: Turn
+    values: dict[str, Tensor]
+    versions: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.values)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a client hands back: coded values, its weight, and its line of the ledger."""
+
+    client: str
+    request: str
+    agreed: str
+    values: dict[str, Tensor]
+    weight: int
+    line: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.values)
+
+
+def nbytes(values: Tensors) -> int:
+    """The bytes of some values, without any header."""
+    return sum(v.numel() * v.element_size() for v in values.values())

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading: the model that every site of a study starts from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedplan import streams
+from fedplan.config import Study
+from fedplan.errors import FedplanError
+from fedplan.method import Method
+from fedplan.models.dual import load_dual
+from fedplan.tables import is_hub_id
+from fedplan.tasks import Task
+
+
+def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
+    """The model as the study says it; what is new in it is drawn from the study's seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(streams.seed(study.name, "model", study.seed))
+        model = _made(study, task)
+        return method.adapt(model) if method.adapt is not None else model
+
+
+def _made(study: Study, task: Task) -> nn.Module:
+    said = study.model
+    if task.kind == "image-text":
+        return load_dual(
+            said.path,
+            vision=said.vision,
+            text=said.text,
+            bridge=said.bridge,
+            names=task.labels,
+            template=task.template,
+            tokenizer=study.task.tokenizer,
+        )
+    return _pretrained(study, task) if said.path else _from_scratch(study, task)
+
+
+def _pretrained(study: Study, task: Task) -> nn.Module:
+    said = study.model
+    return _loader(task).from_pretrained(
+        said.path,
+        dtype=torch.float32,
+        local_files_only=not is_hub_id(said.path),
+        trust_remote_code=False,
+        **_labels(task),
+        **said.settings,
+    )
+
+
+def _from_scratch(study: Study, task: Task) -> nn.Module:
+    import transformers
+
+    said = study.model
+    try:
+        config = transformers.AutoConfig.for_model(said.type, **said.settings, **_labels(task))
+    except ValueError as error:
+        raise FedplanError(f"model.type: {error}") from error
+    return _loader(task).from_config(config)
+
+
+def _loader(task: Task) -> Any:
+    import transformers
+
+    return getattr(transformers, task.model_class)
+
+
+def _labels(task: Task) -> dict[str, Any]:
+    """The names of the classes, so that a saved model knows what it says."""
+    names = dict(enumerate(task.labels))
+    places = {name: number for number, name in names.items()}
+    return {"id2label": names, "label2id": places} if names else {}

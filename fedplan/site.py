@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sites: a client's side of a round: it obeys its own copy of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedplan import streams
+from fedplan.agreement import Setup
+from fedplan.errors import FedplanError
+from fedplan.exchange import Down, Refused, Update, nbytes
+from fedplan.fit import Done, Examples, Job, Loss
+from fedplan.journal import Journal
+from fedplan.ledger import Digests, digest, joined, spelled
+from fedplan.params import Block
+from fedplan.plan import Role, Roles
+from fedplan.probe import Look
+from fedplan.resolution import permitted, resolve
+from fedplan.state import Tensors, put, take
+from fedplan.turn import Turn
+
+
+@dataclass
+class Site:
+    """One client: its rows, what it has seen of the world, and the journal of what it keeps."""
+
+    name: str
+    rows: Examples
+    journal: Journal
+    model: nn.Module
+    start: dict[str, Tensor]
+    marks: dict[str, str]
+    loss: Loss
+    traits: dict[str, str] = field(default_factory=dict[str, str])
+    seen: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    digests: Digests = field(default_factory=Digests)
+
+
+def poll(setup: Setup, site: Site, down: Down) -> Mapping[Block, float]:
+    """What a client's probe says of each block, for a choice that all make together."""
+    _require_agreed(setup, site, down)
+    site.seen |= down.values
+    home, _ = site.journal.home(down.request)
+    turn = _own_turn(site, down)
+    _values(setup, site, turn, home)
+    return _probe(setup, site, turn)
+
+
+def local(setup: Setup, site: Site, down: Down) -> Update:
+    """A client's turn: it obeys its own copy of the plan, and answers the same request the same."""
+    _require_agreed(setup, site, down)
+    site.seen |= down.values
+    values, line = site.journal.answered(down.request) or _train(setup, site, down)
+    return Update(site.name, down.request, setup.fingerprint, values, line["weight"], line)
+
+
+def _require_agreed(setup: Setup, site: Site, down: Down) -> None:
+    if down.agreed != setup.fingerprint or down.request != setup.request(
+        down.turn.round, site.name
+    ):
+        raise Refused(f"{site.name} agreed to {setup.fingerprint}, and is asked for {down.request}")
+
+
+def _own_turn(site: Site, down: Down) -> Turn:
+    """The turn as the client itself sees it: its name, its traits, and no scores but its own."""
+    return replace(down.turn, client=site.name, traits=site.traits, scores=None)
+
+
+def _train(setup: Setup, site: Site, down: Down) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    home, notes = site.journal.home(down.request)
+    turn = _own_turn(site, down)
+    before = _values(setup, site, turn, home)
+    if setup.chooses(turn):
+        scores = down.turn.scores if setup.method.together else _probe(setup, site, turn)
+        turn = replace(turn, scores=scores)
+    roles = resolve(setup.method.plan, setup.params, turn)
+    done = _fit(setup, site, turn, roles, before, home)
+    after = take(site.model, setup.trainable)
+    marks = _require_still(setup, site, roles, before, after, notes.get("marks", {}))
+    shared = {p.key: after[p.key] for p in setup.trainable if roles[p] is Role.SHARE}
+    stream = streams.generator(setup.experiment, "wire", turn.round, site.name)
+    coded = setup.method.wire.encode(shared, {k: before[k] for k in shared}, stream)
+    reply = {**coded, **done.riders}
+    own = {p.key: after[p.key] for p in setup.trainable if roles[p].own}
+    line = _line(setup, site, down, roles, marks, done)
+    line |= {"up": nbytes(reply), "scores": _listed(turn)}
+    notes = {"marks": notes.get("marks", {}) | {k: marks[1][k] for k in own}}
+    kept = {k: v for k, v in home.items() if k not in own and k not in done.memory}
+    site.journal.commit(down.request, {**kept, **own, **done.memory}, notes, reply, line)
+    return reply, line
+
+
+def _values(setup: Setup, site: Site, turn: Turn, home: Tensors) -> dict[str, Tensor]:
+    """Each trainable param's value at the start of a turn, put into the model.
+
+    It is the client's own, or the world's: scores never change whose a param is.
+    """
+    roles = permitted(setup.method.plan, setup.params, turn)
+    values = {
+        p.key: home.get(p.key, site.start[p.key])
+        if roles[p].own
+        else site.seen.get(p.key, site.start[p.key])
+        for p in setup.trainable
+    }
+    put(site.model, values, setup.trainable)
+    return values
+
+
+def _probe(setup: Setup, site: Site, turn: Turn) -> Mapping[Block, float]:
+    """What the client's probe says of each block."""
+    blocks = tuple(dict.fromkeys(p.at for p in setup.params if p.at))
+    seed = streams.seed(setup.experiment, "probe", turn.round, site.name)
+    return setup.method.probe(Look(site.model, site.rows, blocks, seed, site.loss))
+
+
+def _listed(turn: Turn) -> list[Any] | None:
+    return [[*block, score] for block, score in turn.scores.items()] if turn.scores else None
+
+
+def _fit(
+    setup: Setup, site: Site, turn: Turn, roles: Roles, before: Tensors, home: Tensors
+) -> Done:
+    job = Job(
+        model=site.model,
+        roles=roles,
+        rows=site.rows,
+        loss=site.loss,
+        pace=setup.pace,
+        seed=streams.seed(setup.experiment, "fit", turn.round, site.name),
+        start=before,
+        riders={k: v for k, v in site.seen.items() if "#" in k},
+        memory={k: v for k, v in home.items() if "#" in k},
+    )
+    return setup.method.fit(job)
+
+
+def _require_still(
+    setup: Setup,
+    site: Site,
+    roles: Roles,
+    before: Tensors,
+    after: Tensors,
+    own_marks: Mapping[str, str],
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Digests of every param before and after a turn; one that rested and moved is a fault."""
+    was, now = dict(site.marks), dict(site.marks)
+    for p in setup.trainable:
+        key = p.key
+        if before[key] is not site.start[key]:
+            was[key] = (
+                own_marks[key]
+                if roles[p].own and key in own_marks
+                else site.digests.of(before[key])
+            )
+        now[key] = digest(after[key]) if roles[p].trained else was[key]
+        if not roles[p].trained and not torch.equal(before[key], after[key]):
+            raise FedplanError(f"{key} is {roles[p].name} and moved: the fit broke the plan")
+    resting = [p for p in setup.params if p.key not in before]
+    tensors = dict(site.model.named_parameters())
+    for p in resting:
+        if not torch.equal(p.view(tensors[p.name]), site.start[p.key]):
+            raise FedplanError(f"{p.key} is trained by no turn of the plan, and moved")
+    return was, now
+
+
+def _line(
+    setup: Setup,
+    site: Site,
+    down: Down,
+    roles: Roles,
+    marks: tuple[dict[str, str], dict[str, str]],
+    done: Done,
+) -> dict[str, Any]:
+    """One turn of one client, as the ledger says it."""
+    return {
+        "round": down.turn.round,
+        "client": site.name,
+        "phase": down.turn.phase,
+        "traits": site.traits,
+        "roles": spelled(roles),
+        "before": joined(setup.params, marks[0]),
+        "after": joined(setup.params, marks[1]),
+        "down": down.nbytes,
+        "weight": len(site.rows),
+        "steps": done.steps,
+        "loss": done.loss if isfinite(done.loss) else None,
+    }

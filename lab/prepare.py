@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepare two tables that the studies read: MedQuAD with a split, and PACS as the bridge left it.
+
+They go to a folder outside the repository: the licences of the data do not let us copy them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from pathlib import Path
+
+import pandas as pd
+
+SHOTS = 32
+"""Pictures of each class in each domain; a client trains on half of what it has."""
+
+
+def medquad(data: Path) -> pd.DataFrame:
+    """The answers to the eight most frequent types of question; a quarter of the documents test."""
+    table = pd.read_parquet(data / "text" / "medquad_answered.parquet")
+    frequent = table.qtype.value_counts().index[:8]
+    table = table[table.qtype.isin(frequent)].copy()
+    documents = table.collection.astype(str) + "/" + table.doc_id.astype(str)
+    marks = [int(hashlib.sha256(str(each).encode()).hexdigest()[:8], 16) for each in documents]
+    table["split"] = ["test" if mark % 4 == 0 else "train" for mark in marks]
+    table["institute"] = table.collection.str.replace(r"^\d+_|_QA.*$", "", regex=True)
+    return table[["institute", "qtype", "answer", "split"]]
+
+
+def pacs(data: Path) -> pd.DataFrame:
+    """The half of PACS that the bridge has not seen, so many of each class and domain."""
+    pictures = pd.read_parquet(data / "pacs" / "pacs_96px.parquet")
+    split = pd.read_csv(data / "dinov2-minilm-bridge" / "pacs_split.csv")
+    table = pictures.merge(split, on=["domain", "label", "file"], validate="one_to_one")
+    table = table[table.split == "federated"].drop(columns="split")
+    shuffled = table.sample(frac=1, random_state=0)
+    kept = shuffled.groupby(["domain", "label"]).head(SHOTS + SHOTS // 4)
+    place = kept.groupby(["domain", "label"]).cumcount()
+    kept = kept.assign(split=["train" if n < SHOTS else "test" for n in place])
+    return kept[["domain", "label", "jpeg", "split"]]
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__)
+    ask.add_argument("data", type=Path, help="the folder that holds the data sets")
+    ask.add_argument("out", type=Path, help="the folder to write to")
+    asked = ask.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    for name, make in {"medquad": medquad, "pacs": pacs}.items():
+        table = make(asked.data)
+        table.to_parquet(asked.out / f"{name}.parquet", index=False)
+        print(name, len(table), dict(table.split.value_counts()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phases are announced, kept with the world, and end what they freeze for good."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from clients import few, loss
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedplan.agreement import Setup
+from fedplan.description import describe
+from fedplan.errors import FedplanError
+from fedplan.fit import Pace
+from fedplan.ledger import read_lines
+from fedplan.method import Method
+from fedplan.methods import method
+from fedplan.phases import Planned, Sign
+from fedplan.rounds import Tally
+from fedplan.runners.local import Federation, opened
+from fedplan.testing import check_method
+from fedplan.verification import verify_lines
+
+PACE = Pace(optimiser="sgd", rate=0.1, batch=2, steps=2)
+
+
+def federation(
+    made: Method, folder: Path, architecture: str = "bert", rounds: int = 4, clients: int = 2
+) -> Federation:
+    model = zoo.build(architecture)
+    setup = Setup("phases", describe(model), made, PACE)
+    return Federation(setup, model, few(architecture, clients), loss, folder, rounds=rounds)
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 9), max_size=4))
+def test_planned_phases_come_in_order_and_stay(after: Mapping[str, int]) -> None:
+    if len(set(after.values())) < len(after):
+        with pytest.raises(FedplanError, match="same round"):
+            Planned(after)
+        return
+    rule = Planned(after)
+    found = [rule(Sign(number)) for number in range(1, 12)]
+    assert [name for name in dict.fromkeys(found) if name] == list(rule.phases)
+    assert all(found[after[name]] == name for name in rule.phases)
+
+
+class WhenApart:
+    """Freeze once the clients' changes of the kernel are further apart than their step."""
+
+    phases = ("frozen",)
+
+    def __call__(self, sign: Sign) -> str:
+        apart, step = sign.drift.get("query", (0.0, 1.0))
+        return "frozen" if sign.phase or apart > 0.01 * step else ""
+
+
+def test_a_rule_that_looks_at_drift_sets_the_phase_and_it_survives_a_stop(tmp_path: Path) -> None:
+    made = replace(method("fedfrozen"), announce=WhenApart())
+    whole = federation(made, tmp_path)
+    seen = list[str]()
+    for _ in range(2):
+        whole.commit(whole.round())
+        seen.append(whole.world.phase)
+    again = federation(made, tmp_path)
+    assert again.world.drift == whole.world.drift
+    for _ in range(2):
+        again.commit(again.round())
+        seen.append(again.world.phase)
+    assert seen == ["", "frozen", "frozen", "frozen"]
+
+
+@pytest.mark.parametrize("inner", ["fedprox", "scaffold", "fedadam", "fedyogi"])
+@pytest.mark.parametrize("architecture", ["bert", "gpt-neox"])
+def test_the_freeze_ends_the_kernels_state_in_every_optimiser(
+    inner: str, architecture: str, tmp_path: Path
+) -> None:
+    made = method("fedfrozen", {"warmup": 2}).inside(method(inner))
+    whole = federation(made, tmp_path, architecture)
+    kernel = {p.key for p in whole.setup.params if p.kind in ("query", "key")}
+    adaptive = made.serve.rule != "plain"
+    held: dict[str, torch.Tensor] = {}
+    for number in range(1, 5):
+        tally = whole.round()
+        whole.commit(tally)
+        down = {k.split("#")[0] for d in tally.cohort.values() for k in d.values}
+        if number == 2:
+            assert not adaptive or kernel <= whole.world.memory.keys()
+            held = {k: whole.world.values[k] for k in kernel}
+        if number > 2:
+            assert not kernel & whole.world.memory.keys()
+            assert not kernel & set(whole.world.drift)
+            assert all(torch.equal(held[k], whole.world.values[k]) for k in kernel)
+            # What froze comes down a last time, in its final form, and never again.
+            assert kernel <= down if number == 3 else not kernel & down
+    assert not verify_lines(whole.setup, read_lines(tmp_path / "ledger.jsonl"))
+
+
+def test_a_late_joiner_gets_the_final_kernel_once(tmp_path: Path) -> None:
+    whole = federation(method("fedfrozen", {"warmup": 1}), tmp_path, rounds=5, clients=3)
+    kernel = {p.key for p in whole.setup.params if p.kind in ("query", "key")}
+    late, asked = whole.sites.pop("client-2"), list[Tally]()
+    for number in range(1, 6):
+        if number == 3:
+            whole.sites["client-2"] = late
+        asked.append(whole.round())
+        whole.commit(asked[-1])
+    came = [kernel & set(t.cohort["client-2"].values) for t in asked[2:]]
+    assert came == [kernel, set(), set()]
+    final = asked[2].cohort["client-2"].values
+    assert all(torch.equal(final[k], whole.world.values[k]) for k in kernel)
+
+
+@pytest.mark.parametrize("inner", ["fedprox", "scaffold", "fedadam"])
+@pytest.mark.parametrize("reading", ["A", "B"])
+def test_both_readings_keep_the_laws_inside_other_methods(inner: str, reading: str) -> None:
+    made = method("fedfrozen", {"warmup": 1, "reading": reading}).inside(method(inner))
+    check_method(made, zoo.build("phi3"), few("phi3"), loss)
+
+
+def test_all_choose_together_and_less_comes_down(tmp_path: Path) -> None:
+    whole = federation(method("safl", {"k": 1, "together": True}), tmp_path, "vit", clients=3)
+    rounds = list[Tally]()
+    for _ in range(3):
+        rounds.append(whole.round())
+        whole.commit(rounds[-1])
+    for tally in rounds:
+        assert len({line["roles"] for line in tally.lines.values()}) == 1
+    lines = read_lines(tmp_path / "ledger.jsonl")
+    assert not verify_lines(whole.setup, lines)
+    lines[1]["scores"] = [[*block, -score] for *block, score in lines[1]["scores"]]
+    assert any("other scores" in fault for fault in verify_lines(whole.setup, lines))
+    # One choice is one block a round, and the head.
+    one = sum(p.nbytes for p in whole.setup.movable if p.block in (0, None))
+    assert all(d.nbytes <= one for d in rounds[-1].cohort.values())
+
+
+def test_who_did_not_send_counts_as_unchanged_if_absent_counts(tmp_path: Path) -> None:
+    both = {
+        absent: federation(method("safl", {"k": 1, "probe": "random", "absent": absent}),
+                           tmp_path / str(absent), "vit", clients=4)
+        for absent in (False, True)
+    }  # fmt: skip
+    start = dict(both[True].world.values)
+    tallies = {absent: each.round() for absent, each in both.items()}
+    weights = tallies[True].sums.weights()
+    parted = {k for k in weights if weights[k] < tallies[True].weight}
+    assert parted, "every block was chosen by all: take another seed"
+    for key in weights:
+        full = both[False].world.values[key] - start[key]
+        part = both[True].world.values[key] - start[key]
+        share = weights[key] / tallies[True].weight
+        assert torch.allclose(part, full * share, atol=1e-6), key
+
+
+def test_a_vote_that_is_no_number_is_left_out(tmp_path: Path) -> None:
+    whole = federation(method("safl", {"k": 1, "together": True, "probe": "last"}), tmp_path)
+    made = whole.setup.method
+    broken = replace(made, probe=lambda look: {block: float("nan") for block in look.blocks})
+    tally = opened(replace(whole.setup, method=made), whole.world, whole.sites)
+    assert all(d.turn.scores for d in tally.cohort.values())
+    tally = opened(replace(whole.setup, method=broken), whole.world, whole.sites)
+    assert all(not d.turn.scores for d in tally.cohort.values())

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of the probes: formula (1) to the letter, the gradient as it is, and nothing touched."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import clients
+import pytest
+import torch
+import zoo
+from attention import fresh, trace
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedplan import probe, streams
+from fedplan.description import blocks_of
+from fedplan.errors import FedplanError
+from fedplan.params import Block
+from fedplan.probe import Look, Probe
+
+built = cache(fresh)
+judge = cache(zoo.build)
+
+STACK = {"vit": "vision", "deit": "vision"}
+STACK |= dict.fromkeys(("llama", "gpt2", "mistral"), "decoder")
+PAIRS = ("t5", "bart")
+TEXTS = ("bert", "modernbert", "llama", "gpt2", *PAIRS)
+TO = ("first", "last", "content", "labelled")
+BY = ("all", "first", "last")
+
+
+class Padded:
+    """Rows of tokens of these lengths, filled up on one side, with a label on some tokens."""
+
+    def __init__(self, lengths: list[int], side: str, pairs: bool = False) -> None:
+        size, generator = max(lengths), torch.Generator().manual_seed(sum(lengths))
+        steps = torch.arange(size).expand(len(lengths), -1)
+        real = steps < torch.tensor(lengths)[:, None]
+        real = real if side == "right" else real.flip(1)
+        ids = torch.randint(3, 60, real.shape, generator=generator) * real
+        labels = torch.where(torch.rand(real.shape, generator=generator) < 0.5, 1, -100)
+        self.rows = {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
+        if pairs:
+            self.rows["decoder_input_ids"] = ids.flip(0)
+            self.rows["decoder_attention_mask"] = real.long().flip(0)
+
+    def __len__(self) -> int:
+        return len(self.rows["input_ids"])
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        return {k: v[indices] for k, v in self.rows.items()}
+
+
+def looking(model: nn.Module, rows: Any, seed: int = 5) -> Look:
+    return Look(model, rows, tuple(blocks_of(model)), seed, clients.loss)
+
+
+@torch.no_grad()
+def returned(name: str, batch: dict[str, Tensor]) -> dict[Block, list[Tensor]]:
+    """What the model itself says of its attention: each run of each block."""
+    out = judge(name)(**{k: v for k, v in batch.items() if k != "labels"}, output_attentions=True)
+    if name in PAIRS:
+        stacks = {s: out[f"{s}_attentions"] for s in ("encoder", "decoder")}
+    else:
+        stacks = {STACK.get(name, "encoder"): out["attentions"]}
+    if name == "albert":
+        return {Block("encoder", 0): list(stacks["encoder"])}
+    return {Block(s, i): [seen] for s, found in stacks.items() for i, seen in enumerate(found)}
+
+
+def literal(
+    seen: Tensor, real: list[bool], labels: list[int], to: str, by: str
+) -> tuple[float, int]:
+    """Formula (1) on one example, as it is written; and how many rows of probabilities it read."""
+    places = [i for i, each in enumerate(real) if each]
+    queries = {"all": places, "first": places[:1], "last": places[-1:]}[by]
+    keys = {"first": places[:1], "last": places[-1:], "content": places[1:-1]}
+    keys["labelled"] = [i for i in places if labels and labels[i] != -100]
+    alpha, total = seen.tolist(), 0.0
+    for head in range(len(alpha)):
+        for i in range(len(alpha[head])):
+            for j in range(len(alpha[head][i])):
+                if i in queries and j in keys[to]:
+                    total += alpha[head][i][j]
+    return total, len(alpha) * len(queries)
+
+
+def slow(
+    name: str, batch: dict[str, Tensor], to: str, by: str, bounded: bool
+) -> dict[Block, float]:
+    """The mean of formula (1) over a batch."""
+    scores: dict[Block, float] = {}
+    for block, runs in returned(name, batch).items():
+        rows, causal = len(runs[0]), block.stack == "decoder"
+        word = "decoder_attention_mask" if causal and name in PAIRS else "attention_mask"
+        mask = batch.get(word, torch.ones(rows, runs[0].shape[2])).bool().tolist()
+        labels = batch["labels"].tolist() if "labels" in batch else [[]] * rows
+        way = (to or ("content" if causal else "first"), by or ("last" if causal else "all"))
+        scores[block] = 0.0
+        for row in range(rows):
+            found = [literal(seen[row], mask[row], labels[row], *way) for seen in runs]
+            total, count = (sum(each) for each in zip(*found, strict=True))
+            scores[block] += (total / count if bounded else total) / rows
+    return scores
+
+
+def require_formula(name: str, rows: Any, to: str, by: str, bounded: bool) -> None:
+    found = probe.attention(to, by, bounded=bounded)(looking(built(name), rows))
+    truth = slow(name, rows.batch(torch.arange(len(rows))), to, by, bounded)
+    assert found == {
+        block: pytest.approx(score, abs=1e-6, rel=1e-6) for block, score in truth.items()
+    }
+    order = sorted(truth, key=truth.__getitem__)
+    if all(truth[b] - truth[a] > 1e-5 for a, b in pairwise(order)):
+        assert sorted(found, key=found.__getitem__) == order
+    assert not bounded or all(0 <= score <= 1 + 1e-6 for score in found.values())
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(TEXTS),
+    st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    st.sampled_from(["left", "right"]),
+    st.sampled_from(["", *TO]),
+    st.sampled_from(["", *BY]),
+    st.booleans(),
+)
+def test_attention_is_the_formula(
+    name: str, lengths: list[int], side: str, to: str, by: str, bounded: bool
+) -> None:
+    require_formula(name, Padded(lengths, side, name in PAIRS), to, by, bounded)
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("name", ["vit", "deit", "albert", "mistral"])
+def test_attention_is_the_formula_without_a_mask(name: str, bounded: bool) -> None:
+    for to in ("", "first", "last", "content"):
+        for by in ("", *BY):
+            require_formula(name, clients.Few(name, 3), to, by, bounded)
+
+
+def test_a_window_is_a_part_of_its_image() -> None:
+    rows = clients.Few("swin", 1, count=3)
+    found = probe.attention()(looking(built("swin"), rows))
+    with torch.no_grad():
+        out = judge("swin")(**rows.batch(torch.arange(3)), output_attentions=True)
+    for stage, seen in enumerate(out.attentions):
+        truth = seen[..., 0].double().sum().item() / 3
+        assert found[Block("vision", 2 * stage + 1)] == pytest.approx(truth, rel=1e-6)
+    shares = probe.attention(bounded=True)(looking(built("swin"), rows))
+    assert all(0 < score < 1 for score in shares.values())
+
+
+def test_texts_of_the_model_itself_belong_to_each_example() -> None:
+    class Classes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = built("clip")
+            self.config = self.backbone.config
+            self.texts = torch.randint(3, 60, (3, 6), generator=torch.Generator().manual_seed(1))
+
+        def forward(self, pixel_values: Tensor) -> Any:
+            return self.backbone(input_ids=self.texts, pixel_values=pixel_values)
+
+    model, rows = Classes(), clients.Few("vit", 1)
+    before = trace(model)
+    found = probe.attention()(looking(model, rows))
+    with torch.no_grad():
+        out = judge("clip")(input_ids=model.texts, **rows.rows, output_attentions=True)
+    for i, seen in enumerate(out.text_model_output.attentions):
+        assert found[Block("text", i)] == pytest.approx(seen[..., 0].sum().item(), rel=1e-5)
+    for i, seen in enumerate(out.vision_model_output.attentions):
+        assert found[Block("vision", i)] == pytest.approx(seen[..., 0].sum().item() / 4, rel=1e-5)
+    assert trace(model) == before
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_padding_changes_no_score(name: str) -> None:
+    """A row alone, without any padding, has the score that it has among longer ones."""
+    lengths = [3, 8, 5]
+    rows = Padded(lengths, "right", pairs=False)
+    if name in PAIRS:
+        rows.rows["decoder_input_ids"] = rows.rows["input_ids"][:, :4] + 1
+    alone = []
+    for i, length in enumerate(lengths):
+        cut = Padded([length], "right")
+        cut.rows = {k: v[[i]] for k, v in rows.rows.items()}
+        words = ("input_ids", "attention_mask", "labels")
+        cut.rows |= {k: cut.rows[k][:, :length] for k in words}
+        alone.append(probe.attention()(looking(built(name), cut)))
+    found = probe.attention()(looking(built(name), rows))
+    for block, score in found.items():
+        assert score == pytest.approx(sum(each[block] for each in alone) / 3, rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [probe.attention, probe.gradient])
+def test_in_parts_is_as_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Padded([3, 8, 5, 6, 2, 8, 4, 7, 3, 1, 8], "right")
+    del rows.rows["labels"]
+    look = Look(built("bert"), rows, tuple(blocks_of(built("bert"))), 5, mean_loss)
+    scores = []
+    for at_once in (64, 8, 3, 1):
+        monkeypatch.setattr(probe, "AT_ONCE", at_once)
+        scores.append(make()(look))
+    for other in scores[1:]:
+        assert other == {b: pytest.approx(s, rel=1e-5) for b, s in scores[0].items()}
+
+
+def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).logits.square().sum(1).mean()
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "t5", "torch", "albert"])
+def test_the_gradient_is_that_of_autograd(name: str) -> None:
+    rows, model = clients.Few(name, 2, count=5), built(name)
+    look = looking(model, rows, seed=9)
+    found = probe.gradient(rows=4)(look)
+    chosen = torch.randperm(5, generator=streams.generator("probe", 9))[:4]
+    other = fresh(name)
+    clients.loss(other, rows.batch(chosen)).backward()
+    for block, module in blocks_of(other).items():
+        every = torch.cat([w.grad.flatten() for w in module.parameters() if w.grad is not None])
+        assert found[block] == pytest.approx(every.double().norm().item(), rel=1e-5)
+        assert found[block] > 0
+
+
+ALL: dict[str, Probe] = {name: make() for name, make in probe.PROBES.items()}
+ALL |= {"fixed": probe.fixed(0), "bounded": probe.attention(bounded=True, rows=2)}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "falcon", "clip", "t5", "swin", "torch"])
+@pytest.mark.parametrize("which", ALL)
+def test_a_probe_touches_nothing_and_says_the_same_again(which: str, name: str, lora: bool) -> None:
+    model = (zoo.with_lora(name) if lora else fresh(name)).train()
+    next(model.children()).eval()
+    next(model.parameters()).requires_grad_(False)
+    weight = next(w for w in model.parameters() if w.requires_grad)
+    weight.grad = torch.ones_like(weight)
+    before, look = trace(model), looking(model, clients.Few(name, 1, count=3))
+    scores = ALL[which](look)
+    assert trace(model) == before
+    assert list(scores) == list(look.blocks)
+    torch.manual_seed(77)
+    assert ALL[which](look) == scores
+
+
+def test_an_error_in_the_loss_touches_nothing() -> None:
+    model = fresh("bert").train()
+    before = trace(model)
+
+    def fails(model: nn.Module, batch: Any) -> Tensor:
+        raise ZeroDivisionError
+
+    look = Look(model, clients.Few("bert", 1), tuple(blocks_of(model)), 5, fails)
+    with pytest.raises(ZeroDivisionError):
+        probe.gradient()(look)
+    assert trace(model) == before
+
+
+def test_the_gradient_needs_no_flag_and_no_mode_of_the_caller() -> None:
+    rows, model = clients.Few("bert", 1), fresh("bert")
+    scores = probe.gradient()(looking(model, rows))
+    model.requires_grad_(False).train()
+    with torch.no_grad():
+        assert probe.gradient()(looking(model, rows)) == scores
+
+
+def test_the_rows_looked_at_are_drawn_by_the_seed() -> None:
+    rows = clients.Few("bert", 1, count=20)
+    looks = [looking(built("bert"), rows, seed) for seed in (1, 2)]
+    first, second = (torch.cat(list(look.some(10))) for look in looks)
+    assert len(set(first.tolist())) == 10 and first.tolist() != second.tolist()
+    assert [len(each) for each in looks[0].some(64)] == [8, 8, 4]
+    few = probe.attention(rows=2)
+    assert few(looks[0]) == few(looks[0]) != few(looks[1])
+
+
+def test_fixed_are_those_blocks() -> None:
+    look = looking(built("t5"), clients.Few("t5", 1))
+    assert probe.fixed(1)(look) == {block: float(block.number) for block in look.blocks}
+    first, *_ = sorted(look.blocks, key=lambda b: -probe.fixed(1, 0)(look)[b])
+    assert first.number == 1
+    with pytest.raises(FedplanError, match="no block 7"):
+        probe.fixed(0, 7)(look)
+
+
+def test_probes_have_names() -> None:
+    look = looking(built("bert"), clients.Few("bert", 1))
+    assert probe.probe_named("last")(look) == probe.from_the_top(look)
+    assert probe.probe_named("random")(look) == probe.at_random(look)
+    assert probe.probe_named("attention")(look) == probe.attention()(look)
+    with pytest.raises(FedplanError, match="attention, gradient, random, last"):
+        probe.probe_named("attentoin")
+
+
+def test_what_cannot_be_scored_is_an_error() -> None:
+    model, rows = fresh("bert"), clients.Few("bert", 1)
+    with pytest.raises(FedplanError, match="there are first, last, content, labelled"):
+        probe.attention(to="cls")
+    with pytest.raises(FedplanError, match="there are all, first, last"):
+        probe.attention(by="everyone")
+    with pytest.raises(FedplanError, match="a label for each token"):
+        probe.attention(to="labelled")(looking(model, rows))
+    with pytest.raises(FedplanError, match="the client has none"):
+        probe.attention()(looking(model, clients.Few("bert", 1, count=0)))
+    attend = model.bert.encoder.layer[1].attention
+    attend.register_forward_hook(lambda _, __, out: (out[0], None))
+    with pytest.raises(FedplanError, match="heard in encoder block 1"):
+        probe.attention()(looking(model, rows))
