@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `fedplan parts`, `fedplan explain`, `fedplan draw`."""
+"""The command line: what a person asks of fedplan, each a short function."""
 
 from __future__ import annotations
 
@@ -120,6 +120,20 @@ def verify(
     if faults:
         raise typer.Exit(1)
     Console().print(checked, markup=False)
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    output: Annotated[Path, typer.Argument(help="The folder to write, empty or new.")],
+    client: Annotated[str, typer.Option(help="Whose model; without it, the world's.")] = "",
+) -> None:
+    """Write a model of a run as a folder that loads and predicts: safetensors and JSON."""
+    from fedplan.export import export_run
+
+    with told():
+        how = export_run(folder, output, client)
+    Console(soft_wrap=True).print(f"Written. Load it: {how}", markup=False, highlight=False)
 
 
 @app.command()

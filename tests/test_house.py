@@ -43,7 +43,7 @@ ORDER = (
         "runners",
     ),
     *("data", "evaluation", "tasks", "config", "loading"),
-    *("testing", "studies", "audit", "progress", "cli"),
+    *("testing", "studies", "audit", "export", "progress", "cli"),
 )
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__", "hasattr"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "random", "yaml"}
