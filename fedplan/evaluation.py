@@ -30,32 +30,12 @@ def spread(scores: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def weighted(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of scores, each weighted by its `examples`; of these the sum.
-
-    A score without examples is passed over, and a name that some lack is the mean of those who
-    have it.
-    """
-    for score in scores:
-        if not score.get("examples", -1.0) >= 0:
-            raise FedplanError(f"a score needs its number of examples to be weighted: {score}")
-    counted = [score for score in scores if score["examples"] > 0]
-    names = dict.fromkeys(name for score in counted for name in score if name != "examples")
-    means = {name: _weighted(name, [s for s in counted if name in s]) for name in names}
-    return {**means, "examples": fsum(score["examples"] for score in counted)}
-
-
 def macro_f1(truth: Sequence[int], guess: Sequence[int]) -> float:
     """The mean over labels of each one's F1; labels that neither side has do not count."""
     right = Counter(t for t, g in zip(truth, guess, strict=True) if t == g)
     had, named = Counter(truth), Counter(guess)
     labels = had.keys() | named.keys()
     return _mean([2 * right[label] / (had[label] + named[label]) for label in labels])
-
-
-def _weighted(name: str, scores: Sequence[Mapping[str, float]]) -> float:
-    total = fsum(score["examples"] for score in scores)
-    return fsum(score[name] * score["examples"] for score in scores) / total
 
 
 def _mean(numbers: Sequence[float]) -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedplan.config import ConfigError
 from fedplan.examples import Images, Prepared
@@ -47,8 +47,11 @@ def _written(model: nn.Module, task: Task, rows: Prepared, out: Path) -> str:
 def _picture(task: Task, rows: Prepared) -> Picture:
     if not isinstance(rows, Images):
         return Picture(task.image_size)
-    mean, std = (tuple(side.flatten().tolist()) for side in (rows.mean, rows.std))
-    return Picture(task.image_size, mean, std)
+    return Picture(task.image_size, _colours(rows.mean), _colours(rows.std))
+
+
+def _colours(side: Tensor) -> tuple[float, ...]:
+    return tuple(float(colour) for colour in side.flatten())
 
 
 def _is_peft(model: nn.Module) -> bool:

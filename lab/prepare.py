@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepare two tables that the studies read: MedQuAD with a split, and PACS as the bridge left it.
+"""Prepare tables of the studies: MedQuAD with a split, PACS and CIFAR-10 as the bridge left them.
 
 They go to a folder outside the repository: the licences of the data do not let us copy them.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
+CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SHOTS = 32
 """Pictures of each class in each domain; a client trains on half of what it has."""
 
@@ -41,13 +42,20 @@ def pacs(data: Path) -> pd.DataFrame:
     return kept[["domain", "label", "jpeg", "split"]]
 
 
+def cifar(data: Path) -> pd.DataFrame:
+    """The test rows of CIFAR-10, which the bridge has not seen, with the names of their classes."""
+    table = pd.read_parquet(data / "cifar10" / "cifar10_6k_lossless.parquet")
+    table = table[table.split == "test"]
+    return table.assign(label=[CIFAR[int(label)] for label in table.label])
+
+
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__)
     ask.add_argument("data", type=Path, help="the folder that holds the data sets")
     ask.add_argument("out", type=Path, help="the folder to write to")
     asked = ask.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    for name, make in {"medquad": medquad, "pacs": pacs}.items():
+    for name, make in {"medquad": medquad, "pacs": pacs, "cifar": cifar}.items():
         table = make(asked.data)
         table.to_parquet(asked.out / f"{name}.parquet", index=False)
         print(name, len(table), dict(table.split.value_counts()))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import f1_score
 
 from fedplan.errors import FedplanError
-from fedplan.evaluation import macro_f1, spread, weighted
+from fedplan.evaluation import macro_f1, spread
 
 SCORES = st.dictionaries(st.text(max_size=3), st.floats(-1e6, 1e6), min_size=1, max_size=40)
 PAIRS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=30)
@@ -40,21 +40,6 @@ def test_a_client_that_diverged_is_the_worst() -> None:
         assert isnan(found["worst"]) and isnan(found["mean"]) and found["best"] == 1.0
 
 
-def test_a_weighted_mean_counts_examples() -> None:
-    found = weighted([{"accuracy": 1.0, "examples": 3}, {"accuracy": 0.0, "examples": 1}])
-    assert found == {"accuracy": 0.75, "examples": 4}
-    assert weighted([{"examples": 0.0}, {"loss": 2.0, "examples": 5}])["loss"] == 2.0
-    assert weighted([]) == {"examples": 0.0}
-
-
-@settings(max_examples=200)
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=20))
-def test_a_weighted_accuracy_is_that_of_all_rows_together(rows: list[tuple[bool, int]]) -> None:
-    scores = [{"accuracy": float(right), "examples": float(n)} for right, n in rows]
-    together = sum(right * n for right, n in rows) / sum(n for _, n in rows)
-    assert isclose(weighted(scores)["accuracy"], together)
-
-
 @settings(max_examples=200)
 @given(PAIRS)
 def test_macro_f1_is_what_scikit_learn_says(pairs: list[tuple[int, int]]) -> None:
@@ -65,5 +50,3 @@ def test_macro_f1_is_what_scikit_learn_says(pairs: list[tuple[int, int]]) -> Non
 def test_nothing_to_put_together_is_said() -> None:
     with pytest.raises(FedplanError, match="at least one client"):
         spread({})
-    with pytest.raises(FedplanError, match="number of examples"):
-        weighted([{"loss": 1.0}])

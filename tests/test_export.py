@@ -18,7 +18,21 @@ from fedplan.models.folder import load, predict
 from fedplan.state import put
 from fedplan.studies import Trial, read_run
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "picture", "of", "cat", "dog", "0", "1", "2"]
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "a",
+    "picture",
+    "of",
+    "cat",
+    "dog",
+    "0",
+    "1",
+    "2",
+]
 
 
 @pytest.fixture

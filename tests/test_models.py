@@ -16,13 +16,13 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
+from duals import ASKED, BACKBONES, NAMES, build, joined, pictures_of
 from PIL import Image
 from torch import Tensor, nn
-from zoo import TEXT, VISION
+from zoo import VISION
 
 from fedplan.description import blocks_of, describe
 from fedplan.errors import FedplanError
-from fedplan.examples import Images
 from fedplan.method import Method
 from fedplan.methods.compositions import pfeddc_held
 from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
@@ -41,53 +41,8 @@ from fedplan.text import parse_part
 from fedplan.turn import Turn
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-NAMES = ("cat", "ice_cream", "big_old_dog")
-FUSIONS = ("attention", "replace", "mlp", "sum")
-
-
-class Words:
-    """A tokenizer of whole words: `first` and `last` frame a text, `pad` fills it up."""
-
-    def __init__(self, first: int, last: int, pad: int) -> None:
-        self.first, self.last, self.pad = first, last, pad
-        self.words: dict[str, int] = {}
-
-    def __call__(self, texts: list[str], *, add_special_tokens: bool = True, **_: Any) -> Any:
-        ids = [[self.words.setdefault(w, 4 + len(self.words)) for w in t.split()] for t in texts]
-        if not add_special_tokens:
-            return {"input_ids": ids}
-        ids = [[self.first, *row, self.last] for row in ids]
-        most = max(map(len, ids))
-        mask = torch.tensor([[1] * len(row) + [0] * (most - len(row)) for row in ids])
-        padded = torch.tensor([row + [self.pad] * (most - len(row)) for row in ids])
-        return {"input_ids": padded, "attention_mask": mask}
-
-
-def clip(eos: int = 63) -> nn.Module:
-    text = {**TEXT, "eos_token_id": eos, "bos_token_id": 62, "hidden_size": 12}
-    return hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=VISION, projection_dim=16))
-
-
-def joined(vision: Any) -> nn.Module:
-    config = hf.VisionTextDualEncoderConfig.from_vision_text_configs(
-        vision, hf.BertConfig(**{**TEXT, "hidden_size": 12}), projection_dim=16
-    )
-    return hf.VisionTextDualEncoderModel(config)
-
-
-BACKBONES: dict[str, tuple[Callable[[], nn.Module], Words]] = {
-    "clip": (clip, Words(62, 63, 63)),
-    "old-clip": (lambda: clip(eos=2), Words(62, 63, 0)),
-    "vit-bert": (lambda: joined(hf.ViTConfig(**VISION)), Words(1, 2, 0)),
-    "dinov2-bert": (lambda: joined(hf.Dinov2Config(mlp_ratio=2, **VISION)), Words(1, 2, 0)),
-}
 each = pytest.mark.parametrize("name", BACKBONES)
-
-
-def build(name: str, template: str = "a picture of a {}", seed: int = 0) -> Dual:
-    torch.manual_seed(seed)
-    make, tokenizer = BACKBONES[name]
-    return dual_of(make().eval(), tokenizer, NAMES, template).eval()
+FUSIONS = ("attention", "replace", "mlp", "sum")
 
 
 def pixels(size: int = 16, count: int = 2) -> Tensor:
@@ -573,13 +528,5 @@ def test_a_real_model_of_two_towers_knows_photos() -> None:
 @pytest.mark.parametrize("make", [pfeddc, promptfl, local_prompts, pfeddc_held])
 @pytest.mark.parametrize("backbone", ["clip", "vit-bert"])
 def test_the_methods_keep_the_laws(make: Callable[..., Method], backbone: str) -> None:
-    def rows_of(seed: int) -> Images:
-        drawn = torch.Generator().manual_seed(seed)
-        pictures = torch.randint(0, 255, (4, 3, 16, 16), generator=drawn, dtype=torch.uint8)
-        return Images(
-            pictures, torch.arange(4) % 3, torch.full((3, 1, 1), 0.5), torch.ones(3, 1, 1)
-        )
-
-    asked = task("image-text", columns="x", label="y", labels=NAMES)
     made = make(warmup=1) if make is pfeddc_held else make()
-    check_method(made, build(backbone), {n: rows_of(len(n)) for n in ("ann", "berta")}, asked.loss)
+    check_method(made, build(backbone), pictures_of("ann", "berta"), ASKED.loss)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client keeps is in no message: not its start, not what it became, not by accident."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import duals
+import pytest
+import torch
+import zoo
+from clients import few, loss
+from torch import Tensor, nn
+
+from fedplan.agreement import Setup
+from fedplan.description import describe
+from fedplan.fit import Done, Fit, Job, Loss, Pace
+from fedplan.message import pack
+from fedplan.method import Method
+from fedplan.methods import method
+from fedplan.params import Param
+from fedplan.rounds import Tally
+from fedplan.runners.local import Federation
+from fedplan.state import take
+
+PACE = Pace(optimiser="adamw", rate=1e-2, decay=0.1, batch=2, steps=2)
+ROUNDS = 4
+KEPT: dict[str, dict[str, int]] = {
+    "fedper": {},
+    "fedrep": {},
+    "fedbn": {},
+    "lg-fedavg": {},
+    "fedbabu": {"rounds": 2},
+    "fedsa-lora": {},
+    "fedper-safl": {"k": 1},
+    "local-only": {},
+    "pfeddc": {},
+    "pfeddc-held": {"warmup": 2},
+    "local-prompts": {},
+}
+
+
+class Wiretap:
+    """Plays a federation and keeps every byte that goes either way, and all that was private."""
+
+    def __init__(self, made: Method, folder: Path, *, prompted: bool) -> None:
+        torch.manual_seed(0)
+        model = duals.build("clip") if prompted else zoo.build("bert")
+        model = made.adapt(model) if made.adapt else model
+        rows = duals.pictures_of("ann", "berta") if prompted else few("bert")
+        score: Loss = duals.ASKED.loss if prompted else loss
+        setup = Setup("leaks", describe(model), made, PACE)
+        _plant(model, setup.params)
+        self.federation = Federation(setup, model, rows, score, folder, rounds=ROUNDS, replies=True)
+        self.messages, self.private = list[bytes](), dict[str, bytes]()
+        for number in range(ROUNDS):
+            self._note(f"before round {number + 1}")
+            tally = self.federation.round()
+            self._tap(tally)
+            self.federation.commit(tally)
+        self._note("in the end")
+
+    def _tap(self, tally: Tally) -> None:
+        for client, down in tally.cohort.items():
+            answered = self.federation.sites[client].journal.answered(down.request)
+            assert answered is not None
+            self.messages += [pack(down.values, {}), pack(answered[0], {})]
+
+    def _note(self, when: str) -> None:
+        for name in self.federation.sites:
+            home, _ = self.federation.sites[name].journal.home()
+            own = {k: v for k, v in home.items() if "#" not in k}
+            for key, value in (own or take(self.federation.model, self._own())).items():
+                self.private[f"{name}'s {key} {when}"] = _mark(value)
+
+    def _own(self) -> list[Param]:
+        movable = {p.key for p in self.federation.setup.movable}
+        return [p for p in self.federation.setup.trainable if p.key not in movable]
+
+    def hits(self) -> Iterator[str]:
+        """Private tensors that some message holds."""
+        everything = b"".join(self.messages)
+        return (name for name, mark in self.private.items() if mark and mark in everything)
+
+
+def _plant(model: nn.Module, params: tuple[Param, ...]) -> None:
+    """Give each tensor a pattern of bits of its own that no other tensor can have by chance."""
+    tensors = dict(model.named_parameters())
+    with torch.no_grad():
+        for number, p in enumerate(params):
+            view = p.view(tensors[p.name])
+            noise = torch.rand(view.shape, generator=torch.Generator().manual_seed(number))
+            view.add_(noise * 1e-3)
+
+
+def _mark(value: Tensor) -> bytes:
+    """The first bytes of a tensor, if they are many enough to be no accident."""
+    data = value.detach().contiguous().flatten()[:8].numpy().tobytes()
+    return data if len(data) >= 16 and any(data) else b""
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_nothing_private_is_in_any_message(name: str, tmp_path: Path) -> None:
+    prompted = "prompts" in name or "pfeddc" in name
+    tap = Wiretap(method(name, KEPT[name]), tmp_path, prompted=prompted)
+    assert len(tap.private) > 2 * ROUNDS
+    assert len(tap.messages) == 4 * ROUNDS
+    assert not list(tap.hits())
+
+
+def test_a_method_that_leaks_on_purpose_is_caught(tmp_path: Path) -> None:
+    def leaky(fit: Fit) -> Fit:
+        def leaking(job: Job) -> Done:
+            done = fit(job)
+            kept, *_ = (p for p, role in job.roles.items() if role.own and "weight" in p.name)
+            home = take(job.model, [kept])[kept.key]
+            shared = [p for p, role in job.roles.items() if role.value == "share"]
+            smuggled = {p.key + "#leak": home if i == 0 else torch.zeros(1)
+                        for i, p in enumerate(shared)}  # fmt: skip
+            return replace(done, riders=smuggled)
+
+        return leaking
+
+    made = replace(method("fedper"), wraps=(leaky,), riders=("#leak",))
+    tap = Wiretap(made, tmp_path, prompted=False)
+    assert list(tap.hits())
