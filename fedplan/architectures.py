@@ -301,3 +301,4 @@ PROMPTS = "prompt_encoder"
 EAGER = "_attn_implementation"
 GIVES_ATTENTION = {"output_attentions": True, "need_weights": True, "average_attn_weights": False}
 """What to say to an attention module that gives its probabilities only if it is asked."""
+BRIDGE = "text_projection.weight"

@@ -9,7 +9,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from fedplan.architectures import DUALS, EMBEDDINGS, RESIZED, TOWERS
+from fedplan.architectures import BRIDGE, DUALS, EMBEDDINGS, RESIZED, TOWERS
 from fedplan.errors import FedplanError
 from fedplan.tables import is_hub_id
 
@@ -173,18 +173,21 @@ def _joined(vision: str, text: str, bridge: str) -> nn.Module:
     """Two towers as one model, joined by a bridge."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
-    from transformers import VisionTextDualEncoderModel
+    from transformers import VisionTextDualEncoderConfig, VisionTextDualEncoderModel
 
-    towers = cast("Any", {"vision_model": _read(vision), "text_model": _read(text)})
-    model: nn.Module = VisionTextDualEncoderModel(**towers).float().eval()
-    if bridge:
-        try:
-            answer: Any = model.load_state_dict(load_file(bridge), strict=False)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise ModelError(f"{bridge!r} is no bridge between these towers: {error}") from error
-        if answer.unexpected_keys:
-            name = answer.unexpected_keys[0]
-            raise ModelError(f"{bridge!r} holds {name!r}, which the towers do not have")
+    eye, ear = cast("Any", _read(vision)), cast("Any", _read(text))
+    try:
+        held = load_file(bridge) if bridge else dict[str, Tensor]()
+        width = {"projection_dim": len(held[BRIDGE])} if BRIDGE in held else {}
+        make = cast("Any", VisionTextDualEncoderConfig.from_vision_text_configs)
+        config = make(eye.config, ear.config, **width)
+        model = cast("Any", VisionTextDualEncoderModel)(config, eye, ear).float().eval()
+        answer = model.load_state_dict(held, strict=False)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"{bridge!r} is no bridge between these towers: {error}") from error
+    if answer.unexpected_keys:
+        name = answer.unexpected_keys[0]
+        raise ModelError(f"{bridge!r} holds {name!r}, which the towers do not have")
     return model
 
 
