@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a small model of pictures and texts from scratch, and pictures of four kinds for its clients.
+"""Make a small model of pictures and texts, and pictures of four kinds for its clients.
 
 It stands in for CLIP where nothing may be downloaded: half of scikit-learn's digits teach a picture
 tower, a text tower and the bridge between them; the other half is given to four clients, each of
@@ -29,7 +29,7 @@ from transformers import (
 )
 
 HERE = Path(__file__).parent / "towers"
-NUMBERS = "zero one two three four five six seven eight nine".split()
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "picture", "of", *NUMBERS]
 KINDS = {
     "plain": lambda x: x,
@@ -79,8 +79,11 @@ def pixels(images: np.ndarray) -> torch.Tensor:
 
 
 def teach(
-    model: VisionTextDualEncoderModel, tokenizer: BertTokenizer, images: torch.Tensor, labels: torch.Tensor
-) -> None:  # fmt: skip
+    model: VisionTextDualEncoderModel,
+    tokenizer: BertTokenizer,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+) -> None:
     """Bring each picture near the text of its number."""
     texts = tokenizer([f"a picture of a {name}" for name in NUMBERS], return_tensors="pt")
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4)

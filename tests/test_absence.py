@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Newcomers, absentees and lost homes: what each finds when it takes its turn."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import duals
+import pytest
+import torch
+from torch import Tensor
+
+from fedplan.agreement import Setup
+from fedplan.description import describe
+from fedplan.fit import Pace
+from fedplan.journal import home_of
+from fedplan.ledger import read_lines
+from fedplan.methods import method
+from fedplan.runners.local import Federation
+from fedplan.verification import verify_lines
+
+PACE = Pace(optimiser="adamw", rate=1e-2, batch=2, steps=2)
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Federation:
+    torch.manual_seed(0)
+    made = method("pfeddc")
+    assert made.adapt is not None
+    model = made.adapt(duals.build("clip"))
+    setup = Setup("absence", describe(model), made, PACE)
+    rows = duals.pictures_of("ann", "berta", "carla!")
+    return Federation(setup, model, rows, duals.ASKED.loss, tmp_path, rounds=6)
+
+
+def play(whole: Federation, *absent: str) -> dict[str, set[str]]:
+    """One round without some clients; what came down to each of the others."""
+    away = {name: whole.sites.pop(name) for name in absent}
+    tally = whole.round()
+    whole.commit(tally)
+    whole.sites |= away
+    return {name: set(down.values) for name, down in tally.cohort.items()}
+
+
+def home(whole: Federation, name: str) -> dict[str, Tensor]:
+    return whole.sites[name].journal.home()[0]
+
+
+def own(whole: Federation) -> set[str]:
+    return {p.key for p in whole.setup.params if p.stack == "fusion" or "own" in p.words}
+
+
+def faults(whole: Federation) -> list[str]:
+    return verify_lines(whole.setup, read_lines(whole.folder / "ledger.jsonl"))
+
+
+def test_a_newcomer_starts_from_todays_common_prompts_and_fresh_own_ones(whole: Federation) -> None:
+    for _ in range(2):
+        play(whole, "carla!")
+    common = {p.key for p in whole.setup.movable}
+    before = whole.personal_values("carla!")
+    assert all(torch.equal(before[k], whole.world.values[k]) for k in common)
+    assert all(torch.equal(before[k], whole.start[k]) for k in own(whole))
+    assert not home(whole, "carla!")
+    came = play(whole)
+    assert came["carla!"] == common
+    assert set(home(whole, "carla!")) == own(whole)
+    assert not faults(whole)
+
+
+def test_an_absentee_keeps_its_own_and_gets_what_it_missed(whole: Federation) -> None:
+    play(whole)
+    kept = home(whole, "ann")
+    for _ in range(2):
+        play(whole, "ann")
+    again = home(whole, "ann")
+    assert all(torch.equal(kept[k], again[k]) for k in own(whole))
+    assert play(whole)["ann"] == {p.key for p in whole.setup.movable}
+    assert not faults(whole)
+
+
+def test_a_lost_home_is_a_newcomers_and_the_ledger_shows_it(whole: Federation) -> None:
+    for _ in range(2):
+        play(whole)
+    shutil.rmtree(home_of(whole.folder, "ann"))
+    whole.sites["ann"].journal = type(whole.sites["ann"].journal)(home_of(whole.folder, "ann"))
+    start = whole.personal_values("ann")
+    assert all(torch.equal(start[k], whole.start[k]) for k in own(whole))
+    play(whole)
+    assert set(home(whole, "ann")) == own(whole)
+    found = faults(whole)
+    assert found and all("round 3, ann" in f and "what it last was" in f for f in found)
