@@ -56,6 +56,12 @@ def gte() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"input_ids": torch.randint(5, 30000, (16, 64)), "labels": torch.arange(16) % 8}
 
 
+MODELS = {
+    "ViT, 5.4 M params, 16 pictures of 64 patches": vit,
+    "BERT as gte-small, 33 M params, 16 texts of 64 tokens": gte,
+}
+
+
 def step(model: nn.Module, batch: dict[str, Tensor], plan: Plan) -> float:
     """Seconds of one step with AdamW, its memory fresh, the marking not counted."""
     params = describe(model)
@@ -80,8 +86,7 @@ def flops(model: nn.Module, batch: dict[str, Tensor], plan: Plan) -> int:
 def main() -> None:
     torch.set_num_threads(1)
     lines = [f"torch {torch.__version__}, {platform.machine()}, one thread, {STEPS} steps each"]
-    for name, make in {"ViT, 5.4 M params, 16 pictures of 64 patches": vit,
-                       "BERT as gte-small, 33 M params, 16 texts of 64 tokens": gte}.items():  # fmt: skip
+    for name, make in MODELS.items():
         torch.manual_seed(0)
         model, batch = make()
         counts = {plan: flops(model, batch, said) for plan, said in PLANS.items()}

@@ -16,13 +16,17 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
-from duals import ASKED, BACKBONES, NAMES, build, joined, pictures_of
+from duals import ASKED, BACKBONES, NAMES, Words, build, joined, pictures_of
 from PIL import Image
 from torch import Tensor, nn
 from zoo import VISION
 
+from fedplan.agreement import Setup
 from fedplan.description import blocks_of, describe
 from fedplan.errors import FedplanError
+from fedplan.examples import Images
+from fedplan.fit import Pace
+from fedplan.message import pack
 from fedplan.method import Method
 from fedplan.methods.compositions import pfeddc_held
 from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
@@ -33,6 +37,7 @@ from fedplan.params import Block, Kind, Param, Params
 from fedplan.parts import Part
 from fedplan.plan import Role
 from fedplan.resolution import resolve
+from fedplan.runners.local import Federation
 from fedplan.tables import load as table_of
 from fedplan.tables import rows, values
 from fedplan.tasks import task
@@ -530,3 +535,27 @@ def test_a_real_model_of_two_towers_knows_photos() -> None:
 def test_the_methods_keep_the_laws(make: Callable[..., Method], backbone: str) -> None:
     made = make(warmup=1) if make is pfeddc_held else make()
     check_method(made, build(backbone), pictures_of("ann", "berta"), ASKED.loss)
+
+
+@pytest.mark.parametrize(("text", "vision", "upload"), [(4, 4, 20_480), (16, 16, 81_920)])
+def test_the_message_of_a_full_size_clip_is_the_arithmetic(
+    text: int, vision: int, upload: int, tmp_path: Path
+) -> None:
+    """CLIP ViT-B/16 by its public configuration; what is counted is the message itself."""
+    torch.manual_seed(0)
+    config = hf.CLIPConfig(vision_config={"patch_size": 16})
+    words = Words(49406, 49407, 49407)
+    dual = dual_of(hf.CLIPModel(config), words, NAMES)
+    made = pfeddc(text, vision)
+    assert made.adapt is not None
+    model = made.adapt(dual)
+    setup = Setup("clip", describe(model), made, Pace(batch=1, steps=1))
+    pictures = torch.zeros((2, 3, 224, 224), dtype=torch.uint8)
+    half = torch.full((3, 1, 1), 0.5)
+    rows = {"ann": Images(pictures, torch.tensor([0, 1]), half, half)}
+    whole = Federation(setup, model, rows, ASKED.loss, tmp_path, rounds=1, replies=True)
+    tally = whole.round()
+    answered = whole.sites["ann"].journal.answered(tally.cohort["ann"].request)
+    assert answered is not None
+    assert tally.lines["ann"]["up"] == tally.lines["ann"]["down"] == upload
+    assert upload < len(pack(answered[0], {})) < upload + 1024
