@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedplan.config import ConfigError
 from fedplan.examples import Images, Prepared
+from fedplan.loading import quiet
 from fedplan.models.dual import Dual
 from fedplan.models.folder import Picture, save
 from fedplan.state import put
@@ -29,7 +30,8 @@ def export_run(run: Path, out: Path, client: str = "") -> str:
         raise ConfigError(f"{out} is not empty: name another folder")
     values = federation.personal_values(client) if client else federation.world_values()
     put(federation.model, values, federation.setup.trainable)
-    return _written(federation.model.eval(), trial.shares.task, trial.shares.test, out)
+    with quiet():
+        return _written(federation.model.eval(), trial.shares.task, trial.shares.test, out)
 
 
 def _written(model: nn.Module, task: Task, rows: Prepared, out: Path) -> str:

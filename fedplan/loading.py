@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +19,23 @@ from fedplan.tables import is_hub_id
 from fedplan.tasks import Task
 
 
+@contextmanager
+def quiet() -> Generator[None]:
+    """Without transformers' progress bars: a small model is loaded before one is drawn."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
     """The model as the study says it; what is new in it is drawn from the study's seed."""
-    with torch.random.fork_rng(devices=[]):
+    with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(streams.seed(study.name, "model", study.seed))
         model = _made(study, task)
         return method.adapt(model) if method.adapt is not None else model
