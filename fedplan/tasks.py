@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import exp
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fedplan.attention import at_rest
 from fedplan.catalog import TASKS
 from fedplan.evaluation import macro_f1
 from fedplan.examples import (
@@ -78,7 +78,7 @@ class Task(ABC):
         if not len(rows):
             return {"examples": 0.0}
         parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        with _at_rest(model), torch.no_grad():
+        with at_rest(model), torch.no_grad():
             for indices in cast("tuple[Tensor, ...]", torch.arange(len(rows)).split(batch_size)):
                 logits, labels, sizes = self._answers(model, rows.batch(indices))
                 losses = cross_entropy(logits, labels, reduction="none").double()
@@ -374,15 +374,3 @@ def _at_first_tokens(words: Sequence[int | None], classes: Sequence[int]) -> lis
 def _cut(flat: Sequence[Each], sizes: Sequence[int]) -> list[list[Each]]:
     rest = iter(flat)
     return [[next(rest) for _ in range(size)] for size in sizes]
-
-
-@contextmanager
-def _at_rest(model: nn.Module) -> Generator[None]:
-    """A model in evaluation mode, each module's own mode restored in the end."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

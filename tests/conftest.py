@@ -7,9 +7,30 @@ import os
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
+from pathlib import Path
+
+import numpy as np
+import pytest
 import torch
+from commands import STUDY
 from hypothesis import settings
 
 torch.set_num_threads(1)
 settings.register_profile("laws", max_examples=2000, deadline=None, derandomize=True)
 settings.load_profile("laws")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tiny study and its data."""
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    np.savez(
+        "digits.npz",
+        image_train=draw.integers(0, 255, (60, 8, 8), dtype=np.uint8),
+        digit_train=draw.integers(0, 3, 60),
+        image_test=draw.integers(0, 255, (20, 8, 8), dtype=np.uint8),
+        digit_test=draw.integers(0, 3, 20),
+    )
+    Path("study.toml").write_text(STUDY)
+    return tmp_path

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from commands import STUDY, run
 from PIL import Image
-from test_studies import STUDY, run
 from torch import Tensor
 from zoo import TEXT, VISION
 
@@ -33,21 +33,6 @@ WORDS = [
     "1",
     "2",
 ]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    draw = np.random.default_rng(0)
-    np.savez(
-        "digits.npz",
-        image_train=draw.integers(0, 255, (60, 8, 8), dtype=np.uint8),
-        digit_train=draw.integers(0, 3, 60),
-        image_test=draw.integers(0, 255, (20, 8, 8), dtype=np.uint8),
-        digit_test=draw.integers(0, 3, 20),
-    )
-    Path("study.toml").write_text(STUDY)
-    return tmp_path
 
 
 @torch.no_grad()

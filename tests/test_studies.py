@@ -6,58 +6,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from typer.testing import CliRunner
+from commands import run
 
-from fedplan.cli import app
 from fedplan.runners.local import Federation
-
-STUDY = """
-name = "tiny"
-[model]
-type = "vit"
-settings = { image_size = 8, patch_size = 4, hidden_size = 16, num_hidden_layers = 2, num_attention_heads = 2, intermediate_size = 16 }
-[task]
-kind = "image-classification"
-input = "image"
-label = "digit"
-image_size = 8
-[data]
-path = "digits.npz"
-split = "train"
-test_split = "test"
-by = "dirichlet"
-alpha = 0.5
-clients = 3
-[method]
-plan = "chain(share(), when(after(1), freeze(query | key)), keep(head))"
-[train]
-rounds = 3
-batch = 8
-[clients]
-dropped = 0.1
-"""
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    draw = np.random.default_rng(0)
-    np.savez(
-        "digits.npz",
-        image_train=draw.integers(0, 255, (60, 8, 8), dtype=np.uint8),
-        digit_train=draw.integers(0, 3, 60),
-        image_test=draw.integers(0, 255, (20, 8, 8), dtype=np.uint8),
-        digit_test=draw.integers(0, 3, 20),
-    )
-    Path("study.toml").write_text(STUDY)
-    return tmp_path
-
-
-def run(*args: str) -> tuple[int, str]:
-    result = CliRunner(env={"COLUMNS": "100"}).invoke(app, list(args))
-    return result.exit_code, result.output
 
 
 def files(folder: Path) -> dict[str, bytes]:
