@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import Generator, Tensor
@@ -19,13 +19,6 @@ if TYPE_CHECKING:
 
 NO_LABEL = -100
 """Stands where nothing is to be predicted."""
-
-
-class Prepared(Protocol):
-    """A client's rows as tensors. The generator draws what is random in a batch, such as masks."""
-
-    def __len__(self) -> int: ...
-    def batch(self, indices: Tensor, generator: Generator | None = None) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.ids.starts) - 1
 
-    def batch(self, indices: Tensor, generator: Generator | None = None) -> dict[str, Tensor]:
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
         """Some rows, filled up to the longest of them."""
         ids, inside = self.ids.padded(indices, self.pad)
         batch = {"input_ids": ids, "attention_mask": inside.long()}
@@ -80,7 +73,7 @@ class Sequences:
 class Masked:
     """Blocks of tokens, some hidden: BERT's 15 %, of which 80 % masked and 10 % replaced.
 
-    Without a generator, each row's masks are always the same.
+    Each row's masks follow from the seed: a turn that trains takes a seed of its own.
     """
 
     blocks: Sequences
@@ -88,25 +81,27 @@ class Masked:
     special: Tensor
     vocabulary: int
     share: float = 0.15
+    seed: int = 0
     noise: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         lengths = self.blocks.ids.starts.diff()
         shape = (len(self), int(lengths.max()) if len(self) else 0, 2)
-        noise = torch.rand(shape, generator=Generator().manual_seed(0))
+        noise = torch.rand(shape, generator=Generator().manual_seed(self.seed))
         object.__setattr__(self, "noise", noise)
 
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def batch(self, indices: Tensor, generator: Generator | None = None) -> dict[str, Tensor]:
+    def seeded(self, seed: int) -> Masked:
+        """The same blocks with other masks."""
+        return replace(self, seed=seed)
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
         """Some blocks with masks; at least one token of each is hidden, if it has any."""
         batch = self.blocks.batch(indices)
         ids = batch["input_ids"]
-        if generator is None:
-            noise = self.noise[indices, : ids.shape[1]]
-        else:
-            noise = torch.rand((*ids.shape, 2), generator=generator)
+        noise = self.noise[indices, : ids.shape[1]]
         plain = batch["attention_mask"].bool() & ~torch.isin(ids, self.special)
         draw = noise[..., 0].masked_fill(~plain, 2.0)
         hidden = plain & ((draw < self.share) | (draw == draw.amin(1, keepdim=True)))
@@ -132,7 +127,7 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batch(self, indices: Tensor, generator: Generator | None = None) -> dict[str, Tensor]:
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
         """Some pictures, scaled and centred."""
         pixels = (self.pixels[indices].float() / 255 - self.mean) / self.std
         return {"pixel_values": pixels, "labels": self.labels[indices]}

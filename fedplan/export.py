@@ -9,7 +9,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from fedplan.config import ConfigError
-from fedplan.examples import Images, Prepared
+from fedplan.examples import Images
+from fedplan.fit import Examples
 from fedplan.loading import quiet
 from fedplan.models.dual import Dual
 from fedplan.models.folder import Picture, save
@@ -34,7 +35,7 @@ def export_run(run: Path, out: Path, client: str = "") -> str:
         return _written(federation.model.eval(), trial.shares.task, trial.shares.test, out)
 
 
-def _written(model: nn.Module, task: Task, rows: Prepared, out: Path) -> str:
+def _written(model: nn.Module, task: Task, rows: Examples, out: Path) -> str:
     if isinstance(model, Dual):
         save(model, out, picture=_picture(task, rows))
         return f"fedplan.models.folder.predict({str(out)!r}, [picture, ...])"
@@ -46,7 +47,7 @@ def _written(model: nn.Module, task: Task, rows: Prepared, out: Path) -> str:
     return f"transformers.{task.model_class}.from_pretrained({str(out)!r})"
 
 
-def _picture(task: Task, rows: Prepared) -> Picture:
+def _picture(task: Task, rows: Examples) -> Picture:
     if not isinstance(rows, Images):
         return Picture(task.image_size)
     return Picture(task.image_size, _colours(rows.mean), _colours(rows.std))

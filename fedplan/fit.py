@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,13 @@ class Examples(Protocol):
 
     def __len__(self) -> int: ...
     def batch(self, indices: Tensor) -> dict[str, Tensor]: ...
+
+
+@runtime_checkable
+class Seeded(Protocol):
+    """Examples that are drawn anew for each turn, as masks are."""
+
+    def seeded(self, seed: int) -> Examples: ...
 
 
 @dataclass(frozen=True)
@@ -110,9 +117,10 @@ def plain(job: Job) -> Done:
         if not trained:
             return Done(loss=float("nan"), steps=0)
         optimiser, device = job.pace.start(marked), trained[0].device.type
+        rows = job.rows.seeded(job.seed) if isinstance(job.rows, Seeded) else job.rows
         job.model.train()
         for indices in batches(len(job.rows), job.pace, job.seed):
-            batch = job.rows.batch(indices)
+            batch = rows.batch(indices)
             with torch.autocast(device, torch.bfloat16, enabled=job.pace.bf16):
                 loss = job.loss(job.model, batch)
             loss.backward()

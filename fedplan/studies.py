@@ -17,8 +17,7 @@ from fedplan.attention import moved
 from fedplan.config import ConfigError, MethodSection, Study, study_of
 from fedplan.description import describe
 from fedplan.evaluation import spread
-from fedplan.examples import Prepared
-from fedplan.fit import Pace
+from fedplan.fit import Examples, Pace
 from fedplan.ledger import read_lines
 from fedplan.loading import starting_model
 from fedplan.manifest import read, written
@@ -44,9 +43,9 @@ Watch = Callable[["Trial", Tally, Mapping[str, Any]], None]
 class Shares:
     """The rows of each client, to train and to test on, and those of the common test."""
 
-    train: dict[str, Prepared]
-    own: dict[str, Prepared]
-    test: Prepared
+    train: dict[str, Examples]
+    own: dict[str, Examples]
+    test: Examples
     task: Task
 
 

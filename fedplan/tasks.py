@@ -22,7 +22,6 @@ from fedplan.examples import (
     NO_LABEL,
     Images,
     Masked,
-    Prepared,
     Ragged,
     Sequences,
     centre_of,
@@ -32,6 +31,7 @@ from fedplan.examples import (
     pictures,
     pieces,
 )
+from fedplan.fit import Examples
 from fedplan.tables import DataError, is_hub_id, label_order, names_in, values
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Task(ABC):
         return TASKS[self.kind]
 
     @abstractmethod
-    def prepare(self, table: Dataset) -> Prepared:
+    def prepare(self, table: Dataset) -> Examples:
         """The rows as tensors, tokenised or decoded once."""
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -73,7 +73,7 @@ class Task(ABC):
         logits, labels, _ = self._answers(model, batch)
         return cross_entropy(logits, labels) if len(labels) else logits.sum() * 0.0
 
-    def score(self, model: nn.Module, rows: Prepared, *, batch_size: int) -> dict[str, float]:
+    def score(self, model: nn.Module, rows: Examples, *, batch_size: int) -> dict[str, float]:
         """Loss, accuracy and what else the task measures; of no rows only that they are none."""
         if not len(rows):
             return {"examples": 0.0}

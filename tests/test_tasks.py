@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isclose, isfinite, log
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from PIL import Image as Pictures
 from torch import Tensor, nn
 
 from fedplan.data import DataError, load
+from fedplan.fit import Job, Pace, Seeded, plain
+from fedplan.params import Kind, Param
+from fedplan.plan import Role
 from fedplan.tables import labels_in
 from fedplan.tasks import Task, task
 
@@ -288,14 +291,16 @@ def test_texts_become_blocks_and_no_token_is_lost(tokenizer: str) -> None:
     assert torch.equal(batch["labels"] != -100, batch["attention_mask"].bool())
 
 
-def test_masks_are_as_the_generator_says(tokenizer: str) -> None:
+def test_masks_are_as_the_seed_says(tokenizer: str) -> None:
     rows = small("masked-lm", tokenizer).prepare(table())
     indices = torch.arange(len(rows))
 
-    def drawn(seed: int | None) -> dict[str, Tensor]:
-        return rows.batch(indices, None if seed is None else torch.Generator().manual_seed(seed))
+    assert isinstance(rows, Seeded)
 
-    for seed in (None, 1, 2):
+    def drawn(seed: int) -> dict[str, Tensor]:
+        return rows.seeded(seed).batch(indices)
+
+    for seed in (0, 1, 2):
         first, second = drawn(seed), drawn(seed)
         assert all(torch.equal(first[name], second[name]) for name in first)
         asked = first["labels"] != -100
@@ -303,7 +308,7 @@ def test_masks_are_as_the_generator_says(tokenizer: str) -> None:
         assert not torch.isin(first["labels"][asked], torch.arange(5)).any()
     assert not torch.equal(drawn(1)["labels"], drawn(2)["labels"])
     alone = [rows.batch(index[None])["labels"][0] for index in indices[:-1]]
-    assert torch.equal(torch.stack(alone), drawn(None)["labels"][:-1])
+    assert torch.equal(torch.stack(alone), drawn(0)["labels"][:-1])
 
 
 def test_masks_have_the_shares_of_bert(tokenizer: str) -> None:
@@ -453,3 +458,20 @@ def test_a_model_of_other_classes_is_refused(tokenizer: str) -> None:
     model = hf.BertForSequenceClassification(hf.BertConfig(**zoo.TEXT, num_labels=5))
     with pytest.raises(DataError, match=r"5 classes and the task 3 labels.*num_labels = 3"):
         asked.loss(model, all_of(asked.prepare(table())))
+
+
+def test_each_turn_of_training_hides_other_tokens(tokenizer: str) -> None:
+    asked = small("masked-lm", tokenizer)
+    rows, seen = asked.prepare(table()), list[Tensor]()
+    model = torch.nn.Linear(1, 1)
+
+    def loss(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        seen.append(batch["labels"])
+        return model(torch.ones(1)).sum()
+
+    params = (Param("weight", Kind.HEAD, (1, 1)), Param("bias", Kind.HEAD, (1,)))
+    roles = dict.fromkeys(params, Role.SHARE)
+    for seed in (1, 1, 2):
+        plain(Job(model, roles, rows, loss, Pace(batch=99, steps=1), seed, start={}))
+    ordered = [batch[batch.sum(1).argsort()] for batch in seen]
+    assert torch.equal(ordered[0], ordered[1]) and not torch.equal(ordered[0], ordered[2])
