@@ -31,6 +31,8 @@ rounds = 3
 batch = 8
 [clients]
 dropped = 0.1
+[evaluate]
+attention = 4
 """
 
 

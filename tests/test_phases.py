@@ -22,9 +22,11 @@ from fedplan.ledger import read_lines
 from fedplan.method import Method
 from fedplan.methods import method
 from fedplan.phases import Planned, Sign
+from fedplan.probe import probe_named
 from fedplan.rounds import Tally
 from fedplan.runners.local import Federation, opened
 from fedplan.testing import check_method
+from fedplan.text import parse
 from fedplan.verification import verify_lines
 
 PACE = Pace(optimiser="sgd", rate=0.1, batch=2, steps=2)
@@ -156,6 +158,21 @@ def test_who_did_not_send_counts_as_unchanged_if_absent_counts(tmp_path: Path) -
         part = both[True].world.values[key] - start[key]
         share = weights[key] / tallies[True].weight
         assert torch.allclose(part, full * share, atol=1e-6), key
+
+
+def test_a_client_with_less_room_chooses_fewer_blocks(tmp_path: Path) -> None:
+    plan = parse('chain(freeze(), share(head), by("capacity", {"small": best(1)}, best(2)))')
+    model = zoo.build("vit")
+    setup = Setup("phases", describe(model), Method(plan, probe=probe_named("attention")), PACE)
+    traits = {"client-1": {"capacity": "small"}}
+    rows = few("vit", 3)
+    whole = Federation(setup, model, rows, loss, tmp_path, rounds=2, traits=traits)
+    tally = whole.round()
+    whole.commit(tally)
+    assert not tally.rejected
+    up = {name: line["up"] for name, line in tally.lines.items()}
+    assert up["client-1"] < up["client-0"] == up["client-2"]
+    assert not verify_lines(setup, read_lines(tmp_path / "ledger.jsonl"))
 
 
 def test_a_vote_that_is_no_number_is_left_out(tmp_path: Path) -> None:

@@ -25,6 +25,14 @@ def test_a_study_runs_and_is_verified(here: Path) -> None:
     metrics = [json.loads(line) for line in written.splitlines()]
     assert [m["round"] for m in metrics] == [1, 2, 3]
     assert set(metrics[-1]) == {"round", "world", "clients", "personal"}
+    ledger = (here / "runs/tiny/ledger.jsonl").read_text().splitlines()
+    rounds = [line for line in map(json.loads, ledger) if "moved" in line]
+    for line in rounds:
+        far = {(stack, number): far for stack, number, far in line["attention"]}
+        assert far.keys() == {("vision", 0), ("vision", 1)}
+        assert all(0 < each < 1 for each in far.values())
+        assert line["drift"]["value"][0] > 0 and "head" not in line["drift"]
+    assert "query" in rounds[0]["drift"] and "query" not in rounds[1]["drift"]
     code, out = run("verify", "runs/tiny")
     assert code == 0 and "none of them moved" in out
 
