@@ -9,7 +9,7 @@ from math import fsum, isfinite
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedplan.agreement import Setup
 from fedplan.drift import Drift
@@ -20,7 +20,7 @@ from fedplan.params import Block
 from fedplan.phases import Sign
 from fedplan.plan import Role
 from fedplan.resolution import certain, permitted
-from fedplan.state import Tensors, take
+from fedplan.state import Tensors
 from fedplan.sums import ExactSum
 from fedplan.turn import Turn
 
@@ -43,9 +43,9 @@ class World:
     drift: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
     @staticmethod
-    def start(setup: Setup, model: nn.Module) -> World:
-        """The world as a model starts it."""
-        values = take(model, setup.movable)
+    def start(setup: Setup, values: Tensors) -> World:
+        """The world as a model starts it: of its values, those that may travel."""
+        values = {p.key: values[p.key] for p in setup.movable}
         riders = {
             k + r: torch.zeros_like(v) for k, v in values.items() for r in setup.method.riders
         }

@@ -13,6 +13,7 @@ import torch
 
 from fedplan import streams
 from fedplan.agreement import Setup
+from fedplan.attendance import Attendance
 from fedplan.attention import moved
 from fedplan.config import ConfigError, MethodSection, Study, study_of
 from fedplan.description import describe
@@ -26,7 +27,7 @@ from fedplan.methods import method
 from fedplan.phases import Planned
 from fedplan.probe import probe_named
 from fedplan.rounds import Tally
-from fedplan.runners.local import Attendance, Federation
+from fedplan.runners.local import Federation
 from fedplan.state import Tensors, put
 from fedplan.tables import labels_in, load, rows, values, where
 from fedplan.tasks import Task, task

@@ -22,8 +22,8 @@ from fedplan.method import Method
 from fedplan.phases import Planned
 from fedplan.plan import Best, Role, share
 from fedplan.resolution import permitted, resolve
-from fedplan.rounds import World, announced, close, pull, push
-from fedplan.runners.local import Federation, opened
+from fedplan.rounds import Tally, World, announced, close, pull, push
+from fedplan.runners.local import Federation, ask_all
 from fedplan.site import local
 from fedplan.state import take
 from fedplan.sums import GRID
@@ -125,8 +125,9 @@ def law_a_param_is_the_mean_over_its_own_senders(case: _Case) -> None:
     federation = case.federation()
     one, *_ = federation.sites
     setup = replace(case.setup, method=replace(case.method, serve=type(case.method.serve)()))
-    world = World.start(setup, federation.model)
-    tally = opened(setup, world, {one: federation.sites[one]})
+    world = World.start(setup, federation.start)
+    tally = Tally({one: push(setup, world, one, {})})
+    ask_all(setup, tally, federation.sites)
     update = local(setup, federation.sites[one], tally.cohort[one])
     pull(setup, world, tally, update)
     after = close(setup, world, tally, roster=2, later=set())
@@ -146,7 +147,8 @@ def law_each_gets_what_it_lacks(case: _Case) -> None:
     world, setup = federation.world, case.setup
     for _ in range(2):
         world = announced(setup, world)
-        tally = opened(setup, world, {name: federation.sites[name] for name in rest})
+        tally = Tally({name: push(setup, world, name, {}) for name in rest})
+        ask_all(setup, tally, federation.sites)
         for name in rest:
             pull(setup, world, tally, local(setup, federation.sites[name], tally.cohort[name]))
         world = close(setup, world, tally, roster=len(rest) + 1, later=set())

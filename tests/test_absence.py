@@ -36,10 +36,10 @@ def whole(tmp_path: Path) -> Federation:
 
 def play(whole: Federation, *absent: str) -> dict[str, set[str]]:
     """One round without some clients; what came down to each of the others."""
-    away = {name: whole.sites.pop(name) for name in absent}
+    away = {name: whole.roster.pop(name) for name in absent}
     tally = whole.round()
     whole.commit(tally)
-    whole.sites |= away
+    whole.roster |= away
     return {name: set(down.values) for name, down in tally.cohort.items()}
 
 

@@ -39,6 +39,8 @@ ORDER = (
         "exchange",
         "site",
         "rounds",
+        "attendance",
+        "server",
         "verification",
         "runners",
     ),

@@ -24,7 +24,7 @@ from fedplan.methods import method
 from fedplan.phases import Planned, Sign
 from fedplan.probe import probe_named
 from fedplan.rounds import Tally
-from fedplan.runners.local import Federation, opened
+from fedplan.runners.local import Federation, ask_all
 from fedplan.testing import check_method
 from fedplan.text import parse
 from fedplan.verification import verify_lines
@@ -106,10 +106,10 @@ def test_the_freeze_ends_the_kernels_state_in_every_optimiser(
 def test_a_late_joiner_gets_the_final_kernel_once(tmp_path: Path) -> None:
     whole = federation(method("fedfrozen", {"warmup": 1}), tmp_path, rounds=5, clients=3)
     kernel = {p.key for p in whole.setup.params if p.kind in ("query", "key")}
-    late, asked = whole.sites.pop("client-2"), list[Tally]()
+    late, asked = whole.roster.pop("client-2"), list[Tally]()
     for number in range(1, 6):
         if number == 3:
-            whole.sites["client-2"] = late
+            whole.roster["client-2"] = late
         asked.append(whole.round())
         whole.commit(asked[-1])
     came = [kernel & set(t.cohort["client-2"].values) for t in asked[2:]]
@@ -179,7 +179,8 @@ def test_a_vote_that_is_no_number_is_left_out(tmp_path: Path) -> None:
     whole = federation(method("safl", {"k": 1, "together": True, "probe": "last"}), tmp_path)
     made = whole.setup.method
     broken = replace(made, probe=lambda look: {block: float("nan") for block in look.blocks})
-    tally = opened(replace(whole.setup, method=made), whole.world, whole.sites)
+    tally = whole.begin()
+    ask_all(whole.setup, tally, whole.sites)
     assert all(d.turn.scores for d in tally.cohort.values())
-    tally = opened(replace(whole.setup, method=broken), whole.world, whole.sites)
+    ask_all(replace(whole.setup, method=broken), tally, whole.sites)
     assert all(not d.turn.scores for d in tally.cohort.values())

@@ -18,13 +18,14 @@ from clients import few, loss
 
 from fedplan import failpoints
 from fedplan.agreement import Setup
+from fedplan.attendance import Attendance
 from fedplan.description import describe
 from fedplan.errors import FedplanError
 from fedplan.failpoints import POINTS, VARIABLE
 from fedplan.fit import Pace
 from fedplan.ledger import digests
 from fedplan.methods import method
-from fedplan.runners.local import Attendance, Federation
+from fedplan.runners.local import Federation
 
 ROUNDS = 5
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedplan import parse
 from fedplan.agreement import Setup
+from fedplan.attendance import Attendance
 from fedplan.description import describe
 from fedplan.exchange import Down, Refused, Update
 from fedplan.fit import Pace
@@ -25,7 +26,7 @@ from fedplan.ledger import digests, read_lines
 from fedplan.method import Method
 from fedplan.methods import method
 from fedplan.rounds import Tally, World, close, pull, push
-from fedplan.runners.local import Attendance, Federation
+from fedplan.runners.local import Federation
 from fedplan.serve import RULES, Serve
 from fedplan.site import local
 from fedplan.verification import verify_lines
@@ -314,5 +315,5 @@ def test_a_client_of_any_name_has_one_home_within_the_run(name: str, tmp_path: P
 
 def test_world_starts_with_what_may_travel_only(tmp_path: Path) -> None:
     fed = federation(tmp_path)
-    world = World.start(fed.setup, fed.model)
+    world = World.start(fed.setup, fed.start)
     assert set(world.values) == {p.key for p in fed.setup.params if p.kind in ("value", "head")}

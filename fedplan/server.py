@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers: the federation's side of a run, in a folder. No transport is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedplan.agreement import Setup
+from fedplan.attendance import Attendance
+from fedplan.exchange import Update
+from fedplan.failpoints import reach
+from fedplan.ledger import Digests, Ledger
+from fedplan.plan import Role
+from fedplan.resolution import permitted
+from fedplan.rounds import Tally, World, announced, close, hear, pull, push
+from fedplan.store import Store
+from fedplan.turn import Turn
+
+Roster = Mapping[str, Mapping[str, str]]
+"""Every client's name, with its traits."""
+
+
+class Server:
+    """A world and its ledger. What it has committed survives any kill.
+
+    `start` are the values that the model starts with, of every param.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        start: Mapping[str, Tensor],
+        folder: Path,
+        *,
+        rounds: int,
+        roster: Roster,
+        attendance: Attendance | None = None,
+    ) -> None:
+        self.setup, self.start, self.folder, self.rounds = setup, start, folder, rounds
+        self.attendance = attendance or Attendance()
+        self.roster: dict[str, Mapping[str, str]] = dict(roster)
+        self.digests = Digests()
+        self.store = Store(folder / "world")
+        self.store.claim()
+        found = self.store.read()
+        self.world = _world_of(found.tensors, found.meta) if found else World.start(setup, start)
+        lengths: dict[str, int] = found.meta["lengths"] if found else {}
+        self.ledger = Ledger(folder / "ledger.jsonl", length=lengths.get("ledger", 0))
+        self.metrics = Ledger(folder / "metrics.jsonl", length=lengths.get("metrics", 0))
+
+    def begin(self) -> Tally:
+        """Announce the phase of the next round, and say who is asked for what."""
+        self.world = announced(self.setup, self.world)
+        number, experiment = self.world.round + 1, self.setup.experiment
+        cohort = self.attendance.cohort(experiment, number, list(self.roster))
+        fates = {name: self.attendance.fate(experiment, number, name) for name in cohort}
+        asked = [name for name in cohort if fates[name] != "dropped"]
+        tally = Tally({n: push(self.setup, self.world, n, self.roster[n]) for n in asked})
+        tally.rejected |= {n: fate for n, fate in fates.items() if fate != "answers"}
+        return tally
+
+    def take(self, tally: Tally, update: Update) -> None:
+        """Count an update, unless it came too late to count."""
+        if tally.rejected.get(update.client) == "late":
+            hear(tally, update)
+        else:
+            pull(self.setup, self.world, tally, update)
+
+    def end(self, tally: Tally) -> None:
+        """Close a round with what has come; `commit` makes it last."""
+        reach("round.before_close")
+        later = self._later(self.world.round + 1)
+        self.world = close(self.setup, self.world, tally, roster=len(self.roster), later=later)
+
+    def _later(self, number: int) -> set[str]:
+        """Keys that some later round may move, in this phase or in one that may still come."""
+        phases = self.setup.method.announce.phases
+        still = phases[phases.index(self.world.phase) :] if self.world.phase else ("", *phases)
+        moves = (self._last_moves[phase] for phase in still)
+        return {key for found in moves for key, last in found.items() if last > number}
+
+    @cached_property
+    def _last_moves(self) -> dict[str, dict[str, int]]:
+        """The last round that may move each key, in each phase."""
+        phases = ("", *self.setup.method.announce.phases)
+        return {phase: self._moves(phase) for phase in phases}
+
+    def _moves(self, phase: str) -> dict[str, int]:
+        plan, params = self.setup.method.plan, self.setup.params
+        sayings = {
+            plan.settle(turn): turn
+            for number in range(1, self.rounds + 1)
+            for turn in self._turns(number, phase)
+        }
+        found = dict[str, int]()
+        for turn in sayings.values():
+            roles = permitted(plan, params, turn)
+            shared = [p.key for p in params if roles[p] is Role.SHARE]
+            found |= {key: max(turn.round, found.get(key, 0)) for key in shared}
+        return found
+
+    def _turns(self, number: int, phase: str) -> list[Turn]:
+        return [Turn(number, name, phase, traits) for name, traits in self.roster.items()]
+
+    def commit(
+        self,
+        tally: Tally,
+        scores: Mapping[str, Any] | None = None,
+        signs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a round down for good: its lines, then the world that it made.
+
+        `scores` are kept beside the ledger, `signs` in the round's own line.
+        """
+        *turns, whole = self._lines(tally)
+        lengths = {"ledger": self.ledger.append([*turns, {**whole, **(signs or {})}])}
+        reach("round.ledger_written")
+        lengths["metrics"] = self.metrics.append(
+            [{"round": self.world.round, **scores}] if scores else []
+        )
+        reach("round.before_commit")
+        tensors, meta = _written(self.world)
+        self.store.write(tensors, meta | {"lengths": lengths}, number=self.world.round)
+        reach("round.committed")
+
+    def _lines(self, tally: Tally) -> list[dict[str, Any]]:
+        self.digests.only(self.world.values.values())
+        moved = {k for k, v in self.world.versions.items() if v == self.world.round}
+        whole = {
+            "round": self.world.round,
+            "phase": self.world.phase,
+            "counted": sorted(tally.counted),
+            "rejected": dict(sorted(tally.rejected.items())),
+            "moved": {k: self.digests.of(self.world.values[k]) for k in sorted(moved)},
+            "drift": self.world.drift,
+            "up": sum(line["up"] for line in tally.lines.values()),
+            "down": sum(tally.cohort[c].nbytes for c in tally.cohort),
+        }
+        return [*(tally.lines[c] for c in sorted(tally.lines)), whole]
+
+    def world_values(self) -> dict[str, Tensor]:
+        """The federation's model: its values, and the start's for what each client keeps."""
+        trainable = self.setup.trainable
+        return {p.key: self.world.values.get(p.key, self.start[p.key]) for p in trainable}
+
+
+def _written(world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = {f"value/{k}": v for k, v in world.values.items()}
+    for key, memory in world.memory.items():
+        tensors |= {f"memory/{name}/{key}": v for name, v in memory.items()}
+    meta = {"round": world.round, "phase": world.phase, "versions": world.versions}
+    drift = {kind: list(numbers) for kind, numbers in world.drift.items()}
+    return tensors, meta | {"known": world.known, "drift": drift}
+
+
+def _world_of(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> World:
+    values, memory = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
+    for name, tensor in tensors.items():
+        sort, _, rest = name.partition("/")
+        if sort == "value":
+            values[rest] = tensor
+        else:
+            which, _, key = rest.partition("/")
+            memory.setdefault(key, {})[which] = tensor
+    known = {client: dict(held) for client, held in meta["known"].items()}
+    versions = {k: int(v) for k, v in meta["versions"].items()}
+    drift = {kind: (apart, step) for kind, (apart, step) in meta["drift"].items()}
+    return World(values, versions, meta["round"], meta["phase"], known, memory, drift)
