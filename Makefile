@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help check test nightly picture manifests
+.PHONY: help check test examples nightly picture manifests
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -11,6 +11,13 @@ check: ## format, lint and types
 
 test: ## the tests that every change must pass
 	pytest -n auto -m 'not nightly'
+
+examples: ## the README's studies, two rounds of each
+	python examples/digits.py
+	python examples/towers.py
+	for study in digits safl prompts; do \
+	  folder=$$(mktemp -d) && fedplan run examples/$$study.toml --set train.rounds=2 --output $$folder/run \
+	  && fedplan verify $$folder/run && rm -r $$folder || exit 1; done
 
 nightly: ## all tests, the long ones too
 	pytest -n auto
