@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from fedplan import streams
 from fedplan.agreement import Setup
@@ -24,6 +25,7 @@ from fedplan.loading import starting_model
 from fedplan.manifest import read, written
 from fedplan.method import Method
 from fedplan.methods import method
+from fedplan.params import Params
 from fedplan.phases import Planned
 from fedplan.probe import probe_named
 from fedplan.rounds import Tally
@@ -50,22 +52,36 @@ class Shares:
     task: Task
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What each end of a study builds for itself: the rows, the model, and what all agree on."""
+
+    shares: Shares
+    model: nn.Module
+    setup: Setup
+
+
+def stage_of(study: Study) -> Stage:
+    """The stage of a study; the same study gives the same one everywhere."""
+    torch.set_num_threads(study.threads)
+    shares, made = _shares(study), method_of(study)
+    model = starting_model(study, shares.task, made)
+    return Stage(shares, model, _setup(study, describe(model)))
+
+
 class Trial:
     """A study that runs in a folder, and goes on from where the folder says it stopped."""
 
     def __init__(self, study: Study, folder: Path) -> None:
         self.study, self.folder = study, folder
-        torch.set_num_threads(study.threads)
-        self.shares = _shares(study)
-        made = method_of(study)
-        model = starting_model(study, self.shares.task, made)
-        setup = Setup(f"{study.name}/{study.seed}", describe(model), made, _pace(study))
+        stage = stage_of(study)
+        self.shares, setup = stage.shares, stage.setup
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "study.json").write_text(study.model_dump_json(indent=1))
         (folder / "manifest.json").write_text(written(setup.params))
         self.federation = Federation(
             setup,
-            model,
+            stage.model,
             self.shares.train,
             self.shares.task.loss,
             folder,
@@ -144,12 +160,12 @@ def read_run(folder: Path) -> tuple[Study, Setup, list[dict[str, Any]]]:
         lines = read_lines(folder / "ledger.jsonl")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
-    setup = Setup(f"{study.name}/{study.seed}", params, method_of(study), _pace(study))
-    return study, setup, lines
+    return study, _setup(study, params), lines
 
 
-def _pace(study: Study) -> Pace:
-    return Pace(**study.train.model_dump(exclude={"rounds"}))
+def _setup(study: Study, params: Params) -> Setup:
+    pace = Pace(**study.train.model_dump(exclude={"rounds"}))
+    return Setup(f"{study.name}/{study.seed}", params, method_of(study), pace)
 
 
 def _shares(study: Study) -> Shares:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import zoo
 from clients import few, loss
+from commands import STUDY, run
+from deployment import Deployment
 from flwr.app import Context
 from grids import InProcess
 from hypothesis import given, settings
@@ -80,7 +82,7 @@ def carried(made: Method, folder: Path) -> Server:
     start = next(iter(held.values())).site.start
     roster = {name: TRAITS.get(name, {}) for name in NAMES}
     server = Server(setup_of(made), start, folder, rounds=ROUNDS, roster=roster)
-    carry(grid, server, lambda *_: None, SOON)
+    carry(grid, server, SOON)
     return server
 
 
@@ -162,3 +164,21 @@ def test_another_apps_message_is_refused() -> None:
     ):
         with pytest.raises(MessageError):
             parcels.update_of(records)
+
+
+def test_three_nodes_with_tls_and_keys_have_the_same_bits_too(here: Path) -> None:
+    study = STUDY.replace('path = "digits.npz"', f'path = "{here}/digits.npz"')
+    study = study.replace("dropped = 0.1", "").replace("attention = 4", "personal = false")
+    Path("study.toml").write_text(study)
+    assert run("run", "study.toml", "--output", "whole")[0] == 0
+    names = [f"client-{i:02}" for i in range(3)]
+    with Deployment(here / "fed", names) as deployed:
+        out = deployed.run(study)
+    assert (out / "ledger.jsonl").read_bytes() == (here / "whole/ledger.jsonl").read_bytes()
+    assert run("verify", str(out))[0] == 0
+    one, other = (Store(folder / "world").read() for folder in (out, here / "whole"))
+    assert one is not None and other is not None
+    assert digests(one.tensors) == digests(other.tensors)
+    for name in names:
+        kept = Journal(here / "fed/sites" / name / "tiny/home", replies=True).home()[0]
+        assert kept and digests(kept) == digests(Journal(home_of(here / "whole", name)).home()[0])

@@ -69,7 +69,9 @@ def answers(
             time.sleep(patience.look)
 
 
-def carry(grid: Grid, server: Server, watch: Watch, patience: Patience | None = None) -> None:
+def carry(
+    grid: Grid, server: Server, patience: Patience | None = None, watch: Watch | None = None
+) -> None:
     """Play every round that is left, committing each before the next."""
     patience = patience or Patience()
     nodes = met(grid, list(server.roster), patience)
@@ -83,7 +85,8 @@ def carry(grid: Grid, server: Server, watch: Watch, patience: Patience | None = 
         tally.rejected |= {name: "no answer" for name in silent}
         server.end(tally)
         server.commit(tally)
-        watch(server, tally)
+        if watch is not None:
+            watch(server, tally)
 
 
 def _count(
