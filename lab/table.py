@@ -46,9 +46,16 @@ def later(result: Result) -> list[dict[str, Any]]:
     return result["rounds"][len(result["rounds"]) // 2 :]
 
 
-def apart(result: Result) -> float:
-    """How far the clients' changes lie apart in all, in the second half of the run."""
-    return statistics.mean(sum(a for a, _ in line["drift"].values()) for line in later(result))
+def apart(*without: str) -> Measure:
+    """How far the clients' changes lie apart in the second half of the run, but for some kinds."""
+
+    def mean(result: Result) -> float:
+        drifts = [line["drift"] for line in later(result)]
+        return statistics.mean(
+            sum(far for kind, (far, _) in drift.items() if kind not in without) for drift in drifts
+        )
+
+    return mean
 
 
 def moved(result: Result) -> float:
@@ -57,7 +64,11 @@ def moved(result: Result) -> float:
     return statistics.mean(far)
 
 
-FROZEN = measured("accuracy") | {"drift": apart, "attention moved": moved}
+FROZEN = measured("accuracy") | {
+    "drift": apart(),
+    "drift but query and key": apart("query", "key"),
+    "attention moved": moved,
+}
 SAFL = {n: m for n, m in measured("f1").items() if n != "worst client"}
 PROMPTS = {
     "own accuracy": lambda r: last(r)["personal"]["mean"],

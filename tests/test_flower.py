@@ -166,6 +166,7 @@ def test_another_apps_message_is_refused() -> None:
             parcels.update_of(records)
 
 
+@pytest.mark.nightly
 def test_three_nodes_with_tls_and_keys_have_the_same_bits_too(here: Path) -> None:
     study = STUDY.replace('path = "digits.npz"', f'path = "{here}/digits.npz"')
     study = study.replace("dropped = 0.1", "").replace("attention = 4", "personal = false")
