@@ -22,11 +22,12 @@ from fedplan.errors import FedplanError
 from fedplan.exchange import Down, Update
 from fedplan.fit import Pace
 from fedplan.journal import Journal, home_of
-from fedplan.ledger import digests
+from fedplan.ledger import digests, read_lines
 from fedplan.message import MessageError
 from fedplan.method import Method
 from fedplan.methods import method
 from fedplan.params import Block
+from fedplan.rounds import Tally
 from fedplan.runners.flower import parcels
 from fedplan.runners.flower.client import Seat, client_app
 from fedplan.runners.flower.server import Patience, carry, met
@@ -71,19 +72,62 @@ def seats(made: Method, folder: Path) -> dict[str, Seat]:
     return found
 
 
-def carried(made: Method, folder: Path) -> Server:
+def carried(made: Method, folder: Path, *, broken: str = "", kill: int = 0) -> Server:
+    """A run over an in-process grid: one node may answer with errors, the server may be killed."""
     held = seats(made, folder)
 
     def seat_of(context: Context) -> Seat:
-        return held[str(context.node_config["name"])]
+        name = str(context.node_config["name"])
+        if name == broken and (folder / "ledger.jsonl").read_bytes():
+            raise RuntimeError("this node is out of order")
+        return held[name]
 
     # Nodes come in another order than the roster's.
     grid = InProcess(client_app(seat_of), [{"name": name} for name in reversed(NAMES)])
     start = next(iter(held.values())).site.start
     roster = {name: TRAITS.get(name, {}) for name in NAMES}
     server = Server(setup_of(made), start, folder, rounds=ROUNDS, roster=roster)
+    if kill:
+        _after(server, kill)
     carry(grid, server, SOON)
     return server
+
+
+def _after(server: Server, count: int) -> None:
+    """Have a server end with its so-maniest answer in hand, uncounted."""
+    left, calm = [count], server.take
+
+    def take(tally: Tally, update: Update) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        calm(tally, update)
+
+    server.take = take  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kill", [1, 2, 5, 9, 15])
+def test_a_server_that_ends_in_a_round_goes_on_with_the_same_bits(
+    kill: int, tmp_path: Path
+) -> None:
+    made = METHODS["fedper"]
+    calm = carried(made, tmp_path / "calm")
+    with pytest.raises(KeyboardInterrupt):
+        carried(made, tmp_path / "killed", kill=kill)
+    again = carried(made, tmp_path / "killed")
+    assert digests(again.world.values) == digests(calm.world.values)
+    one, other = (tmp_path / where / "ledger.jsonl" for where in ("calm", "killed"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_node_that_fails_does_not_end_the_round(tmp_path: Path) -> None:
+    server = carried(METHODS["fedavg"], tmp_path, broken="client-1")
+    assert server.world.round == ROUNDS
+    rounds = [line for line in read_lines(tmp_path / "ledger.jsonl") if "moved" in line]
+    assert rounds[0]["counted"] == list(NAMES)
+    for line in rounds[1:]:
+        assert line["counted"] == ["client-0", "client-2"]
+        assert line["rejected"] == {"client-1": "no answer"}
 
 
 @pytest.mark.parametrize("name", METHODS)
