@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from study import FACTS
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -85,7 +86,8 @@ def flops(model: nn.Module, batch: dict[str, Tensor], plan: Plan) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
-    lines = [f"torch {torch.__version__}, {platform.machine()}, one thread, {STEPS} steps each"]
+    where = f"commit {FACTS['commit']}, torch {torch.__version__}, {platform.machine()}, one thread"
+    lines = [f"$ python lab/bench_steps.py --write   # {where}, {STEPS} steps each"]
     for name, make in MODELS.items():
         torch.manual_seed(0)
         model, batch = make()
