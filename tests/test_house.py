@@ -13,7 +13,7 @@ import fedplan
 
 PACKAGE = Path(fedplan.__file__).parent
 MODULES = {p.stem: [p] for p in PACKAGE.glob("*.py") if p.stem != "__init__"}
-MODULES |= {p.parent.name: sorted(p.parent.rglob("*.py")) for p in PACKAGE.glob("*/__init__.py")}
+MODULES |= {p.parent.name: sorted(p.parent.glob("*.py")) for p in PACKAGE.glob("*/**/__init__.py")}
 FILES = [file for files in MODULES.values() for file in files]
 
 # Imports flow one way: each module, or folder of them, may use those that stand before it.
@@ -45,7 +45,7 @@ ORDER = (
         "runners",
     ),
     *("data", "evaluation", "tasks", "config", "loading"),
-    *("testing", "studies", "audit", "export", "progress", "cli"),
+    *("testing", "studies", "flower", "audit", "export", "progress", "cli"),
 )
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__", "hasattr"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "random", "yaml"}
