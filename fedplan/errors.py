@@ -36,3 +36,7 @@ class UnknownArchitecture(FedplanError):
 
 class UnknownModel(FedplanError):
     """A model name that is neither a folder, nor a hub id, nor a short name."""
+
+
+class StoreError(FedplanError):
+    """A generation that cannot be written, or a folder without one that can be read."""

@@ -10,7 +10,6 @@ its present manifest speaks of.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -26,8 +25,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, strided
 
-from fedplan.errors import FedplanError
+from fedplan.errors import StoreError as StoreError
 from fedplan.failpoints import reach
+from fedplan.locks import alone, claimed
 from fedplan.params import ITEMSIZE
 
 Tensors = Mapping[str, Tensor]
@@ -45,12 +45,6 @@ _TEMPORARY = re.compile(r"[0-9]+\.(json|safetensors)\.tmp|\.tmp\w{6}", re.ASCII)
 """Ours, and those that safetensors writes to before it renames."""
 _SEALED = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "manifest": (.*)\}\n', re.DOTALL)
 _LOST = {errno.ENOENT, errno.EIO}
-_claimed: dict[tuple[int, int], int] = {}
-"""The folders, by device and inode, that this process holds, and the open file that does it."""
-
-
-class StoreError(FedplanError):
-    """A generation that cannot be written, or a folder without one that can be read."""
 
 
 class _Unfit(Exception):
@@ -114,11 +108,9 @@ class Store:
             folder.mkdir(exist_ok=True)
 
     def claim(self) -> None:
-        """Let no other process write here until this one ends, however it ends."""
+        """Let no other process write here while this Store lives, however its process ends."""
         with told(f"{self._folder} cannot be claimed", "make it readable to this user"):
-            place = _place(self._folder)
-            if place not in _claimed:
-                _claimed[place] = _locked(self._folder)
+            self._claim = claimed(self._folder)
 
     def write(self, tensors: Tensors, meta: Meta, *, number: int) -> None:
         """Write a generation: when this returns it is on disk; until then the last one is.
@@ -131,7 +123,7 @@ class Store:
                 f"generation {number} was not finished in {self._folder}",
                 "the last good one is untouched; free space or mend the disk, then write it again",
             ),
-            _alone(self._folder),
+            alone(self._folder),
         ):
             self._require_next(number)
             try:
@@ -304,35 +296,6 @@ def _sync(folder: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def _place(folder: Path) -> tuple[int, int]:
-    found = folder.stat()
-    return found.st_dev, found.st_ino
-
-
-@contextmanager
-def _alone(folder: Path) -> Generator[None]:
-    """Keep other processes from writing to a folder; what this one has claimed stays claimed."""
-    held = _claimed.get(_place(folder))
-    lock = _locked(folder) if held is None else os.dup(held)
-    try:
-        yield
-    finally:
-        os.close(lock)
-
-
-def _locked(folder: Path) -> int:
-    """The folder, opened and locked: the lock goes with the open file, so a kill frees it."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(opened)
-        raise StoreError(f"another process writes to {folder}: wait until it ends") from error
-    except OSError:
-        pass  # a disk without locks, such as some that are mounted over a network
-    return opened
 
 
 def _private(file: str, flags: int) -> int:

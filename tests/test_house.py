@@ -21,7 +21,7 @@ ORDER = (
     *("errors", "params", "anatomy", "architectures", "description"),
     *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
     *("manifest", "catalog", "forecast", "explanation", "pictures"),
-    *("streams", "failpoints", "message", "codecs", "wire", "sums", "store", "journal"),
+    *("streams", "failpoints", "message", "codecs", "wire", "sums", "locks", "store", "journal"),
     *(
         "serve",
         "drift",

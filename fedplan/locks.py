@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Locks: a folder that one process at a time may write to."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from fedplan.errors import StoreError
+
+
+def _place(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_dev, found.st_ino
+
+
+class Claim:
+    """A folder held open and locked until the last Store that shares the claim is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.lock = _locked(folder)
+        weakref.finalize(self, os.close, self.lock)
+
+
+_claimed: WeakValueDictionary[tuple[int, int], Claim] = WeakValueDictionary()
+"""The claims of this process, by device and inode."""
+
+
+def claimed(folder: Path) -> Claim:
+    """A claim to a folder, shared by all in this process that ask for one."""
+    place = _place(folder)
+    claim = _claimed.get(place) or Claim(folder)
+    _claimed[place] = claim
+    return claim
+
+
+@contextmanager
+def alone(folder: Path) -> Generator[None]:
+    """Keep other processes from writing to a folder; what this one has claimed stays claimed."""
+    held = _claimed.get(_place(folder))
+    lock = _locked(folder) if held is None else os.dup(held.lock)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _locked(folder: Path) -> int:
+    """The folder, opened and locked: the lock goes with the open file, so a kill frees it."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(opened)
+        raise StoreError(f"another process writes to {folder}: wait until it ends") from error
+    except OSError:
+        pass  # a disk without locks, such as some that are mounted over a network
+    return opened
