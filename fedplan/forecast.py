@@ -89,7 +89,7 @@ def forecast(
     if rounds < 1:
         raise PlanError(f"a run has one or more rounds, not {rounds}")
     announced = dict(phases or {})
-    unknown = set(announced) - set(_phases(plan))
+    unknown = set(announced) - set(phases_in(plan))
     if unknown:
         raise PlanError(f"the plan speaks of no phase {sorted(unknown)[0]!r}")
     calendar = _Calendar(plan, params, rounds, announced)
@@ -109,7 +109,7 @@ class _Calendar:
         """Each round's turn with its stage's name; then the phases that no round has."""
         for number in range(1, self.rounds + 1):
             yield "", replace(turn, round=number, phase=self._phase(number))
-        for phase in _phases(self.plan):
+        for phase in phases_in(self.plan):
             if phase not in self.announced:
                 yield f'phase "{phase}"', replace(turn, round=self.rounds, phase=phase)
 
@@ -175,7 +175,7 @@ class _Calendar:
 
     def notes(self) -> Iterator[str]:
         """What the forecast leaves open."""
-        for phase in _phases(self.plan):
+        for phase in phases_in(self.plan):
             if phase not in self.announced:
                 yield f'the totals leave out phase "{phase}": say after which round it is announced'
         ends = [c.rounds for c in _conditions(self.plan) if isinstance(c, After)]
@@ -227,7 +227,8 @@ def _who(name: str, held: tuple[tuple[str, str], ...]) -> str:
     return ", ".join(words + [f"{t} {v}" for t, v in held if v]) or "any other client"
 
 
-def _phases(plan: Plan) -> list[str]:
+def phases_in(plan: Plan) -> list[str]:
+    """The phases that a plan speaks of."""
     return sorted({c.name for c in _conditions(plan) if isinstance(c, Phase)})
 
 

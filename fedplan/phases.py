@@ -47,6 +47,10 @@ class Planned:
     after: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
+        if early := [name for name, number in self.after.items() if number < 0]:
+            raise FedplanError(
+                f"phase {early[0]!r} is to begin after {self.after[early[0]]} rounds: 0 is at once"
+            )
         if len(set(self.after.values())) < len(self.after):
             raise FedplanError(f"two phases cannot begin in the same round: {dict(self.after)}")
 

@@ -65,6 +65,11 @@ def fixed(*numbers: int) -> Probe:
     return always
 
 
+def _require_rows(rows: int) -> None:
+    if rows < 1:
+        raise FedplanError(f"a probe cannot look at rows = {rows}: give it 1 or more")
+
+
 def _first(real: Tensor) -> Tensor:
     return real & (real.cumsum(1) == 1)
 
@@ -90,6 +95,7 @@ def attention(to: str = "", by: str = "", rows: int = 64, bounded: bool = False)
     which has seen all others, looks to the content: there the first token is a sink of attention
     whatever the task, and the last is seen by itself alone.
     """
+    _require_rows(rows)
     _require("to", to, (*_TO, "labelled"))
     _require("by", by, tuple(_BY))
 
@@ -167,6 +173,7 @@ class _Heard:
 
 def gradient(rows: int = 64) -> Probe:
     """How steep the loss is in each block: the norm of its gradient, whatever is frozen."""
+    _require_rows(rows)
 
     def steepness(look: Look) -> dict[Block, float]:
         modules = blocks_of(look.model)

@@ -20,6 +20,7 @@ from fedplan.config import ConfigError, MethodSection, Study, study_of
 from fedplan.description import describe
 from fedplan.evaluation import spread
 from fedplan.fit import Examples, Pace
+from fedplan.forecast import phases_in
 from fedplan.ledger import read_lines
 from fedplan.loading import starting_model
 from fedplan.manifest import read, written
@@ -76,6 +77,11 @@ class Trial:
         self.study, self.folder = study, folder
         stage = stage_of(study)
         self.shares, setup = stage.shares, stage.setup
+        if strange := study.clients.traits.keys() - self.shares.train.keys():
+            there = ", ".join(self.shares.train)
+            raise ConfigError(
+                f"clients.traits: there is no client {min(strange)!r}; there are {there}"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "study.json").write_text(study.model_dump_json(indent=1))
         (folder / "manifest.json").write_text(written(setup.params))
@@ -148,6 +154,8 @@ def _method(said: MethodSection) -> Method:
     if said.inside is not None:
         made = made.inside(_method(said.inside))
     if said.phases:
+        if strange := said.phases.keys() - set(phases_in(made.plan)):
+            raise ConfigError(f"method.phases: the plan speaks of no phase {min(strange)!r}")
         made = replace(made, announce=Planned(said.phases))
     return replace(made, wire=parse_wire(said.wire)) if said.wire else made
 

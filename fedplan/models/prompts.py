@@ -91,7 +91,10 @@ def add_prompts(
     stands for, and the rest is drawn from N(0, 0.02²), from torch's global generator.
     """
     if not isinstance(dual, Dual) or dual.prompts is not None:
-        raise ModelError("prompts are added to a Dual that has none yet: see dual_of and load_dual")
+        raise ModelError(
+            f"prompts are added to a Dual that has none yet, not to {type(dual).__name__}: "
+            'in a study take task.kind = "image-text"'
+        )
     settings = Settings(text, vision, levels, deep, fusion, query, heads, width, start)
     make_room(dual, text)
     words = _words(dual, text, deep) if text and start == "words" else []
