@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +14,7 @@ from fedplan.manifest import written
 from fedplan.method import Method
 from fedplan.params import ITEMSIZE, Param, Params
 from fedplan.plan import Best, Role
-from fedplan.resolution import touched
+from fedplan.resolution import permitted, touched
 from fedplan.turn import Turn
 
 
@@ -51,6 +53,22 @@ class Setup:
         """Whether the plan chooses blocks by scores in a turn."""
         return any(isinstance(step, Best) for step in self.method.plan.settle(turn))
 
+    def wanted(self, turn: Turn) -> dict[str, int]:
+        """What a client must have of the world in a turn, and the version that it starts with.
+
+        Params travel at first contact (-1: it has none); riders start at zero at both ends.
+        """
+        roles = permitted(self.method.plan, self.params, turn)
+        found = {p.key: -1 for p in self.movable if not roles[p].own}
+        shared = [p.key for p in self.movable if roles[p] is Role.SHARE]
+        return found | {key + rider: 0 for key in shared for rider in self.method.riders}
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of all that may come down, riders included."""
+        whole = {p.key: p.nbytes for p in self.movable}
+        return whole | {k + r: n for k, n in whole.items() for r in self.method.riders}
+
     def up(self, param: Param) -> int:
         """The bytes that a shared param takes on its way up, its riders included."""
         coded = self.method.wire.nbytes(param.shape, ITEMSIZE[param.dtype])
@@ -59,3 +77,9 @@ class Setup:
     def request(self, number: int, client: str) -> str:
         """The name of what a client is asked for in one round."""
         return f"{self.experiment}/{self.fingerprint}/{number}/{client}"
+
+
+def basis(versions: Mapping[str, int]) -> str:
+    """Tells two copies of the world apart by the versions that they are made of."""
+    text = json.dumps(sorted(versions.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -98,12 +98,21 @@ def run(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Where the run is kept.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run.")] = False,
+    runner: Annotated[
+        str, typer.Option(help="local: on this machine; flower: a federation's app, by its sites.")
+    ] = "local",
+    superlink: Annotated[str, typer.Option(help="For flower: whose connection, by name.")] = "",
 ) -> None:
-    """Run a study on this machine. Stop it at any moment: --resume goes on with the same bits."""
-    from fedplan.progress import follow
+    """Run a study. Stop it at any moment: --resume goes on with the same bits."""
+    from fedplan.progress import follow, follow_flower
 
     with told():
-        follow(study, change or [], output, resume=resume)
+        if runner == "flower":
+            follow_flower(study, change or [], output, resume=resume, link=superlink)
+        elif runner == "local":
+            follow(study, change or [], output, resume=resume)
+        else:
+            raise FedplanError(f"--runner is local or flower, not {runner!r}")
 
 
 @app.command()
@@ -137,6 +146,35 @@ def export(
 
 
 @app.command()
+def ledger(
+    folder: Annotated[Path, typer.Argument(help="A site's home, or one experiment in it.")],
+    as_json: Json = False,
+) -> None:
+    """At a site: every byte that left it, by round and part, and the plan that it agreed to."""
+    from fedplan.auditor import told_of
+
+    with told():
+        found = told_of(folder)
+    for each in found:
+        if as_json:
+            print(json.dumps(each.json()))
+        else:
+            Console().print(each)
+
+
+@app.command()
+def digest(
+    study: Annotated[Path, typer.Argument(help="A study file (TOML).")],
+) -> None:
+    """Print the digest of the model that a study starts from, to pin as model.digest."""
+    from fedplan.config import read_study
+    from fedplan.studies import stage_of
+
+    with told():
+        print(stage_of(read_study(study)).digest)
+
+
+@app.command()
 def methods() -> None:
     """List the published methods, each with its plan."""
     from fedplan.methods import METHODS, method
@@ -163,6 +201,58 @@ def draw(
     with told():
         params = params_of(model, task=task, labels=labels)
         drawn([Picture(model, params, parse(plan))], output)
+
+
+Sites = Annotated[list[str] | None, typer.Option("--site", help="The name of a site; repeat it.")]
+
+
+@app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(help="The folder of the keys, or of a federation.")],
+    host: Annotated[
+        list[str] | None, typer.Option(help="How sites reach the server: a name or an address.")
+    ] = None,
+    site: Sites = None,
+    days: Annotated[int, typer.Option(help="How long the server's certificate lasts.")] = 365,
+) -> None:
+    """Make the keys that a federation lacks. Nothing is overwritten: call it again to add sites."""
+    with told():
+        from fedplan.keys import make_keys
+
+        for path in make_keys(folder, host or [], site or [], days):
+            print(path)
+
+
+new = typer.Typer(help="Write a folder to start from.", no_args_is_help=True)
+app.add_typer(new, name="new")
+
+
+@new.command()
+def federation(
+    folder: Annotated[Path, typer.Argument(help="The folder to write, empty or new.")],
+    site: Sites = None,
+    host: Annotated[str, typer.Option(help="How sites reach the server.")] = "localhost",
+    port: Annotated[int, typer.Option(help="Where they reach it.")] = 9100,
+    inner: Annotated[int, typer.Option(help="The SuperLink's own port; 0 is the next.")] = 0,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="On this machine alone, without TLS and keys.")
+    ] = False,
+    no_keys: Annotated[bool, typer.Option("--no-keys", help="Without keys: bring yours.")] = False,
+) -> None:
+    """Write all that a federation of real sites is started from. Its README says what to do."""
+    with told():
+        from fedplan.starter import new_federation
+
+        new_federation(
+            folder,
+            site or [],
+            host=host,
+            port=port,
+            inner=inner,
+            insecure=insecure,
+            keys=not no_keys,
+        )
+    Console(soft_wrap=True).print(f"Written. Go on with {folder / 'README.md'}", highlight=False)
 
 
 def _announced(text: str) -> tuple[str, int]:

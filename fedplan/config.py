@@ -30,6 +30,7 @@ class ModelSection(Section):
     """The model: a folder or hub id with weights, or a type and settings to start from scratch.
 
     A model of two towers may also be made of two: `vision` and `text`, joined by a `bridge`.
+    `digest` pins it: every end refuses a model whose `fedplan digest` is another.
     """
 
     path: str = ""
@@ -38,6 +39,7 @@ class ModelSection(Section):
     vision: str = ""
     text: str = ""
     bridge: str = ""
+    digest: str = ""
 
     @model_validator(mode="after")
     def _one(self) -> ModelSection:
@@ -49,7 +51,10 @@ class ModelSection(Section):
 
 
 class TaskSection(Section):
-    """What the model is asked to do, and in which columns the answer stands."""
+    """What the model is asked to do, and in which columns the answer stands.
+
+    `labels` are all that there are, where no end sees the rows of all.
+    """
 
     kind: Literal[
         "text-classification",
@@ -61,6 +66,7 @@ class TaskSection(Section):
     ]
     input: str = "text"
     label: str = ""
+    labels: list[str | int] = []
     tokenizer: str = ""
     max_length: Positive = 128
     image_size: Positive = 32
@@ -68,9 +74,12 @@ class TaskSection(Section):
 
 
 class DataSection(Section):
-    """The table, which of its rows are trained on and tested on, and how clients divide it."""
+    """The table, which of its rows are trained on and tested on, and how clients divide it.
 
-    path: str
+    Without a path each site brings a table of its own.
+    """
+
+    path: str = ""
     split: str = ""
     test_path: str = ""
     test_split: str = ""
@@ -132,13 +141,36 @@ class TrainSection(Section):
 class ClientsSection(Section):
     """Who takes part: a share of all, of whom some drop out and some answer too late.
 
-    `traits` are what single clients say of themselves, by their names.
+    `names` are those of the sites, where each brings its own table; `traits` are what single
+    clients say of themselves. A round waits for all until it is time, and closes with no fewer
+    than `quorum`.
     """
 
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     dropped: Share = 0.0
     late: Share = 0.0
+    names: list[str] = []
+    quorum: Positive = 1
     traits: dict[str, dict[str, str]] = {}
+
+    @model_validator(mode="after")
+    def _once(self) -> ClientsSection:
+        if len(set(self.names)) < len(self.names):
+            raise ValueError("a name stands in names twice")
+        return self
+
+
+class PatienceSection(Section):
+    """How many seconds a server of real sites waits.
+
+    `sites` is for those that a round needs to come, `answers` for the answers of a round, `absent`
+    for a site that went away; `look` is the time between two looks.
+    """
+
+    sites: Annotated[float, Field(gt=0)] = 600.0
+    answers: Annotated[float, Field(gt=0)] = 3600.0
+    absent: Annotated[float, Field(ge=0)] = 300.0
+    look: Annotated[float, Field(gt=0)] = 0.5
 
 
 class EvaluateSection(Section):
@@ -162,11 +194,22 @@ class Study(Section):
     threads: Positive = 1
     model: ModelSection
     task: TaskSection
-    data: DataSection
+    data: DataSection = DataSection()
     method: MethodSection
     train: TrainSection = TrainSection()
     clients: ClientsSection = ClientsSection()
     evaluate: EvaluateSection = EvaluateSection()
+    patience: PatienceSection = PatienceSection()
+
+    @model_validator(mode="after")
+    def _sites(self) -> Study:
+        if not self.data.path and not self.clients.names:
+            raise ValueError("say data.path, or clients.names of sites with tables of their own")
+        if self.data.path and self.clients.names:
+            raise ValueError("clients.names are of sites with tables of their own: no data.path")
+        if self.clients.names and self.task.label and not self.task.labels:
+            raise ValueError("no end sees all labels: say them in task.labels")
+        return self
 
     @model_validator(mode="after")
     def _towers(self) -> Study:

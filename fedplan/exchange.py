@@ -17,19 +17,31 @@ class Refused(FedplanError):
     """A client's answer to a server that asks for what was not agreed."""
 
 
+class Lacking(FedplanError):
+    """A client's answer if it does not have what the server believes that it has."""
+
+
 class Rejected(FedplanError):
     """A server's reason not to count one update. The round goes on with the others."""
 
 
 @dataclass(frozen=True)
 class Down:
-    """What the server sends one client: what it asks, and the values that the client lacks."""
+    """What the server sends one client: what it asks, and the values that the client lacks.
+
+    `versions` are those of the values. `basis` tells the versions of all that the client must then
+    have. `heard` is the last round that the server heard from it. `anew` says that all is sent,
+    because the client had lost what it was sent before.
+    """
 
     request: str
     agreed: str
     turn: Turn
     values: dict[str, Tensor]
     versions: dict[str, int]
+    basis: str = ""
+    heard: int = 0
+    anew: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -35,7 +35,7 @@ def export_run(run: Path, out: Path, client: str = "") -> str:
         return _written(federation.model.eval(), trial.shares.task, trial.shares.test, out)
 
 
-def _written(model: nn.Module, task: Task, rows: Examples, out: Path) -> str:
+def _written(model: nn.Module, task: Task, rows: Examples | None, out: Path) -> str:
     if isinstance(model, Dual):
         save(model, out, picture=_picture(task, rows))
         return f"fedplan.models.folder.predict({str(out)!r}, [picture, ...])"
@@ -47,7 +47,7 @@ def _written(model: nn.Module, task: Task, rows: Examples, out: Path) -> str:
     return f"transformers.{task.model_class}.from_pretrained({str(out)!r})"
 
 
-def _picture(task: Task, rows: Examples) -> Picture:
+def _picture(task: Task, rows: Examples | None) -> Picture:
     if not isinstance(rows, Images):
         return Picture(task.image_size)
     return Picture(task.image_size, _colours(rows.mean), _colours(rows.std))

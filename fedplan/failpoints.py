@@ -21,6 +21,7 @@ POINTS = (
     *("store.begun", "store.tensors_written", "store.tensors_synced", "store.tensors_renamed"),
     *("store.manifest_written", "store.manifest_renamed", "store.folder_synced", "store.pruned"),
     *("journal.before_commit", "journal.after_commit"),
+    *("budget.before", "budget.written", "budget.synced"),
     "round.answered",
     "round.pulled",
     "round.before_close",

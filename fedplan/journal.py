@@ -9,6 +9,7 @@ from urllib.parse import quote
 from torch import Tensor
 
 from fedplan.failpoints import reach
+from fedplan.seals import Seal
 from fedplan.store import Meta, Read, Skipped, Store, StoreError, Tensors, told
 
 FIRST = 1
@@ -26,11 +27,12 @@ class Journal:
 
     Before a client works on a request it asks `answered`; what stands there it sends again. Without
     `replies` only what it keeps is written: the same request is then worked out again, from what
-    was kept before it.
+    was kept before it. With a `seal` nothing of it can be read from the disk.
     """
 
-    def __init__(self, folder: Path, *, replies: bool = True) -> None:
-        self._store, self._folder, self._replies = Store(folder), folder, replies
+    def __init__(self, folder: Path, *, replies: bool = True, seal: Seal | None = None) -> None:
+        self._store = Store(folder, seal=seal)
+        self._folder, self._replies = folder, replies
 
     @property
     def skipped(self) -> list[Skipped]:

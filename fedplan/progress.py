@@ -47,6 +47,41 @@ def follow(file: Path, changes: list[str], output: Path | None, *, resume: bool)
     console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
 
 
+def follow_flower(
+    app: Path, changes: list[str], output: Path | None, *, resume: bool, link: str
+) -> None:
+    """Hand a federation's app to its SuperLink, and tell its rounds as they close."""
+    from fedplan.runners.flower.submit import submit
+
+    if changes:
+        raise ConfigError("--set changes one end alone: change app/study.toml, which all are given")
+    if not (app / "pyproject.toml").is_file():
+        raise ConfigError(
+            f"{app} is no app: --runner flower takes the app of `fedplan new`"
+        )
+    study = read_study(app / "study.toml")
+    folder = output or Path("runs") / study.name
+    if (folder / "study.json").exists() and not resume:
+        raise ConfigError(f"{folder} holds a run: go on with it by --resume, or name another")
+    console = Console(highlight=False)
+
+    def tell(line: Mapping[str, Any]) -> None:
+        missing = ", ".join(f"{name} ({why})" for name, why in line["rejected"].items())
+        console.print(
+            f"round {line['round']:3d}  {len(line['counted'])} counted  "
+            f"{megabytes(line['up'])} MB up  {megabytes(line['down'])} MB down"
+            + (f"  not counted: {missing}" if missing else ""),
+            markup=False,
+        )
+
+    try:
+        submit(app, folder, tell, link=link)
+    except KeyboardInterrupt:
+        console.print(f"No longer followed; the run goes on in {folder}.", markup=False)
+        raise SystemExit(130) from None
+    console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
+
+
 def _opened(
     file: Path, changes: list[str], output: Path | None, *, resume: bool
 ) -> tuple[Study, Path]:

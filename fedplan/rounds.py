@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedplan.agreement import Setup
+from fedplan.agreement import Setup, basis
 from fedplan.drift import Drift
 from fedplan.errors import FedplanError
 from fedplan.exchange import Down, Rejected, Update, nbytes
@@ -29,9 +29,9 @@ from fedplan.turn import Turn
 class World:
     """The federation's values, each with the round that last changed it.
 
-    `known` says which version of what each client has; `memory` is the serve's; `drift` that of the
-    last round. Version 0 is the value that a model starts with: of params it travels at first
-    contact, riders start at zero.
+    `known` says which version of what each client has, and `heard` when it last answered; `memory`
+    is the serve's; `drift` that of the last round. Version 0 is the value that a model starts with:
+    of params it travels at first contact, riders start at zero.
     """
 
     values: dict[str, Tensor]
@@ -41,6 +41,7 @@ class World:
     known: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     memory: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
     drift: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    heard: dict[str, int] = field(default_factory=dict[str, int])
 
     @staticmethod
     def start(setup: Setup, values: Tensors) -> World:
@@ -59,19 +60,14 @@ def announced(setup: Setup, world: World) -> World:
     )
 
 
-def push(setup: Setup, world: World, client: str, traits: Mapping[str, str]) -> Down:
-    """What a client lacks for the next round, and nothing else."""
+def push(
+    setup: Setup, world: World, client: str, traits: Mapping[str, str], *, anew: bool = False
+) -> Down:
+    """What a client lacks for the next round, and nothing else; `anew`, all that it needs."""
     number = world.round + 1
     turn = Turn(round=number, client=client, phase=world.phase, traits=dict(traits))
-    roles = permitted(setup.method.plan, setup.params, turn)
-    known = world.known.get(client, {})
-    wanted = {p.key: -1 for p in setup.movable if not roles[p].own}
-    wanted |= {
-        p.key + rider: 0
-        for p in setup.movable
-        for rider in setup.method.riders
-        if roles[p] is Role.SHARE
-    }
+    known = world.known.get(client, {}) if not anew else {}
+    wanted = setup.wanted(turn)
     lacking = [k for k, first in wanted.items() if known.get(k, first) < world.versions[k]]
     return Down(
         request=setup.request(number, client),
@@ -79,18 +75,25 @@ def push(setup: Setup, world: World, client: str, traits: Mapping[str, str]) -> 
         turn=turn,
         values={k: world.values[k] for k in lacking},
         versions={k: world.versions[k] for k in lacking},
+        basis=basis({k: world.versions[k] for k in wanted}),
+        heard=world.heard.get(client, 0),
+        anew=anew,
     )
 
 
 @dataclass
 class Tally:
-    """An open round: the running sums, and who was counted or rejected, with the reason."""
+    """An open round: the running sums, and who was counted or rejected, with the reason.
+
+    `vain` are bytes that went down to sites that could not use them.
+    """
 
     cohort: dict[str, Down]
     sums: ExactSum = field(default_factory=ExactSum)
     drift: Drift = field(default_factory=Drift)
     riders: ExactSum = field(default_factory=ExactSum)
     weight: int = 0
+    vain: int = 0
     counted: list[str] = field(default_factory=list[str])
     heard: list[str] = field(default_factory=list[str])
     rejected: dict[str, str] = field(default_factory=dict[str, str])
@@ -142,6 +145,7 @@ def _checked(
         raise Rejected(f"it answers {update.request!r}, and {down.request!r} was asked")
     if type(update.weight) is not int or not 0 < update.weight < 2**40:
         raise Rejected(f"weight {update.weight!r} is not a positive whole number")
+    _require_line(update, world.round + 1)
     budget = 2 * nbytes(world.values) + 2**20
     if update.nbytes > budget:
         raise Rejected(f"{update.nbytes} bytes are more than the {budget} that can be asked for")
@@ -154,6 +158,18 @@ def _checked(
     values = setup.method.wire.decode(coded, {k: world.values[k] for k in sent})
     _require_asked(setup, world, down.turn, values, riders)
     return values, riders
+
+
+def _require_line(update: Update, number: int) -> None:
+    """A client's line goes into the ledger as it is: what is counted from it must be there."""
+    line = update.line
+    said = (line.get("round"), line.get("client"), line.get("weight"))
+    if said != (number, update.client, update.weight):
+        raise Rejected("its line is of another turn")
+    if any(type(line.get(way)) is not int for way in ("up", "down", "steps")):
+        raise Rejected("its line does not count bytes and steps")
+    if type(line.get("loss")) not in (float, type(None)) or not isfinite(line["loss"] or 0.0):
+        raise Rejected("its line has no loss that is a number")
 
 
 def _require_asked(
@@ -199,6 +215,8 @@ def close(setup: Setup, world: World, tally: Tally, *, roster: int, later: set[s
         values[key], versions[key] = values[key] + change, number
     known = dict(world.known)
     for client in tally.heard:
-        known[client] = {**known.get(client, {}), **tally.cohort[client].versions}
+        down = tally.cohort[client]
+        known[client] = {**({} if down.anew else known.get(client, {})), **down.versions}
+    heard = world.heard | dict.fromkeys(tally.heard, number)
     drift = tally.drift.by_kind(setup.params, world.values, means, weights)
-    return World(values, versions, number, world.phase, known, memory, drift)
+    return World(values, versions, number, world.phase, known, memory, drift, heard)

@@ -139,7 +139,8 @@ class Server:
             "moved": {k: self.digests.of(self.world.values[k]) for k in sorted(moved)},
             "drift": self.world.drift,
             "up": sum(line["up"] for line in tally.lines.values()),
-            "down": sum(tally.cohort[c].nbytes for c in tally.cohort),
+            "down": tally.vain
+            + sum(self.setup.sizes[k] for down in tally.cohort.values() for k in down.versions),
         }
         return [*(tally.lines[c] for c in sorted(tally.lines)), whole]
 
@@ -155,7 +156,7 @@ def _written(world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors |= {f"memory/{name}/{key}": v for name, v in memory.items()}
     meta = {"round": world.round, "phase": world.phase, "versions": world.versions}
     drift = {kind: list(numbers) for kind, numbers in world.drift.items()}
-    return tensors, meta | {"known": world.known, "drift": drift}
+    return tensors, meta | {"known": world.known, "heard": world.heard, "drift": drift}
 
 
 def _world_of(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> World:
@@ -170,4 +171,5 @@ def _world_of(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> World:
     known = {client: dict(held) for client, held in meta["known"].items()}
     versions = {k: int(v) for k, v in meta["versions"].items()}
     drift = {kind: (apart, step) for kind, (apart, step) in meta["drift"].items()}
-    return World(values, versions, meta["round"], meta["phase"], known, memory, drift)
+    heard = dict(meta["heard"])
+    return World(values, versions, meta["round"], meta["phase"], known, memory, drift, heard)

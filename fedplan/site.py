@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fedplan import streams
-from fedplan.agreement import Setup
+from fedplan.agreement import Setup, basis
 from fedplan.errors import FedplanError
-from fedplan.exchange import Down, Refused, Update, nbytes
+from fedplan.exchange import Down, Lacking, Refused, Update, nbytes
 from fedplan.fit import Done, Examples, Job, Loss
 from fedplan.journal import Journal
 from fedplan.ledger import Digests, digest, joined, spelled
@@ -28,7 +28,10 @@ from fedplan.turn import Turn
 
 @dataclass
 class Site:
-    """One client: its rows, what it has seen of the world, and the journal of what it keeps."""
+    """One client: its rows, what it has seen of the world, and the journal of what it keeps.
+
+    `held` are the versions of what it has seen.
+    """
 
     name: str
     rows: Examples
@@ -39,13 +42,13 @@ class Site:
     loss: Loss
     traits: dict[str, str] = field(default_factory=dict[str, str])
     seen: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    held: dict[str, int] = field(default_factory=dict[str, int])
     digests: Digests = field(default_factory=Digests)
 
 
 def poll(setup: Setup, site: Site, down: Down) -> Mapping[Block, float]:
     """What a client's probe says of each block, for a choice that all make together."""
-    _require_agreed(setup, site, down)
-    site.seen |= down.values
+    _receive(setup, site, down)
     home, _ = site.journal.home(down.request)
     turn = _own_turn(site, down)
     _values(setup, site, turn, home)
@@ -54,17 +57,39 @@ def poll(setup: Setup, site: Site, down: Down) -> Mapping[Block, float]:
 
 def local(setup: Setup, site: Site, down: Down) -> Update:
     """A client's turn: it obeys its own copy of the plan, and answers the same request the same."""
-    _require_agreed(setup, site, down)
-    site.seen |= down.values
+    _receive(setup, site, down)
     values, line = site.journal.answered(down.request) or _train(setup, site, down)
     return Update(site.name, down.request, setup.fingerprint, values, line["weight"], line)
 
 
-def _require_agreed(setup: Setup, site: Site, down: Down) -> None:
-    if down.agreed != setup.fingerprint or down.request != setup.request(
-        down.turn.round, site.name
-    ):
-        raise Refused(f"{site.name} agreed to {setup.fingerprint}, and is asked for {down.request}")
+def _receive(setup: Setup, site: Site, down: Down) -> None:
+    """Take what the server sends, if it is what was agreed and nothing is then lacking."""
+    request = setup.request(down.turn.round, site.name)
+    if (down.agreed, down.request) != (setup.fingerprint, request):
+        raise Refused(
+            f"{site.name} agreed to {setup.fingerprint}, and is asked for {down.request[:120]!r}: "
+            "both ends must run the same study"
+        )
+    wanted = setup.wanted(_own_turn(site, down))
+    _require_wanted(site, down, wanted)
+    held = {} if down.anew else site.held
+    held = held | down.versions
+    if basis({k: held.get(k, first) for k, first in wanted.items()}) != down.basis:
+        raise Lacking(f"{site.name} does not have what it was sent before: it needs all of it")
+    site.seen, site.held = site.seen | down.values, held
+
+
+def _require_wanted(site: Site, down: Down, wanted: Mapping[str, int]) -> None:
+    """Refuse values that the plan does not have come down, or that are of another kind."""
+    if strange := (down.values.keys() | down.versions.keys()) - wanted.keys():
+        raise Refused(f"{site.name} takes no {min(strange)!r} from the server: its plan says so")
+    for key, value in down.values.items():
+        own = site.start[key.partition("#")[0]]
+        if value.shape != own.shape or value.dtype != own.dtype:
+            raise Refused(
+                f"{site.name} was sent {key!r} as {value.dtype} {tuple(value.shape)}, "
+                f"and it is {own.dtype} {tuple(own.shape)}"
+            )
 
 
 def _own_turn(site: Site, down: Down) -> Turn:
@@ -90,7 +115,10 @@ def _train(setup: Setup, site: Site, down: Down) -> tuple[dict[str, Tensor], dic
     own = {p.key: after[p.key] for p in setup.trainable if roles[p].own}
     line = _line(setup, site, down, roles, marks, done)
     line |= {"up": nbytes(reply), "scores": _listed(turn)}
-    notes = {"marks": notes.get("marks", {}) | {k: marks[1][k] for k in own}}
+    missed = [each for each in notes.get("lines", []) if each["round"] > down.heard]
+    own_marks = notes.get("marks", {}) | {k: marks[1][k] for k in own}
+    notes = {"marks": own_marks, "lines": [*missed, line]}
+    line = line | ({"missed": missed} if missed else {})
     kept = {k: v for k, v in home.items() if k not in own and k not in done.memory}
     site.journal.commit(down.request, {**kept, **own, **done.memory}, notes, reply, line)
     return reply, line
@@ -186,8 +214,9 @@ def _line(
         "roles": spelled(roles),
         "before": joined(setup.params, marks[0]),
         "after": joined(setup.params, marks[1]),
-        "down": down.nbytes,
+        "down": sum(setup.sizes[key] for key in down.versions),
         "weight": len(site.rows),
         "steps": done.steps,
         "loss": done.loss if isfinite(done.loss) else None,
+        **({"anew": True} if down.anew else {}),
     }

@@ -5,101 +5,61 @@ A generation is a tensor file and a manifest, `7.json`, that holds the tensor fi
 own. The manifest is renamed into place last, so a generation is there whole or not at all. Part of
 the digest stands in the tensor file's name: to write a number again never touches the tensors that
 its present manifest speaks of.
+
+With a seal the tensor file is sealed, and so is the meta in the manifest.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import stat
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import load, save, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, strided
 
 from fedplan.errors import StoreError as StoreError
 from fedplan.failpoints import reach
+from fedplan.generations import LARGEST_MANIFEST, Manifest, Unfit, read_manifest, require_same
+from fedplan.generations import Generation as Generation
+from fedplan.generations import Skipped as Skipped
 from fedplan.locks import alone, claimed
 from fedplan.params import ITEMSIZE
+from fedplan.seals import Seal
 
 Tensors = Mapping[str, Tensor]
 Meta = Mapping[str, Any]
 Read = tuple[dict[str, Tensor], dict[str, Any]]
 Wanted = Callable[[dict[str, Any]], bool]
 
-FORMAT = 1
-LARGEST_MANIFEST = 64 << 20
-"""Bytes: a larger manifest is neither written nor read."""
-
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,17})\.json", re.ASCII)
 _TENSORS = re.compile(r"[0-9]+\.[0-9a-f]{16}\.safetensors", re.ASCII)
 _TEMPORARY = re.compile(r"[0-9]+\.(json|safetensors)\.tmp|\.tmp\w{6}", re.ASCII)
 """Ours, and those that safetensors writes to before it renames."""
-_SEALED = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "manifest": (.*)\}\n', re.DOTALL)
 _LOST = {errno.ENOENT, errno.EIO}
-
-
-class _Unfit(Exception):
-    """Why a generation is passed over."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What was written under a number."""
-
-    number: int
-    tensors: dict[str, Tensor]
-    meta: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A generation that was passed over, and why."""
-
-    number: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"generation {self.number}: {self.reason}"
-
-
-@dataclass(frozen=True)
-class _Manifest:
-    number: int
-    meta: dict[str, Any]
-    sha256: str
-    size: int
-
-    @property
-    def file(self) -> str:
-        return f"{self.number}.{self.sha256[:16]}.safetensors"
-
-    def sealed(self) -> bytes:
-        """It as JSON, with the digest of every byte of it."""
-        body = json.dumps({"format": FORMAT, **asdict(self)}, allow_nan=False).encode()
-        digest = hashlib.sha256(body).hexdigest()
-        return f'{{"sha256": "{digest}", "manifest": '.encode() + body + b"}\n"
 
 
 class Store:
     """A folder of generations, of which the newest `keep` good ones stay.
 
-    One process writes at a time; any may read. `claim` keeps the others from it for longer.
+    One process writes at a time; any may read. `claim` keeps the others from it for longer. With a
+    `seal` nothing but numbers and sizes can be read from the disk.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+    def __init__(self, folder: Path, *, keep: int = 2, seal: Seal | None = None) -> None:
         if keep < 1:
             raise StoreError(f"keep is {keep}: a store keeps at least 1 generation")
         self._unfit: dict[int, str] = {}
-        self._folder, self._keep = folder, keep
+        self._folder, self._keep, self._seal = folder, keep, seal
         with told(f"{folder} cannot be made", "name a folder that you may write to"):
             missing = [each for each in (folder, *folder.parents) if not each.exists()]
             for each in reversed(missing):
@@ -117,7 +77,7 @@ class Store:
 
         A number that exists is replaced. After a StoreError either generation may be the newest.
         """
-        _require_same(meta)
+        require_same(meta, self._seal)
         with (
             told(
                 f"generation {number} was not finished in {self._folder}",
@@ -127,7 +87,8 @@ class Store:
         ):
             self._require_next(number)
             try:
-                self._commit(_Manifest(number, dict(meta), "", 0), _apart(tensors))
+                begun = Manifest(number, dict(meta), "", 0, self._one_origin())
+                self._commit(begun, _apart(tensors))
             finally:
                 with suppress(OSError):
                     self._remove(_TEMPORARY)
@@ -144,6 +105,7 @@ class Store:
             numbers = self.numbers()
             self._unfit = {n: reason for n, reason in self._unfit.items() if n in numbers}
             found = self._newest(numbers, wanted)
+            self._one_origin()
         if numbers and len(self._unfit) == len(numbers):
             raise StoreError(
                 f"{self._folder} holds no good generation ({'; '.join(map(str, self.skipped))}): "
@@ -174,38 +136,46 @@ class Store:
                     found = Generation(number, self._tensors(manifest), manifest.meta)
                     self._unfit.pop(number, None)
                     return found
-            except _Unfit as error:
+            except Unfit as error:
                 self._unfit[number] = str(error)
         return None
 
-    def _manifest(self, number: int) -> _Manifest:
+    def _manifest(self, number: int) -> Manifest:
         file = self._folder / f"{number}.json"
-        found = _SEALED.fullmatch(_content(file, LARGEST_MANIFEST))
-        if found is None or hashlib.sha256(found[2]).hexdigest() != found[1].decode():
-            raise _Unfit(f"{file.name} is damaged")
         try:
-            said = json.loads(found[2], parse_constant=_refuse)
-            version = said.pop("format")
-            manifest = _checked(said, number) if version == FORMAT else None
-        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-            raise _Unfit(f"{file.name} is no manifest: {error!r}") from error
-        if manifest is None:
-            raise StoreError(
-                f"{file} has format {version!r}, not {FORMAT}: read it with the fedplan it is from"
-            )
-        return manifest
+            return read_manifest(_content(file, LARGEST_MANIFEST), number, self._seal)
+        except StoreError as error:
+            raise StoreError(f"{file} {error}") from error
 
-    def _tensors(self, manifest: _Manifest) -> dict[str, Tensor]:
-        content = _content(self._folder / manifest.file, manifest.size)
+    def _one_origin(self) -> str:
+        """The origin that all generations here must share; a new one if there are none."""
+        if self._seal is None:
+            return ""
+        origins: dict[str, int] = {}
+        for number in self.standing():
+            with suppress(Unfit):
+                origins[self._manifest(number).origin] = number
+        if len(origins) > 1:
+            mixed = " and ".join(map(str, origins.values()))
+            raise StoreError(
+                f"generations {mixed} in {self._folder} were not written in one folder: put a "
+                "copy of the folder back, or remove those that are from elsewhere"
+            )
+        return next(iter(origins), token_hex(16))
+
+    def _tensors(self, manifest: Manifest) -> dict[str, Tensor]:
+        seal, content = self._seal, _content(self._folder / manifest.file, manifest.size)
         if len(content) != manifest.size:
-            raise _Unfit(f"{manifest.file} has {len(content)} bytes of {manifest.size}")
+            raise Unfit(f"{manifest.file} has {len(content)} bytes of {manifest.size}")
         if hashlib.sha256(content).hexdigest() != manifest.sha256:
-            raise _Unfit(f"{manifest.file} is damaged: its digest differs")
+            raise Unfit(f"{manifest.file} is damaged: its digest differs")
         try:
             # The bytes whose digest was taken, and not the file again, which may have changed.
-            return load(content)
+            return load(content if seal is None else seal.open(content, _about(manifest)))
+        except StoreError as error:
+            raise Unfit(f"{manifest.file} does not open: {error}") from error
         except (SafetensorError, ValueError, KeyError, RuntimeError, AssertionError) as error:
-            raise _Unfit(f"{manifest.file} is no safetensors file: {error}") from error
+            raise Unfit(f"{manifest.file} is no safetensors file: {error}") from error
 
     def _require_next(self, number: int) -> None:
         if type(number) is not int or not 0 <= number < 10**18:
@@ -217,7 +187,7 @@ class Store:
                 "from what read() returns, or begin anew in another folder"
             )
 
-    def _commit(self, manifest: _Manifest, tensors: dict[str, Tensor]) -> None:
+    def _commit(self, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
         reach("store.begun")
         self._sweep()
         manifest = self._write_tensors(manifest, tensors)
@@ -226,26 +196,30 @@ class Store:
         self._prune()
         reach("store.pruned")
 
-    def _write_tensors(self, manifest: _Manifest, tensors: dict[str, Tensor]) -> _Manifest:
+    def _write_tensors(self, manifest: Manifest, tensors: dict[str, Tensor]) -> Manifest:
         temporary = self._folder / f"{manifest.number}.safetensors.tmp"
-        save_file(tensors, temporary)
-        temporary.chmod(0o600)
+        if self._seal is None:
+            save_file(tensors, temporary)
+            temporary.chmod(0o600)
+        else:
+            with open(temporary, "xb", opener=_private) as file:
+                file.writelines(self._seal.pieces(save(tensors), _about(manifest)))
         reach("store.tensors_written")
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
             reach("store.tensors_synced")
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             size = os.fstat(file.fileno()).st_size
-        manifest = _Manifest(manifest.number, manifest.meta, digest, size)
+        manifest = replace(manifest, sha256=digest, size=size)
         temporary.rename(self._folder / manifest.file)
         reach("store.tensors_renamed")
         _sync(self._folder)
         return manifest
 
-    def _write_manifest(self, manifest: _Manifest) -> None:
+    def _write_manifest(self, manifest: Manifest) -> None:
         temporary = self._folder / f"{manifest.number}.json.tmp"
         with open(temporary, "xb", opener=_private) as file:
-            file.write(manifest.sealed())
+            file.write(manifest.written(self._seal))
             file.flush()
             reach("store.manifest_written")
             os.fsync(file.fileno())
@@ -263,7 +237,7 @@ class Store:
         for number in self.numbers():
             try:
                 spoken.add(self._manifest(number).file)
-            except _Unfit:
+            except Unfit:
                 # A manifest that cannot be read may speak of any file of its number.
                 spoken |= {name for name in names if name.startswith(f"{number}.")}
         self._remove(_TENSORS, spoken)
@@ -307,42 +281,19 @@ def _content(file: Path, most: int) -> bytes:
     try:
         found = file.lstat()
         if not stat.S_ISREG(found.st_mode):
-            raise _Unfit(f"{file.name} is no plain file")
+            raise Unfit(f"{file.name} is no plain file")
         if found.st_size > most:
-            raise _Unfit(f"{file.name} has {found.st_size} bytes, more than {most}")
+            raise Unfit(f"{file.name} has {found.st_size} bytes, more than {most}")
         return file.read_bytes()
     except OSError as error:
         if error.errno not in _LOST:
             raise
-        raise _Unfit(f"{file.name} is lost: {error.strerror}") from error
+        raise Unfit(f"{file.name} is lost: {error.strerror}") from error
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _checked(said: dict[str, Any], number: int) -> _Manifest:
-    manifest = _Manifest(**said)
-    if type(manifest.number) is not int or manifest.number != number:
-        raise ValueError(f"number {manifest.number!r}")
-    if type(manifest.size) is not int or manifest.size < 0:
-        raise ValueError(f"size {manifest.size!r}")
-    if type(manifest.meta) is not dict or not re.fullmatch("[0-9a-f]{64}", manifest.sha256):
-        raise ValueError(f"sha256 {manifest.sha256!r}, meta {type(manifest.meta).__name__}")
-    return manifest
-
-
-def _require_same(meta: Meta) -> None:
-    """Refuse a meta that would not be read as it was written."""
-    try:
-        text = json.dumps(dict(meta), allow_nan=False)
-        same = json.loads(text) == dict(meta)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise StoreError(f"the meta is no JSON: {error}; use finite numbers and strings") from error
-    if not same:
-        raise StoreError(f"the meta {text[:60]} changes in JSON: use lists and string keys")
-    if len(text) > LARGEST_MANIFEST - 1024:
-        raise StoreError(f"the meta has {len(text)} characters: put what is large into tensors")
+def _about(manifest: Manifest) -> str:
+    """The words that tensors are sealed under."""
+    return f"tensors {manifest.number}"
 
 
 def _apart(tensors: Tensors) -> dict[str, Tensor]:

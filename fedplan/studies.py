@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedplan import streams
 from fedplan.agreement import Setup
@@ -21,7 +23,7 @@ from fedplan.description import describe
 from fedplan.evaluation import spread
 from fedplan.fit import Examples, Pace
 from fedplan.forecast import phases_in
-from fedplan.ledger import read_lines
+from fedplan.ledger import digests, joined, read_lines
 from fedplan.loading import starting_model
 from fedplan.manifest import read, written
 from fedplan.method import Method
@@ -31,7 +33,7 @@ from fedplan.phases import Planned
 from fedplan.probe import probe_named
 from fedplan.rounds import Tally
 from fedplan.runners.local import Federation
-from fedplan.state import Tensors, put
+from fedplan.state import Tensors, put, take
 from fedplan.tables import labels_in, load, rows, values, where
 from fedplan.tasks import Task, task
 from fedplan.text import parse
@@ -45,11 +47,11 @@ Watch = Callable[["Trial", Tally, Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class Shares:
-    """The rows of each client, to train and to test on, and those of the common test."""
+    """The rows of each client, to train and to test on, and those of the common test, if any."""
 
     train: dict[str, Examples]
     own: dict[str, Examples]
-    test: Examples
+    test: Examples | None
     task: Task
 
 
@@ -61,13 +63,42 @@ class Stage:
     model: nn.Module
     setup: Setup
 
+    @cached_property
+    def start(self) -> dict[str, Tensor]:
+        """The values of every param that the model starts with."""
+        return take(self.model, self.setup.params)
 
-def stage_of(study: Study) -> Stage:
-    """The stage of a study; the same study gives the same one everywhere."""
+    @cached_property
+    def marks(self) -> dict[str, str]:
+        """The digest of each of them."""
+        return digests(self.start)
+
+    @property
+    def digest(self) -> str:
+        """Tells two starting models apart."""
+        return hashlib.sha256(joined(self.setup.params, self.marks).encode()).hexdigest()[:16]
+
+
+def stage_of(study: Study, own: tuple[str, Dataset] | None = None) -> Stage:
+    """The stage of a study; the same study gives the same one everywhere.
+
+    `own` is a site's name with the table that it brings.
+    """
     torch.set_num_threads(study.threads)
-    shares, made = _shares(study), method_of(study)
+    shares, made = _shares(study, own), method_of(study)
     model = starting_model(study, shares.task, made)
-    return Stage(shares, model, _setup(study, describe(model)))
+    stage = Stage(shares, model, _setup(study, describe(model)))
+    pinned = study.model.digest
+    if pinned and stage.digest != pinned:
+        raise ConfigError(f"model.digest is {pinned}, and this model's is {stage.digest}")
+    return stage
+
+
+def opened_run(folder: Path, study: Study, params: Params) -> None:
+    """Write what a run is of, so that `read_run` can tell."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "study.json").write_text(study.model_dump_json(indent=1))
+    (folder / "manifest.json").write_text(written(params))
 
 
 class Trial:
@@ -75,6 +106,8 @@ class Trial:
 
     def __init__(self, study: Study, folder: Path) -> None:
         self.study, self.folder = study, folder
+        if not study.data.path:
+            raise ConfigError("data.path: each site of this study has its own: --runner flower")
         stage = stage_of(study)
         self.shares, setup = stage.shares, stage.setup
         if strange := study.clients.traits.keys() - self.shares.train.keys():
@@ -82,9 +115,7 @@ class Trial:
             raise ConfigError(
                 f"clients.traits: there is no client {min(strange)!r}; there are {there}"
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "study.json").write_text(study.model_dump_json(indent=1))
-        (folder / "manifest.json").write_text(written(setup.params))
+        opened_run(folder, study, setup.params)
         self.federation = Federation(
             setup,
             stage.model,
@@ -92,7 +123,7 @@ class Trial:
             self.shares.task.loss,
             folder,
             rounds=study.train.rounds,
-            attendance=Attendance(**study.clients.model_dump(exclude={"traits"})),
+            attendance=attendance_of(study),
             traits=study.clients.traits,
         )
 
@@ -113,9 +144,10 @@ class Trial:
         model, evaluate = self.federation.model, self.study.evaluate
         trainable = self.federation.setup.trainable
         put(model, self.federation.world_values(), trainable)
-        found: dict[str, Any] = {
-            "world": self.shares.task.score(model, self.shares.test, batch_size=evaluate.batch)
-        }
+        found: dict[str, Any] = {}
+        if self.shares.test is not None:
+            score = self.shares.task.score(model, self.shares.test, batch_size=evaluate.batch)
+            found["world"] = score
         if evaluate.personal and self.shares.own:
             found["clients"] = {name: self._personal(name) for name in self.shares.own}
             key = "f1" if self.study.task.kind == "token-classification" else "accuracy"
@@ -124,11 +156,12 @@ class Trial:
 
     def signs(self, before: Tensors) -> dict[str, Any]:
         """How far the attention of each block moved in a round, on a few rows of the test."""
-        rows = min(self.study.evaluate.attention, len(self.shares.test))
-        if not rows:
+        test = self.shares.test
+        rows = min(self.study.evaluate.attention, len(test)) if test is not None else 0
+        if test is None or not rows:
             return {}
         states = (before, self.federation.world_values())
-        batch = self.shares.test.batch(torch.arange(rows))
+        batch = test.batch(torch.arange(rows))
         found = moved(self.federation.model, self.federation.setup.trainable, states, batch)
         return {"attention": [[*block, round(far, 6)] for block, far in found.items()]}
 
@@ -138,6 +171,12 @@ class Trial:
         return self.shares.task.score(
             model, self.shares.own[name], batch_size=self.study.evaluate.batch
         )
+
+
+def attendance_of(study: Study) -> Attendance:
+    """Who takes part in a study's rounds."""
+    said = study.clients
+    return Attendance(said.share, said.dropped, said.late)
 
 
 def method_of(study: Study) -> Method:
@@ -176,19 +215,32 @@ def _setup(study: Study, params: Params) -> Setup:
     return Setup(f"{study.name}/{study.seed}", params, method_of(study), pace)
 
 
-def _shares(study: Study) -> Shares:
-    from fedplan.data import Partition, divide, halve
-
-    said, asked = study.data, study.task
-    train, test = (
-        _limited(_only(where(load(path, split=split), kept), said.only), limit, study.seed)
+def _shares(study: Study, own: tuple[str, Dataset] | None) -> Shares:
+    said = study.data
+    whole, test = (
+        _kept(study, path, split, kept, limit) if path else None
         for path, split, kept, limit in (
             (said.path, said.split, said.train, said.limit),
             (said.test_path or said.path, said.test_split, said.test, said.test_limit),
         )
     )
-    labels = labels_in([train, test], asked.label) if asked.label else []
-    made = task(
+    if study.task.labels or not study.task.label:
+        made = _task(study, study.task.labels)
+    else:
+        made = _task(study, labels_in([t for t in (whole, test) if t], study.task.label))
+    held = _held(study, whole) if whole else {own[0]: _only(own[1], said.only)} if own else {}
+    train, tests = dict[str, Examples](), dict[str, Examples]()
+    for name, table in held.items():
+        first, second = _halves(table, said.own_test, study.seed)
+        train[name] = made.prepare(first)
+        if len(second):
+            tests[name] = made.prepare(second)
+    return Shares(train, tests, made.prepare(test) if test else None, made)
+
+
+def _task(study: Study, labels: Iterable[str | int]) -> Task:
+    asked = study.task
+    return task(
         asked.kind,
         columns=asked.input.split(),
         label=asked.label,
@@ -199,6 +251,13 @@ def _shares(study: Study) -> Shares:
         image_size=asked.image_size,
         template=asked.template,
     )
+
+
+def _held(study: Study, table: Dataset) -> dict[str, Dataset]:
+    """Each client's rows, where one table is divided among them."""
+    from fedplan.data import Partition, divide
+
+    said = study.data
     partition = Partition(
         by=said.by,
         clients=said.clients,
@@ -208,17 +267,20 @@ def _shares(study: Study) -> Shares:
         least=said.least,
         each=said.each,
     )
-    held = divide(train, partition, seed=study.seed, label=asked.label)
-    if said.own_test:
-        split = {n: halve(t, share=1 - said.own_test, seed=study.seed) for n, t in held.items()}
-    else:
-        split = {n: (t, rows(t, [])) for n, t in held.items()}
-    return Shares(
-        train={n: made.prepare(first) for n, (first, _) in split.items()},
-        own={n: made.prepare(second) for n, (_, second) in split.items() if len(second)},
-        test=made.prepare(test),
-        task=made,
-    )
+    return divide(table, partition, seed=study.seed, label=study.task.label)
+
+
+def _halves(table: Dataset, test: float, seed: int) -> tuple[Dataset, Dataset]:
+    from fedplan.data import halve
+
+    return halve(table, share=1 - test, seed=seed) if test else (table, rows(table, []))
+
+
+def _kept(
+    study: Study, path: str, split: str, kept: Mapping[str, str | int], limit: int
+) -> Dataset:
+    table = where(load(path, split=split), kept)
+    return _limited(_only(table, study.data.only), limit, study.seed)
 
 
 def _only(table: Dataset, only: Mapping[str, list[Any]]) -> Dataset:

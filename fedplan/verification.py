@@ -39,6 +39,12 @@ class _Checker:
             yield f"this is not a line of a ledger ({error!r}): {str(line)[:60]}"
 
     def _turn(self, line: Mapping[str, Any]) -> Iterator[str]:
+        for missed in line.get("missed", ()):
+            yield from self._one(missed, heard=False)
+        yield from self._one(line, heard=True)
+
+    def _one(self, line: Mapping[str, Any], *, heard: bool) -> Iterator[str]:
+        """A turn; of one that the server did not hear, it cannot know what came down."""
         where = f"round {line['round']}, {line['client']}"
         params = self.setup.params
         roles = dict(zip(params, (ROLES[x] for x in line["roles"]), strict=True))
@@ -54,15 +60,16 @@ class _Checker:
                 yield f"{where}: {key} was {role.name}, and the plan says {said[p].name}"
             if not role.trained and before[key] != after[key]:
                 yield f"{where}: {key} is {role.name} and moved"
-            expected = home.get(key) if role.own else self.world.get(key)
+            expected = home.get(key) if role.own else self.world.get(key) if heard else None
             if expected not in (None, before[key]):
                 yield f"{where}: {key} did not start from what it last was"
             if role.own:
                 home[key] = after[key]
-        if self.setup.method.together and line["scores"] != self._agreed(line):
+        if heard and self.setup.method.together and line["scores"] != self._agreed(line):
             yield f"{where}: chose by other scores than the rest"
         shared = [p for p in params if roles[p] is Role.SHARE]
-        yield from self._bytes(where, line, shared, most)
+        if heard:
+            yield from self._bytes(where, line, shared, most)
 
     def _agreed(self, line: Mapping[str, Any]) -> Any:
         """The scores that the first line of a round chose by."""
@@ -77,6 +84,8 @@ class _Checker:
         up = sum(self.setup.up(p) for p in shared)
         if line["up"] != up:
             yield f"{where}: {line['up']} bytes went up, and the plan explains {up}"
+        if line.get("anew"):
+            self.known.pop(line["client"], None)
         known = self.known.setdefault(line["client"], {})
         down = 0
         for p in self.setup.movable:

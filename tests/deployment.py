@@ -1,75 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real federation on this machine: a SuperLink, SuperNodes, TLS and a key for each node."""
+"""A real federation on this machine, made by `fedplan new` and kept running by its own scripts."""
 
 from __future__ import annotations
 
-import json
 import os
+import random
+import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-QUIET = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    "OMP_NUM_THREADS": "1",
-}
-PYPROJECT = """
-[project]
-name = "tiny"
-version = "1.0.0"
-[tool.flwr.app]
-publisher = "fedplan"
-[tool.flwr.app.components]
-serverapp = "app:server"
-clientapp = "app:client"
-[tool.flwr.app.config]
-folder = ""
-"""
-APP = """
-from pathlib import Path
-from fedplan.runners.flower.apps import client_of, server_of
+from fedplan.runners.flower.submit import QUIET
+from fedplan.starter import new_federation
 
-STUDY = Path(__file__).parent / "study.toml"
-client = client_of(STUDY)
-server = server_of(STUDY)
-"""
-SERVER = """[req]
-distinguished_name=name
-prompt=no
-[name]
-CN=localhost
-[ext]
-subjectAltName=DNS:localhost,IP:127.0.0.1
-extendedKeyUsage=serverAuth
-"""
+BIN = Path(sys.executable).parent
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has, one after the other."""
+    for first in random.sample(range(20000, 32000, count), 100):
+        held = [socket.socket() for _ in range(count)]
+        try:
+            for place, each in enumerate(held):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                each.bind(("127.0.0.1", first + place))
+            return list(range(first, first + count))
+        except OSError:
+            continue
+        finally:
+            for each in held:
+                each.close()
+    raise OSError("no free ports")
 
 
 class Deployment:
-    """Processes that end with the test. `run` plays a study and waits for its end."""
+    """A SuperLink, a SuperExec, a proxy and SuperNodes, which end with the test.
 
-    def __init__(self, folder: Path, names: list[str]) -> None:
-        self.folder, self.names, self.processes = folder, names, ExitStack()
-        self.env = {**os.environ, **QUIET, "FLWR_HOME": str(folder / "flwr")}
-        self.port = free_port()
+    `through` may stand between the sites and the proxy: it is given the port to reach, and says the
+    one to use.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sites: list[str],
+        data: Path,
+        *,
+        insecure: bool = False,
+        more: dict[str, str] | None = None,
+        through: Callable[[int], int] | None = None,
+    ) -> None:
+        self.folder, self.sites, self.data, self.insecure = folder, sites, data, insecure
+        self.more, self.kept = more or {}, dict[str, subprocess.Popen[bytes]]()
+        port, inner, *_ = free_ports(2 + len(sites) + 1)
+        self.port, self.inner = port, port if insecure else inner
+        new_federation(folder, sites, port=port, inner=inner, insecure=insecure)
+        if through is not None:
+            other = through(port)
+            for script in folder.glob("sites/*/supernode.sh"):
+                script.write_text(script.read_text().replace(f":{port}", f":{other}"))
+        self.env = {**os.environ, **QUIET, "OMP_NUM_THREADS": "1"}
+        self.env |= {"PATH": f"{BIN}:{os.environ['PATH']}", "FLWR_HOME": f"{folder}/server/flwr"}
 
     def __enter__(self) -> Deployment:
         try:
-            self._keys()
-            self._start()
+            self.start_server()
+            for name in self.sites:
+                if not self.insecure:
+                    self.command("flwr", "supernode", "register", f"sites/{name}/node.pub", "local")
+                self.start_site(name)
         except BaseException:
-            self.processes.close()
+            self.end()
             raise
         return self
 
@@ -79,103 +85,127 @@ class Deployment:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.processes.close()
+        self.end()
 
-    def _keys(self) -> None:
-        certs = self.folder / "certs"
-        certs.mkdir(parents=True)
-        (certs / "server.cnf").write_text(SERVER)
-        for line in (
-            "openssl req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -days 2 "
-            "-subj /CN=fedplan-ca -addext basicConstraints=critical,CA:TRUE",
-            "openssl req -new -newkey rsa:2048 -nodes -keyout server.key -out server.csr "
-            "-config server.cnf",
-            "openssl x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial "
-            "-out server.pem -days 2 -sha256 -extensions ext -extfile server.cnf",
-        ):
-            subprocess.run(line.split(), cwd=certs, check=True, capture_output=True)
-        for name in self.names:
-            key = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", name, "-C", ""]
-            subprocess.run(key, cwd=certs, check=True)
+    def start_server(self) -> None:
+        self.keep("superlink", "server/superlink.sh")
+        until_open(self.inner)
+        self.keep("superexec", "server/superexec.sh")
+        if not self.insecure:
+            self.keep("proxy", "server/proxy.sh")
+            until_open(self.port)
 
-    def _start(self) -> None:
-        home = Path(self.env["FLWR_HOME"])
-        home.mkdir()
-        (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "lab"\n[superlink.lab]\naddress = "127.0.0.1:{self.port}"\n'
-            f'root-certificates = "{self.folder}/certs/ca.crt"\n'
-        )
-        self._process(
-            "superlink",
-            *f"flower-superlink --host 127.0.0.1 --port {self.port} --ssl-ca-certfile certs/ca.crt "
-            "--ssl-certfile certs/server.pem --ssl-keyfile certs/server.key "
-            "--enable-supernode-auth --database state.db "
-            "--disable-runtime-dependency-installation".split(),
-        )
-        self._until_open(self.port)
-        for name in self.names:
-            self.command("flwr", "supernode", "register", f"certs/{name}.pub", "lab")
-            config = f'name="{name}" home="{self.folder}/sites/{name}"'
-            self._process(
-                name,
-                *f"flower-supernode --superlink 127.0.0.1:{self.port} "
-                f"--root-certificates certs/ca.crt --auth-supernode-private-key certs/{name} "
-                f"--host 127.0.0.1 --port {free_port()}".split(),
-                "--node-config",
-                config,
-            )
+    def start_site(self, name: str) -> None:
+        more = {"MORE": self.more[name]} if name in self.more else {}
+        self.keep(name, f"sites/{name}/supernode.sh", str(self.data), **more)
 
-    def _process(self, name: str, program: str, *args: str) -> None:
-        log = self.processes.enter_context((self.folder / f"{name}.log").open("wb"))
-        process = subprocess.Popen(
-            [str(Path(sys.executable).parent / program), *args],
-            cwd=self.folder, env=self.env, stdout=log, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        self.processes.callback(self._end, process)
+    def keep(self, name: str, *command: str, **env: str) -> None:
+        """Start a script of the federation under its own supervisor."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.kept[name] = subprocess.Popen(
+                ["./keep.sh", *command], cwd=self.folder, env={**self.env, **env},
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
+    def stop(self, name: str) -> None:
+        """End a script for good, and all that it started, as a power cut would."""
+        kept = self.kept.pop(name)
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait()
+            os.killpg(kept.pid, signal.SIGKILL)
+        kept.wait()
+        for pid in self.pids(name):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
-    def _until_open(self, port: int) -> None:
-        until = time.monotonic() + 120
-        while True:
-            with socket.socket() as tried:
-                if tried.connect_ex(("127.0.0.1", port)) == 0:
-                    return
-            if time.monotonic() > until:
-                raise TimeoutError((self.folder / "superlink.log").read_text()[-3000:])
-            time.sleep(0.3)
+    def pids(self, what: str) -> list[int]:
+        """The processes of superlink, superexec, serverapp, a site, `clientapp` or `trainer`."""
+        here = str(self.folder)
+        wanted = {
+            "superlink": ("flower-superlink", str(self.inner)),
+            "superexec": ("flower-superexec", f"127.0.0.1:{self.inner}"),
+            "serverapp": ("flwr-serverapp", f"127.0.0.1:{self.inner}"),
+            "proxy": ("nginx", f"{here}/server"),
+            "clientapp": ("flwr-clientapp", "127.0.0.1:"),
+            "trainer": ("fedplan.trainer", here),
+        }.get(what, ("flower-supernode", f"{here}/sites/{what}/"))
+        found = list[int]()
+        for place in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                line = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if all(word in line for word in wanted):
+                    if what == "clientapp" and not self._ours(int(place.name)):
+                        continue
+                    found.append(int(place.name))
+        return found
 
-    def command(self, program: str, *args: str) -> str:
+    def _ours(self, pid: int) -> bool:
+        with suppress(OSError):
+            return str(self.folder).encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        return False
+
+    def kill(self, what: str) -> int:
+        """SIGKILL what there is of it; how many there were."""
+        pids = self.pids(what)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(pids)
+
+    def end(self) -> None:
+        for kept in self.kept.values():
+            with suppress(ProcessLookupError):
+                os.killpg(kept.pid, signal.SIGKILL)
+            kept.wait()
+        every = ("superexec", "superlink", "serverapp", "proxy", "clientapp", "trainer")
+        for _ in range(3):
+            for what in (*self.sites, *every):
+                self.kill(what)
+            time.sleep(0.2)
+
+    def command(self, program: str, *args: str, check: bool = True) -> str:
         done = subprocess.run(
-            [str(Path(sys.executable).parent / program), *args],
+            [str(BIN / program), *args],
             cwd=self.folder, env=self.env, capture_output=True, text=True,
         )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"{program} {args}: {done.stdout}{done.stderr}")
-        return done.stdout
+        if done.returncode and check:
+            raise RuntimeError(f"{program} {args}: {done.stdout}{done.stderr}\n{self.logs()}")
+        return done.stdout + done.stderr
 
-    def run(self, study: str, *, seconds: float = 300.0) -> Path:
+    def begin(self, study: str, out: str = "run", *more: str) -> subprocess.Popen[str]:
+        """Hand in a study; the process of `fedplan run` that follows it."""
+        (self.folder / "app/study.toml").write_text(study)
+        words = ["run", "app", "--runner", "flower", "--superlink", "local", "--output", out, *more]
+        return subprocess.Popen(
+            [str(BIN / "fedplan"), *words], cwd=self.folder, env=self.env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def run(self, study: str, out: str = "run", *more: str, seconds: float = 600.0) -> Path:
         """Play a study over the federation; the folder of its run."""
-        app = self.folder / "app"
-        app.mkdir(exist_ok=True)
-        for name, text in (("pyproject.toml", PYPROJECT), ("app.py", APP), ("study.toml", study)):
-            (app / name).write_text(text)
-        out = self.folder / "run"
-        self.command("flwr", "run", "app", "lab", "--run-config", f'folder="{out}"')
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            runs = json.loads(self.command("flwr", "list", "lab", "--format", "json"))["runs"]
-            status = str(runs[0]["status"])
-            if status.startswith("finished"):
-                if "completed" not in status:
-                    raise RuntimeError(f"{status}\n{self.logs()}")
-                return out
-            time.sleep(1)
-        raise TimeoutError(self.logs())
+        return self.finish(self.begin(study, out, *more), out, seconds=seconds)
+
+    def finish(self, begun: subprocess.Popen[str], out: str, *, seconds: float = 600.0) -> Path:
+        try:
+            told, _ = begun.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(begun.pid, signal.SIGKILL)
+            raise TimeoutError(f"{begun.communicate()[0]}\n{self.logs()}") from None
+        if begun.returncode:
+            raise RuntimeError(f"{told}\n{self.logs()}")
+        return self.folder / out
 
     def logs(self) -> str:
-        return "\n".join(f"== {p.name}\n{p.read_text()[-3000:]}" for p in self.folder.glob("*.log"))
+        files = [*self.folder.glob("*.log"), *self.folder.glob("sites/*/home/*.log")]
+        return "\n".join(f"== {p}\n{p.read_text(errors='replace')[-3000:]}" for p in files)
+
+
+def until_open(port: int, seconds: float = 120.0) -> None:
+    """Wait until something listens at a port of this machine."""
+    until = time.monotonic() + seconds
+    while True:
+        with socket.socket() as tried:
+            if tried.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        if time.monotonic() > until:
+            raise TimeoutError(f"nothing listens at {port}")
+        time.sleep(0.2)

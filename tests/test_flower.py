@@ -3,21 +3,25 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import zoo
 from clients import few, loss
-from commands import STUDY, run
-from deployment import Deployment
 from flwr.app import Context
 from grids import InProcess
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedplan import mail
 from fedplan.agreement import Setup
 from fedplan.description import describe
+from fedplan.desk import Desk
 from fedplan.errors import FedplanError
 from fedplan.exchange import Down, Update
 from fedplan.fit import Pace
@@ -26,18 +30,21 @@ from fedplan.ledger import digests, read_lines
 from fedplan.message import MessageError
 from fedplan.method import Method
 from fedplan.methods import method
+from fedplan.outgoing import Limits, by_part, read_outgoing
 from fedplan.params import Block
+from fedplan.parcel import BrokenParcel, Parcel
 from fedplan.rounds import Tally
-from fedplan.runners.flower import parcels
-from fedplan.runners.flower.client import Seat, client_app
-from fedplan.runners.flower.server import Patience, carry, met
+from fedplan.runners.flower.calls import Calls, Patience
+from fedplan.runners.flower.client import client_app
+from fedplan.runners.flower.records import parcel_in, records_of
+from fedplan.runners.flower.server import Carrier
 from fedplan.runners.local import Federation
 from fedplan.server import Server
 from fedplan.site import Site
 from fedplan.state import take
-from fedplan.store import Store
 from fedplan.text import parse
 from fedplan.turn import Turn
+from fedplan.verification import verify_lines
 
 PACE = Pace(optimiser="adamw", rate=1e-2, batch=2, steps=2)
 ROUNDS = 5
@@ -53,44 +60,66 @@ METHODS: dict[str, Method] = {
     ),
 }
 TRAITS = {"client-1": {"site": "a"}}
-SOON = Patience(nodes=2.0, answers=60.0, look=0.01)
+SOON = Patience(sites=2.0, answers=60.0, absent=1.0, look=0.01)
 
 
 def setup_of(made: Method) -> Setup:
     return Setup("flower", describe(zoo.build("bert")), made, PACE)
 
 
-def seats(made: Method, folder: Path) -> dict[str, Seat]:
-    """Three sites with a model, a disk and rows of their own."""
-    setup, found = setup_of(made), dict[str, Seat]()
-    for name, rows in few("bert", 3).items():
-        model = zoo.build("bert")
-        start = take(model, setup.params)
-        journal = Journal(home_of(folder, name), replies=True)
-        site = Site(name, rows, journal, model, start, digests(start), loss, TRAITS.get(name, {}))
-        found[name] = Seat(setup, site, Store(folder / "seen" / name))
-    return found
+def desk(made: Method, folder: Path, name: str, limits: Limits | None = None) -> Desk:
+    """A site with a model, a disk and rows of its own."""
+    setup, model = setup_of(made), zoo.build("bert")
+    start = take(model, setup.params)
+    site = Site(
+        name=name,
+        rows=few("bert", 3)[name],
+        journal=Journal(home_of(folder, name), replies=True),
+        model=model,
+        start=start,
+        marks=digests(start),
+        loss=loss,
+        traits=TRAITS.get(name, {}),
+    )
+    return Desk(setup, site, folder / "sites" / name, limits)
 
 
-def carried(made: Method, folder: Path, *, broken: str = "", kill: int = 0) -> Server:
-    """A run over an in-process grid: one node may answer with errors, the server may be killed."""
-    held = seats(made, folder)
+class Run:
+    """A run over an in-process grid. Sites are there again after each `Run` as after a kill."""
 
-    def seat_of(context: Context) -> Seat:
-        name = str(context.node_config["name"])
-        if name == broken and (folder / "ledger.jsonl").read_bytes():
-            raise RuntimeError("this node is out of order")
-        return held[name]
+    def __init__(self, made: Method, folder: Path, **limits: Limits) -> None:
+        self.folder, self.made = folder, made
+        self.desks = {name: desk(made, folder, name, limits.get(name[-1:])) for name in NAMES}
+        # Nodes come in another order than the roster's.
+        nodes = [{"name": name} for name in reversed(NAMES)]
+        self.grid = InProcess(client_app(self.answer), nodes)
+        start = next(iter(self.desks.values())).site.start
+        roster = {name: dict[str, str]() for name in NAMES}
+        self.server = Server(setup_of(made), start, folder, rounds=ROUNDS, roster=roster)
 
-    # Nodes come in another order than the roster's.
-    grid = InProcess(client_app(seat_of), [{"name": name} for name in reversed(NAMES)])
-    start = next(iter(held.values())).site.start
-    roster = {name: TRAITS.get(name, {}) for name in NAMES}
-    server = Server(setup_of(made), start, folder, rounds=ROUNDS, roster=roster)
-    if kill:
-        _after(server, kill)
-    carry(grid, server, SOON)
-    return server
+    def answer(self, context: Context, kind: str, parcel: Parcel) -> Parcel:
+        return self.desks[str(context.node_config["name"])].answer(kind, parcel)
+
+    def carry(self, patience: Patience | None = None, *, quorum: int = 1) -> Server:
+        Carrier(self.grid, self.server, patience or SOON, quorum=quorum).carry()
+        return self.server
+
+    def rounds(self) -> list[dict[str, Any]]:
+        return [x for x in read_lines(self.folder / "ledger.jsonl") if "moved" in x]
+
+    def clean(self) -> bool:
+        lines = read_lines(self.folder / "ledger.jsonl")
+        return verify_lines(self.server.setup, lines) == []
+
+
+def same(one: Run, other: Run) -> bool:
+    """Whether two runs have the same world, ledger and homes, to the bit."""
+    homes = (
+        [digests(run.desks[name].site.journal.home()[0]) for name in NAMES] for run in (one, other)
+    )
+    ledgers = ((run.folder / "ledger.jsonl").read_bytes() for run in (one, other))
+    worlds = (digests(run.server.world.values) for run in (one, other))
+    return len(set(ledgers)) == 1 and next(worlds) == next(worlds) and next(homes) == next(homes)
 
 
 def _after(server: Server, count: int) -> None:
@@ -106,28 +135,98 @@ def _after(server: Server, count: int) -> None:
     server.take = take  # type: ignore[method-assign]
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(METHODS["fedper"], tmp_path_factory.mktemp("calm"))
+    run.carry()
+    return run
+
+
 @pytest.mark.parametrize("kill", [1, 2, 5, 9, 15])
 def test_a_server_that_ends_in_a_round_goes_on_with_the_same_bits(
-    kill: int, tmp_path: Path
+    kill: int, tmp_path: Path, calm: Run
 ) -> None:
-    made = METHODS["fedper"]
-    calm = carried(made, tmp_path / "calm")
+    killed = Run(METHODS["fedper"], tmp_path)
+    _after(killed.server, kill)
     with pytest.raises(KeyboardInterrupt):
-        carried(made, tmp_path / "killed", kill=kill)
-    again = carried(made, tmp_path / "killed")
-    assert digests(again.world.values) == digests(calm.world.values)
-    one, other = (tmp_path / where / "ledger.jsonl" for where in ("calm", "killed"))
-    assert one.read_bytes() == other.read_bytes()
+        killed.carry()
+    del killed
+    again = Run(METHODS["fedper"], tmp_path)
+    again.carry()
+    assert same(again, calm) and again.clean()
 
 
-def test_a_node_that_fails_does_not_end_the_round(tmp_path: Path) -> None:
-    server = carried(METHODS["fedavg"], tmp_path, broken="client-1")
-    assert server.world.round == ROUNDS
-    rounds = [line for line in read_lines(tmp_path / "ledger.jsonl") if "moved" in line]
-    assert rounds[0]["counted"] == list(NAMES)
-    for line in rounds[1:]:
-        assert line["counted"] == ["client-0", "client-2"]
-        assert line["rejected"] == {"client-1": "no answer"}
+class Failing(Run):
+    """A run in which some answers, from the first training on, are lost or spoilt."""
+
+    def __init__(self, made: Method, folder: Path, faults: dict[int, str], name: str) -> None:
+        super().__init__(made, folder)
+        self.faults, self.name, self.turns, self.rounds_fail = faults, name, 0, False
+
+    def answer(self, context: Context, kind: str, parcel: Parcel) -> Parcel:
+        if kind != "train" or context.node_config["name"] != self.name:
+            return super().answer(context, kind, parcel)
+        self.turns += 1
+        number = mail.down_of(parcel).turn.round if self.rounds_fail else self.turns
+        fault = self.faults.get(number, "")
+        if fault == "before":
+            raise RuntimeError("killed before its turn")
+        found = super().answer(context, kind, parcel)
+        if fault == "after":
+            self.desks[self.name] = desk(self.made, self.folder, self.name)
+            raise RuntimeError("killed after its turn, before it could say so")
+        if fault == "cache":
+            shutil.rmtree(self.folder / "sites" / self.name / "seen")
+            self.desks[self.name] = desk(self.made, self.folder, self.name)
+        if fault == "spoilt":
+            return Parcel(found.header, (b"no tensors",))
+        return found
+
+
+def test_a_site_that_is_killed_before_or_after_its_turn_has_the_same_bits(
+    tmp_path: Path, calm: Run
+) -> None:
+    faults = {1: "before", 3: "after", 4: "before", 6: "after"}
+    run = Failing(METHODS["fedper"], tmp_path, faults, "client-1")
+    run.carry()
+    assert same(run, calm) and run.clean()
+
+
+def test_a_site_that_loses_its_cache_says_so_and_is_sent_all(tmp_path: Path) -> None:
+    whole = Run(METHODS["fedfrozen"], tmp_path / "whole")
+    whole.carry()
+    run = Failing(METHODS["fedfrozen"], tmp_path / "lost", {3: "cache"}, "client-1")
+    run.carry()
+    assert digests(run.server.world.values) == digests(whole.server.world.values) and run.clean()
+    lines = read_lines(tmp_path / "lost/ledger.jsonl")
+    told = [bool(line.get("anew")) for line in lines if line.get("client") == "client-1"]
+    assert told == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("fault", ["before", "after", "spoilt"])
+def test_a_turn_that_is_never_heard_of_is_told_with_the_next(fault: str, tmp_path: Path) -> None:
+    run = Failing(METHODS["fedper"], tmp_path, {2: fault, 3: fault}, "client-1")
+    run.rounds_fail = True
+    run.carry(quorum=2)
+    assert run.server.world.round == ROUNDS and run.clean()
+    assert [sorted(x["rejected"]) for x in run.rounds()] == [[], ["client-1"], ["client-1"], [], []]
+    lines = [x for x in read_lines(tmp_path / "ledger.jsonl") if x.get("client") == "client-1"]
+    missed = [m["round"] for line in lines for m in line.get("missed", ())]
+    assert missed == ([] if fault == "before" else [2, 3])
+
+
+def test_a_site_stops_at_the_limits_it_has_set(tmp_path: Path) -> None:
+    most = sum(p.nbytes for p in setup_of(METHODS["fedavg"]).movable)
+    few_bytes = Limits(bytes=3 * most + 1)
+    run = Run(METHODS["fedavg"], tmp_path, **{"1": Limits(rounds=2), "2": few_bytes})
+    run.carry(replace(SOON, answers=0.5), quorum=1)
+    told = [x["rejected"] for x in run.rounds()]
+    assert [sorted(x) for x in told] == [[], [], ["client-1"], *[["client-1", "client-2"]] * 2]
+    assert told[2]["client-1"] == (
+        "refused: client-1 has taken part in 2 rounds, the limit it has set"
+    )
+    lines = read_outgoing(tmp_path / "sites/client-2")
+    assert sum(by_part(lines).values()) == sum(line["up"] for line in lines) == 3 * most
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -144,7 +243,8 @@ def test_the_same_bits_as_in_one_process(name: str, tmp_path: Path) -> None:
     )
     for _ in range(ROUNDS):
         whole.commit(whole.round())
-    server = carried(METHODS[name], tmp_path / "flower")
+    run = Run(METHODS[name], tmp_path / "flower")
+    server = run.carry()
     assert digests(server.world.values) == digests(whole.world.values)
     one, other = (tmp_path / where / "ledger.jsonl" for where in ("local", "flower"))
     assert one.read_bytes() == other.read_bytes()
@@ -157,11 +257,55 @@ def test_the_same_bits_as_in_one_process(name: str, tmp_path: Path) -> None:
         assert first == second
 
 
+class Greedy(Server):
+    """A server that asks for what is not its to ask."""
+
+    def __init__(self, run: Run, change: Callable[[Down], Down]) -> None:
+        start = next(iter(run.desks.values())).site.start
+        roster = dict(run.server.roster)
+        super().__init__(run.server.setup, start, run.folder, rounds=1, roster=roster)
+        self.change = change
+
+    def begin(self) -> Tally:
+        tally = super().begin()
+        tally.cohort = {name: self.change(down) for name, down in tally.cohort.items()}
+        return tally
+
+
+HEAD = "classifier.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: replace(d, values=d.values | {HEAD: torch.zeros(1)}), "takes no"),
+        (lambda d: replace(d, versions=d.versions | {HEAD: 1}), "takes no"),
+        (lambda d: replace(d, agreed="another plan"), "both ends must run the same study"),
+        (lambda d: replace(d, request="flower/other/1/client-0"), "both ends must run"),
+        (lambda d: replace(d, turn=replace(d.turn, round=9)), "both ends must run"),
+        (
+            lambda d: replace(d, values={k: v.double() for k, v in d.values.items()}),
+            "and it is torch.float32",
+        ),
+    ],
+)
+def test_a_server_that_asks_for_more_is_refused(
+    change: Callable[[Down], Down], words: str, tmp_path: Path
+) -> None:
+    run = Run(METHODS["fedper"], tmp_path)
+    run.server = Greedy(run, change)
+    with pytest.raises(FedplanError, match=f"round 1 has 0 answers and needs 1: .*{words}"):
+        Carrier(run.grid, run.server, SOON).carry()
+    lines = [x for name in NAMES for x in read_outgoing(tmp_path / "sites" / name)]
+    assert lines and not any(x["up"] for x in lines), "no bytes but the greeting have left"
+
+
 def test_who_does_not_come_is_named(tmp_path: Path) -> None:
-    held = seats(METHODS["fedavg"], tmp_path)
-    grid = InProcess(client_app(lambda context: held["client-0"]), [{}])
+    held = desk(METHODS["fedavg"], tmp_path, "client-0")
+    grid = InProcess(client_app(lambda _, kind, parcel: held.answer(kind, parcel)), [{}])
+    calls = Calls(grid, ["client-0", "client-1"], replace(SOON, sites=0.1))
     with pytest.raises(FedplanError, match="have not come: client-1"):
-        met(grid, ["client-0", "client-1"], Patience(nodes=0.1, answers=5.0, look=0.01))
+        calls.gather(2)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64, torch.bool)
@@ -180,21 +324,21 @@ def test_what_is_wrapped_comes_out(
     shapes: dict[str, tuple[torch.dtype, list[int]]], size: int
 ) -> None:
     tensors = {name: torch.ones(shape).to(dtype) for name, (dtype, shape) in shapes.items()}
-    before, parcels.BUCKET = parcels.BUCKET, size
+    before, mail.BUCKET = mail.BUCKET, size
     try:
         scores = {Block("encoder", 3): 0.25}
         down = Down("r", "a", Turn(3, "c", "frozen", {"x": "y"}, scores), tensors, {"k": 2})
         update = Update("c", "r", "a", tensors, 7, {"weight": 7, "up": 1})
         for sent, found in (
-            (down, parcels.down_of(parcels.down_records(down))),
-            (update, parcels.update_of(parcels.update_records(update))),
+            (down, mail.down_of(parcel_in(records_of(mail.down_parcel(down))))),
+            (update, mail.update_of(parcel_in(records_of(mail.update_parcel(update))))),
         ):
             assert found.values.keys() == sent.values.keys()
             for name, value in found.values.items():
                 assert value.dtype == tensors[name].dtype and torch.equal(value, tensors[name])
-        assert parcels.down_of(parcels.down_records(down)).turn == down.turn
+        assert mail.down_of(mail.down_parcel(down)).turn == down.turn
     finally:
-        parcels.BUCKET = before
+        mail.BUCKET = before
 
 
 def test_another_apps_message_is_refused() -> None:
@@ -204,26 +348,7 @@ def test_another_apps_message_is_refused() -> None:
         RecordDict(),
         RecordDict({"arrays": ArrayRecord(), "header": ConfigRecord({"fedplan": 3})}),
         RecordDict({"arrays": ArrayRecord(), "header": ConfigRecord({"fedplan": b"no"})}),
-        parcels.wrapped({}, {"client": 3}),
+        records_of(mail.parcel_of({}, {"client": 3})),
     ):
-        with pytest.raises(MessageError):
-            parcels.update_of(records)
-
-
-@pytest.mark.nightly
-def test_three_nodes_with_tls_and_keys_have_the_same_bits_too(here: Path) -> None:
-    study = STUDY.replace('path = "digits.npz"', f'path = "{here}/digits.npz"')
-    study = study.replace("dropped = 0.1", "").replace("attention = 4", "personal = false")
-    Path("study.toml").write_text(study)
-    assert run("run", "study.toml", "--output", "whole")[0] == 0
-    names = [f"client-{i:02}" for i in range(3)]
-    with Deployment(here / "fed", names) as deployed:
-        out = deployed.run(study)
-    assert (out / "ledger.jsonl").read_bytes() == (here / "whole/ledger.jsonl").read_bytes()
-    assert run("verify", str(out))[0] == 0
-    one, other = (Store(folder / "world").read() for folder in (out, here / "whole"))
-    assert one is not None and other is not None
-    assert digests(one.tensors) == digests(other.tensors)
-    for name in names:
-        kept = Journal(here / "fed/sites" / name / "tiny/home", replies=True).home()[0]
-        assert kept and digests(kept) == digests(Journal(home_of(here / "whole", name)).home()[0])
+        with pytest.raises((MessageError, BrokenParcel)):
+            mail.update_of(parcel_in(records))

@@ -18,16 +18,18 @@ FILES = [file for files in MODULES.values() for file in files]
 
 # Imports flow one way: each module, or folder of them, may use those that stand before it.
 ORDER = (
-    *("errors", "params", "anatomy", "architectures", "description"),
+    *("errors", "parcel", "errands", "params", "anatomy", "architectures", "description"),
     *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
     *("manifest", "catalog", "forecast", "explanation", "pictures"),
-    *("streams", "failpoints", "message", "codecs", "wire", "sums", "locks", "store", "journal"),
+    *("streams", "failpoints", "message", "codecs", "wire", "sums"),
+    *("locks", "seals", "generations", "store", "journal"),
     *(
         "serve",
         "drift",
         "phases",
         "fit",
         "attention",
+        "privacy",
         "probe",
         "tables",
         "examples",
@@ -37,7 +39,10 @@ ORDER = (
         "ledger",
         "agreement",
         "exchange",
+        "mail",
+        "outgoing",
         "site",
+        "desk",
         "rounds",
         "attendance",
         "server",
@@ -45,7 +50,8 @@ ORDER = (
         "runners",
     ),
     *("data", "evaluation", "tasks", "config", "loading"),
-    *("testing", "studies", "flower", "audit", "export", "progress", "cli"),
+    *("testing", "studies", "trainer", "flower", "keys", "starter"),
+    *("audit", "auditor", "export", "progress", "cli"),
 )
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__", "hasattr"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "random", "yaml"}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +10,9 @@ import duals
 import pytest
 import torch
 import zoo
+from canaries import Hit, hits, plant
 from clients import few, loss
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedplan.agreement import Setup
 from fedplan.description import describe
@@ -23,7 +23,7 @@ from fedplan.methods import method
 from fedplan.params import Param
 from fedplan.rounds import Tally
 from fedplan.runners.local import Federation
-from fedplan.state import take
+from fedplan.state import put, take
 
 PACE = Pace(optimiser="adamw", rate=1e-2, decay=0.1, batch=2, steps=2)
 ROUNDS = 4
@@ -52,9 +52,9 @@ class Wiretap:
         rows = duals.pictures_of("ann", "berta") if prompted else few("bert")
         score: Loss = duals.ASKED.loss if prompted else loss
         setup = Setup("leaks", describe(model), made, PACE)
-        _plant(model, setup.params)
+        put(model, plant(take(model, setup.params), seed=0), setup.params)
         self.federation = Federation(setup, model, rows, score, folder, rounds=ROUNDS, replies=True)
-        self.messages, self.private = list[bytes](), dict[str, bytes]()
+        self.messages, self.private = list[bytes](), dict[str, Tensor]()
         for number in range(ROUNDS):
             self._note(f"before round {number + 1}")
             tally = self.federation.round()
@@ -73,32 +73,15 @@ class Wiretap:
             home, _ = self.federation.sites[name].journal.home()
             own = {k: v for k, v in home.items() if "#" not in k}
             for key, value in (own or take(self.federation.model, self._own())).items():
-                self.private[f"{name}'s {key} {when}"] = _mark(value)
+                self.private[f"{name}'s {key} {when}"] = value.clone()
 
     def _own(self) -> list[Param]:
         movable = {p.key for p in self.federation.setup.movable}
         return [p for p in self.federation.setup.trainable if p.key not in movable]
 
-    def hits(self) -> Iterator[str]:
-        """Private tensors that some message holds."""
-        everything = b"".join(self.messages)
-        return (name for name, mark in self.private.items() if mark and mark in everything)
-
-
-def _plant(model: nn.Module, params: tuple[Param, ...]) -> None:
-    """Give each tensor a pattern of bits of its own that no other tensor can have by chance."""
-    tensors = dict(model.named_parameters())
-    with torch.no_grad():
-        for number, p in enumerate(params):
-            view = p.view(tensors[p.name])
-            noise = torch.rand(view.shape, generator=torch.Generator().manual_seed(number))
-            view.add_(noise * 1e-3)
-
-
-def _mark(value: Tensor) -> bytes:
-    """The first bytes of a tensor, if they are many enough to be no accident."""
-    data = value.detach().contiguous().flatten()[:8].numpy().tobytes()
-    return data if len(data) >= 16 and any(data) else b""
+    def hits(self) -> list[Hit]:
+        """Pieces of private tensors that some message holds."""
+        return hits(self.private, self.messages)
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -107,7 +90,7 @@ def test_nothing_private_is_in_any_message(name: str, tmp_path: Path) -> None:
     tap = Wiretap(method(name, KEPT[name]), tmp_path, prompted=prompted)
     assert len(tap.private) > 2 * ROUNDS
     assert len(tap.messages) == 4 * ROUNDS
-    assert not list(tap.hits())
+    assert not tap.hits()
 
 
 def test_a_method_that_leaks_on_purpose_is_caught(tmp_path: Path) -> None:
@@ -125,4 +108,4 @@ def test_a_method_that_leaks_on_purpose_is_caught(tmp_path: Path) -> None:
 
     made = replace(method("fedper"), wraps=(leaky,), riders=("#leak",))
     tap = Wiretap(made, tmp_path, prompted=False)
-    assert list(tap.hits())
+    assert tap.hits()

@@ -57,8 +57,9 @@ class Federation(Server):
             for name, held in rows.items()
         }
         for name, known in self.world.known.items():
-            current = {k for k, version in known.items() if version == self.world.versions[k]}
+            current = {k: n for k, n in known.items() if n == self.world.versions[k]}
             self.sites[name].seen = {k: self.world.values[k] for k in current}
+            self.sites[name].held = current
 
     def round(self) -> Tally:
         """Play the next round up to its end; `commit` makes it last."""

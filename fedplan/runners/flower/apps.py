@@ -3,30 +3,43 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedplan.attendance import Attendance
-from fedplan.config import ConfigError, read_study
-from fedplan.journal import Journal
-from fedplan.ledger import digests
-from fedplan.manifest import written
-from fedplan.runners.flower.client import Seat, client_app
-from fedplan.runners.flower.server import carry
-from fedplan.server import Server
-from fedplan.site import Site
-from fedplan.state import take
-from fedplan.store import Store
-from fedplan.studies import stage_of
+from fedplan.errands import Order, ask
+from fedplan.errors import FedplanError
+from fedplan.parcel import Parcel
+from fedplan.runners.flower.client import client_app
+
+if TYPE_CHECKING:
+    from fedplan.desk import Desk
+
+# What needs torch is imported where it is used: a client's process lives for one message.
 
 
-def client_of(file: Path) -> ClientApp:
-    """The app of a site. Its node is started with `name`, and `home`: a folder on its own disk."""
-    return client_app(lambda context: _seat(file, _said(context, "name"), _said(context, "home")))
+def client_of(file: Path, rows: Callable[[str], Any] | None = None) -> ClientApp:
+    """The app of a site. Its node is started with `name`, `home` and, to train on, `data`.
+
+    `rows` reads the site's table from what `data` says; without it, `data` is a file or folder.
+    """
+    reader = f"{inspect.getsourcefile(rows)}:{rows.__name__}" if rows is not None else ""
+
+    def answer(context: Context, kind: str, parcel: Parcel) -> Parcel:
+        order = _order(file, context, reader)
+        if order.node.get("resident", True) and "partition-id" not in order.node:
+            return ask(order, kind, parcel)
+        from fedplan.trainer import answered
+
+        return answered(_desk(order.text), kind, parcel)
+
+    return client_app(answer)
 
 
 def server_of(file: Path) -> ServerApp:
@@ -35,47 +48,34 @@ def server_of(file: Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        folder = Path(str(context.run_config["folder"]))
-        study, stage = read_study(file), stage_of(read_study(file))
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "study.json").write_text(study.model_dump_json(indent=1))
-        (folder / "manifest.json").write_text(written(stage.setup.params))
-        server = Server(
-            stage.setup,
-            take(stage.model, stage.setup.params),
-            folder,
-            rounds=study.train.rounds,
-            roster={name: study.clients.traits.get(name, {}) for name in stage.shares.train},
-            attendance=Attendance(**study.clients.model_dump(exclude={"traits"})),
-        )
-        carry(grid, server)
+        from fedplan.runners.flower.server import carry_study
+
+        carry_study(grid, file, _folder(context))
 
     _ = main
     return app
 
 
-def _said(context: Context, name: str) -> str:
-    if name not in context.node_config:
-        raise ConfigError(f"this node does not say its {name}: start it with --node-config")
-    return str(context.node_config[name])
+def _folder(context: Context) -> Path:
+    said = context.run_config.get("folder")
+    if not said:
+        raise FedplanError("the run does not say its folder: --run-config 'folder=\"/a/folder\"'")
+    return Path(str(said))
+
+
+def _order(file: Path, context: Context, rows: str) -> Order:
+    node = dict(context.node_config)
+    if "home" in node:
+        home = str(node["home"])
+    elif "partition-id" in node:
+        home = str(_folder(context) / "sites")
+    else:
+        raise FedplanError("this node does not say its home: --node-config 'home=\"/a/folder\"'")
+    return Order(str(file), home, node, rows)
 
 
 @cache
-def _seat(file: Path, name: str, home: str) -> Seat:
-    study = read_study(file)
-    stage = stage_of(study)
-    if name not in stage.shares.train:
-        raise ConfigError(f"the study has no client {name!r}")
-    start = take(stage.model, stage.setup.params)
-    folder = Path(home) / study.name
-    site = Site(
-        name=name,
-        rows=stage.shares.train[name],
-        journal=Journal(folder / "home", replies=True),
-        model=stage.model,
-        start=start,
-        marks=digests(start),
-        loss=stage.shares.task.loss,
-        traits=dict(study.clients.traits.get(name, {})),
-    )
-    return Seat(stage.setup, site, Store(folder / "seen"))
+def _desk(order: str) -> Desk:
+    from fedplan.trainer import desk_of
+
+    return desk_of(Order.of(order))

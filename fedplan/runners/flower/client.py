@@ -1,66 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's app: a site of ours that Flower asks for its turns."""
+"""The client's app: Flower's messages carried to a site's desk and back.
+
+Flower starts a new process for every message. This one imports no torch: it hands the request to
+the trainer that stays at the site.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedplan.agreement import Setup
-from fedplan.runners.flower.parcels import down_of, listed, update_records, wrapped
-from fedplan.site import Site, local, poll
-from fedplan.store import Store
+from fedplan.parcel import Parcel
+from fedplan.runners.flower.records import parcel_in, records_of
 
-HELLO, POLL = "hello", "poll"
-
-
-@dataclass(frozen=True)
-class Seat:
-    """A site, what it agreed to, and the copy of the world that it has seen, on its own disk."""
-
-    setup: Setup
-    site: Site
-    seen: Store
-
-    def recall(self) -> None:
-        """Take up the world as this site last saw it."""
-        found = self.seen.read()
-        self.site.seen = dict(found.tensors) if found else {}
-
-    def remember(self, number: int) -> None:
-        """Write down what it has seen, before the server is told that it has."""
-        self.seen.write(self.site.seen, {}, number=number)
+Answer = Callable[[Context, str, Parcel], Parcel]
+"""A site's answer to a request of a kind."""
 
 
-def client_app(seat_of: Callable[[Context], Seat]) -> ClientApp:
-    """A Flower app of a site: `seat_of` builds it from what the node was started with."""
+def client_app(answer: Answer) -> ClientApp:
+    """A Flower app that answers by a site's desk."""
     app = ClientApp()
 
-    @app.query(HELLO)
-    def hello(message: Message, context: Context) -> Message:
-        seat = seat_of(context)
-        said = {"client": seat.site.name, "agreed": seat.setup.fingerprint}
-        return Message(wrapped({}, {**said, "traits": dict(seat.site.traits)}), reply_to=message)
+    def answered(message: Message, context: Context, kind: str) -> Message:
+        parcel = answer(context, kind, parcel_in(message.content))
+        return Message(records_of(parcel), reply_to=message)
 
-    @app.query(POLL)
-    def vote(message: Message, context: Context) -> Message:
-        seat = seat_of(context)
-        seat.recall()
-        down = down_of(message.content)
-        scores = poll(seat.setup, seat.site, down)
-        return Message(wrapped({}, {"scores": listed(scores)}), reply_to=message)
+    @app.query("hello")
+    def hello(message: Message, context: Context) -> Message:
+        return answered(message, context, "hello")
+
+    @app.query("poll")
+    def poll(message: Message, context: Context) -> Message:
+        return answered(message, context, "poll")
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        seat = seat_of(context)
-        seat.recall()
-        down = down_of(message.content)
-        update = local(seat.setup, seat.site, down)
-        seat.remember(down.turn.round)
-        return Message(update_records(update), reply_to=message)
+        return answered(message, context, "train")
 
-    _ = hello, vote, train
+    _ = hello, poll, train
     return app

@@ -3,116 +3,218 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from flwr.app import Message, RecordDict
+from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
+from fedplan.config import read_study
 from fedplan.errors import FedplanError
-from fedplan.rounds import Tally, choose
-from fedplan.runners.flower.client import HELLO, POLL
-from fedplan.runners.flower.parcels import down_records, scored, unwrapped, update_of, wrapped
+from fedplan.exchange import Down, nbytes
+from fedplan.mail import down_parcel, down_said, opened, parcel_of, scored, update_of
+from fedplan.parcel import Parcel
+from fedplan.rounds import Tally, choose, push
+from fedplan.runners.flower.calls import Calls, Letter, Patience
+from fedplan.runners.flower.records import arrays_of
+from fedplan.runners.flower.submit import FAULT
 from fedplan.server import Server
+from fedplan.studies import attendance_of, opened_run, stage_of
 
+log = logging.getLogger("fedplan")
 Watch = Callable[[Server, Tally], None]
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long a server waits: for nodes to come, for answers to a request, between two looks."""
+def carry_study(grid: Grid, file: Path, folder: Path) -> None:
+    """Carry a study, or go on with it from what its folder holds."""
+    try:
+        _carry_study(grid, file, folder)
+    except FedplanError as error:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FAULT).write_text(str(error))
+        raise
 
-    nodes: float = 600.0
-    answers: float = 3600.0
-    look: float = 0.5
+
+def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
+    study = read_study(file)
+    stage = stage_of(study)
+    opened_run(folder, study, stage.setup.params)
+    names = study.clients.names or list(stage.shares.train)
+    server = Server(
+        stage.setup,
+        stage.start,
+        folder,
+        rounds=study.train.rounds,
+        roster={name: study.clients.traits.get(name, {}) for name in names},
+        attendance=attendance_of(study),
+    )
+    Carrier(
+        grid,
+        server,
+        Patience(**study.patience.model_dump()),
+        quorum=study.clients.quorum,
+        start=stage.digest,
+    ).carry()
 
 
-def met(grid: Grid, names: list[str], patience: Patience) -> dict[str, int]:
-    """The node of each client by the name that it says itself; waits until all have come."""
-    found, strangers, until = dict[str, int](), set[int](), time.monotonic() + patience.nodes
-    while set(names) - found.keys():
-        fresh = set(grid.get_node_ids()) - set(found.values()) - strangers
-        asked = {node: wrapped({}, {}) for node in fresh}
-        for node, records in answers(grid, asked, f"query.{HELLO}", patience):
-            _, said = unwrapped(records)
-            if said.get("client") in names:
-                found[said["client"]] = node
+class Carrier:
+    """A server and the grid that carries its rounds.
+
+    A round waits for all until it is time, and closes with no fewer than `quorum`. Sites must start
+    from the model whose digest is `start`.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        server: Server,
+        patience: Patience | None = None,
+        *,
+        quorum: int = 1,
+        start: str = "",
+    ) -> None:
+        self.server, self.quorum, self.start = server, quorum, start
+        self.calls = Calls(grid, server.roster, patience or Patience())
+        self._packed: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
+
+    def carry(self, watch: Watch | None = None) -> None:
+        """Play every round that is left, committing each before the next."""
+        server = self.server
+        if server.world.round < server.rounds:
+            self.calls.gather(min(self.quorum, len(server.roster)))
+        while server.world.round < server.rounds:
+            self._greet()
+            tally = server.begin()
+            self._choose_together(tally)
+            self._ask(tally)
+            server.end(tally)
+            server.commit(tally)
+            log.info("%s", _told(server, tally))
+            if watch is not None:
+                watch(server, tally)
+
+    def _greet(self) -> None:
+        """Hear who the sites are; refuse to go on with one that agreed to something else."""
+        self.calls.look()
+        for name, guest in self.calls.guests.items():
+            agreed = self.server.setup.fingerprint
+            if guest.agreed != agreed:
+                raise FedplanError(
+                    f"{name} agreed to {guest.agreed[:40]} and this study is {agreed}: give it the "
+                    "same study, then start the run again"
+                )
+            if self.start and guest.start != self.start:
+                raise FedplanError(
+                    f"{name} starts from the model {guest.start[:40]} and not from {self.start}: "
+                    "give it the same weights, then start the run again"
+                )
+            self.server.roster[name] = guest.traits
+
+    def _ask(self, tally: Tally) -> None:
+        """Ask all for their turns, and count each as it comes."""
+        letters = {name: self._letter(tally, name) for name in tally.cohort}
+        for name, answer in self.calls.ask("train", letters, lambda: self._enough(tally)):
+            if isinstance(answer, str):
+                tally.rejected.setdefault(name, answer.splitlines()[0])
+            elif self._lacks(tally, name, answer):
+                letters[name] = self._letter(tally, name)
             else:
-                strangers.add(node)
-        if time.monotonic() > until:
-            missing = ", ".join(sorted(set(names) - found.keys()))
-            raise FedplanError(f"after {patience.nodes:.0f} s these have not come: {missing}")
-        if not fresh:
-            time.sleep(patience.look)
-    return found
-
-
-def answers(
-    grid: Grid, asked: Mapping[int, RecordDict], kind: str, patience: Patience
-) -> Iterator[tuple[int, RecordDict]]:
-    """Each node's answer as it comes, one held at a time; those that fail or are late are not."""
-    open_ = dict[str, int]()
-    for node, records in asked.items():
-        (number,) = grid.push_messages([Message(records, node, kind)])
-        open_[number] = node
-    until = time.monotonic() + patience.answers
-    while open_ and time.monotonic() < until:
-        came = False
-        for number in list(open_):
-            for reply in grid.pull_messages([number]):
-                came = True
-                node = open_.pop(number)
-                if not reply.has_error():
-                    yield node, reply.content
-        if open_ and not came:
-            time.sleep(patience.look)
-
-
-def carry(
-    grid: Grid, server: Server, patience: Patience | None = None, watch: Watch | None = None
-) -> None:
-    """Play every round that is left, committing each before the next."""
-    patience = patience or Patience()
-    nodes = met(grid, list(server.roster), patience)
-    while server.world.round < server.rounds:
-        tally = server.begin()
-        _choose_together(grid, server, tally, nodes, patience)
-        asked = {nodes[name]: down_records(down) for name, down in tally.cohort.items()}
-        for node, records in answers(grid, asked, "train", patience):
-            _count(server, tally, nodes, node, records)
+                self._count(tally, name, answer)
         silent = tally.cohort.keys() - set(tally.heard) - tally.rejected.keys()
         tally.rejected |= {name: "no answer" for name in silent}
-        server.end(tally)
-        server.commit(tally)
-        if watch is not None:
-            watch(server, tally)
+        if not self._enough(tally):
+            reasons = "; ".join(f"{n}: {why}" for n, why in sorted(tally.rejected.items()))
+            raise FedplanError(
+                f"round {self.server.world.round + 1} has {len(tally.heard)} answers and needs "
+                f"{self.quorum}: {reasons}; start the run again to go on with it"
+            )
+
+    def _enough(self, tally: Tally) -> bool:
+        return len(tally.heard) >= min(self.quorum, len(tally.cohort))
+
+    def _letter(self, tally: Tally, name: str) -> Letter:
+        def letter() -> tuple[Parcel, ArrayRecord | None]:
+            down = tally.cohort[name]
+            said = parcel_of({}, down_said(down))
+            return said, self._arrays(down)
+
+        return letter
+
+    def _arrays(self, down: Down) -> ArrayRecord:
+        """The values of a request as arrays: most clients of a round lack the same ones."""
+        which = tuple(sorted((key, down.versions.get(key, -1)) for key in down.values))
+        if which != self._packed[0]:
+            self._packed = (which, arrays_of(down_parcel(down).blobs))
+        return self._packed[1]
+
+    def _lacks(self, tally: Tally, name: str, answer: Parcel) -> bool:
+        """Whether a site has lost what it was sent before; it is then asked anew, with all."""
+        if not _said(answer).get("lacking") or tally.cohort[name].anew:
+            return False
+        scores, server = tally.cohort[name].turn.scores, self.server
+        tally.vain += tally.cohort[name].nbytes
+        down = push(server.setup, server.world, name, server.roster[name], anew=True)
+        tally.cohort[name] = replace(down, turn=replace(down.turn, scores=scores))
+        log.warning("%s has lost what it was sent before, and is sent all of it", name)
+        return True
+
+    def _count(self, tally: Tally, name: str, answer: Parcel) -> None:
+        said = _said(answer)
+        for word in ("refused", "failed", "lacking"):
+            if word in said:
+                tally.rejected.setdefault(name, f"{word}: {str(said[word])[:300]}")
+                log.warning("%s %s: %s", name, word, str(said[word])[:300])
+                return
+        limit = 2 * nbytes(self.server.world.values) + 2**22
+        try:
+            update = update_of(answer, limit=limit)
+            if update.client != name:
+                raise FedplanError(f"{name} answers for {update.client[:80]!r}")
+        except FedplanError as error:
+            tally.rejected[name] = str(error).splitlines()[0]
+            log.warning("%s is not counted: %s", name, tally.rejected[name])
+            return
+        self.server.take(tally, update)
+
+    def _choose_together(self, tally: Tally) -> None:
+        setup, downs = self.server.setup, tally.cohort
+        if not setup.method.together or not any(setup.chooses(d.turn) for d in downs.values()):
+            return
+        letters = {name: self._letter(tally, name) for name in downs}
+        polled = dict[str, Any]()
+        enough = min(self.quorum, len(downs))
+        for name, answer in self.calls.ask("query.poll", letters, lambda: len(polled) >= enough):
+            if isinstance(answer, Parcel) and self._lacks(tally, name, answer):
+                letters[name] = self._letter(tally, name)
+                continue
+            try:
+                said = _said(answer) if isinstance(answer, Parcel) else {}
+                polled[name] = scored(said.get("scores"))
+            except FedplanError as error:
+                log.warning("%s has no say in this round: %s", name, error)
+        choose(tally, polled)
+        for name in polled:
+            # What came with the question is there: it need not come again.
+            tally.cohort[name] = replace(tally.cohort[name], values={})
 
 
-def _count(
-    server: Server, tally: Tally, nodes: Mapping[str, int], node: int, records: RecordDict
-) -> None:
-    name = next(name for name, each in nodes.items() if each == node)
+def _said(answer: Parcel) -> dict[str, Any]:
     try:
-        update = update_of(records)
-        if update.client != name:
-            raise FedplanError(f"node {node} answers for {update.client!r}")
-    except FedplanError as error:
-        tally.rejected[name] = str(error).splitlines()[0]
-        return
-    server.take(tally, update)
+        return opened(Parcel(answer.header))[1]
+    except FedplanError:
+        return {}
 
 
-def _choose_together(
-    grid: Grid, server: Server, tally: Tally, nodes: Mapping[str, int], patience: Patience
-) -> None:
-    setup, downs = server.setup, tally.cohort
-    if not setup.method.together or not any(setup.chooses(d.turn) for d in downs.values()):
-        return
-    names = {nodes[name]: name for name in downs}
-    asked = {nodes[name]: down_records(down) for name, down in downs.items()}
-    polled = {
-        names[node]: scored(unwrapped(records)[1].get("scores"))
-        for node, records in answers(grid, asked, f"query.{POLL}", patience)
-    }
-    choose(tally, polled)
+def _told(server: Server, tally: Tally) -> str:
+    lines = list(tally.lines.values())
+    up, down = (sum(line[way] for line in lines) for way in ("up", "down"))
+    weight = sum(line["weight"] for line in lines) or 1
+    loss = sum((line["loss"] or 0) * line["weight"] for line in lines) / weight
+    missing = f", not counted: {', '.join(sorted(tally.rejected))}" if tally.rejected else ""
+    return (
+        f"round {server.world.round} of {server.rounds}: loss {loss:.3f}, "
+        f"{len(tally.counted)} counted{missing}, {up} bytes up, {down} down"
+    )

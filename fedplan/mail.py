@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parcels: what travels in a round as Flower's records: a JSON header and buckets of safetensors.
+"""Mail: what a server and a site say to each other, as parcels.
 
-Flower fetches every array by a request of its own, so tensors are packed together; and as bytes,
-because its arrays know neither bfloat16 nor eight-bit floats.
+Tensors are packed together, because some carriers fetch each blob by a request of its own; and as
+safetensors, which know every dtype.
 """
 
 from __future__ import annotations
@@ -10,47 +10,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from fedplan.exchange import Down, Update, nbytes
 from fedplan.message import JSON, MessageError, pack, unpack
 from fedplan.params import Block
+from fedplan.parcel import Parcel
 from fedplan.turn import Turn
 
 BUCKET = 2**25
-"""Bytes of tensors that travel as one array: enough to save requests, little enough to hold."""
-
-ARRAYS, HEADER, FIELD = "arrays", "header", "fedplan"
+"""Bytes of tensors in one blob: enough to save requests, little enough to hold."""
 
 
-def wrapped(tensors: Mapping[str, Tensor], header: Mapping[str, JSON]) -> RecordDict:
-    """Tensors and a header as records."""
-    blobs = [pack(bucket, {}) for bucket in _buckets(tensors)]
-    arrays = {
-        f"{place:06}": Array("uint8", (len(blob),), "safetensors", blob)
-        for place, blob in enumerate(blobs)
-    }
-    said = ConfigRecord({FIELD: pack({}, header)})
-    return RecordDict({ARRAYS: ArrayRecord(arrays), HEADER: said})
+def parcel_of(tensors: Mapping[str, Tensor], said: Mapping[str, JSON]) -> Parcel:
+    """Tensors and what is said of them."""
+    blobs = (pack(bucket, {}) for bucket in _buckets(tensors))
+    return Parcel(pack({}, said), tuple(blobs))
 
 
-def unwrapped(records: RecordDict) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the header of records, each bucket let go as soon as it is read."""
-    held, said = records.get(ARRAYS), records.get(HEADER)
-    if not isinstance(held, ArrayRecord) or not isinstance(said, ConfigRecord):
-        raise MessageError("this is no message of fedplan: it lacks arrays or a header")
-    data = said.get(FIELD)
-    if not isinstance(data, bytes):
-        raise MessageError("the header of a message must be bytes")
-    _, header = unpack(data)
+def opened(parcel: Parcel, *, limit: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a parcel of at most `limit` bytes, and what is said of them."""
+    if limit is not None and parcel.nbytes > limit:
+        raise MessageError(f"a message of {parcel.nbytes} bytes is larger than the limit, {limit}")
+    strays, said = unpack(parcel.header)
+    if strays:
+        raise MessageError("the header of a message holds tensors")
     found = dict[str, Tensor]()
-    for place in sorted(held):
-        tensors, _ = unpack(held.pop(place).data)
+    for blob in parcel.blobs:
+        tensors, _ = unpack(blob)
         if again := found.keys() & tensors.keys():
-            raise MessageError(f"{min(again)!r} is in two buckets of one message")
+            raise MessageError(f"{min(again)!r} is in two blobs of one message")
         found |= tensors
-    return found, header
+    return found, said
 
 
 def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -64,10 +55,10 @@ def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield bucket
 
 
-def down_records(down: Down) -> RecordDict:
-    """A request as records."""
+def down_said(down: Down) -> dict[str, JSON]:
+    """What a request says, without its values."""
     turn = down.turn
-    header: dict[str, JSON] = {
+    return {
         "request": down.request,
         "agreed": down.agreed,
         "round": turn.round,
@@ -76,18 +67,25 @@ def down_records(down: Down) -> RecordDict:
         "traits": dict(turn.traits),
         "scores": listed(turn.scores) if turn.scores is not None else None,
         "versions": dict(down.versions),
+        "basis": down.basis,
+        "heard": down.heard,
+        "anew": down.anew,
     }
-    return wrapped(down.values, header)
 
 
-def down_of(records: RecordDict) -> Down:
-    """A request from its records."""
-    values, said = unwrapped(records)
+def down_parcel(down: Down) -> Parcel:
+    """A request as a parcel."""
+    return parcel_of(down.values, down_said(down))
+
+
+def down_of(parcel: Parcel) -> Down:
+    """A request from its parcel."""
+    values, said = opened(parcel)
     turn = Turn(
         round=_read(said, "round", int),
         client=_read(said, "client", str),
         phase=_read(said, "phase", str),
-        traits=_read(said, "traits", dict),
+        traits=_words(said, "traits", str),
         scores=scored(said["scores"]) if said.get("scores") is not None else None,
     )
     return Down(
@@ -95,25 +93,28 @@ def down_of(records: RecordDict) -> Down:
         agreed=_read(said, "agreed", str),
         turn=turn,
         values=values,
-        versions=_read(said, "versions", dict),
+        versions=_words(said, "versions", int),
+        basis=_read(said, "basis", str),
+        heard=_read(said, "heard", int),
+        anew=_read(said, "anew", bool),
     )
 
 
-def update_records(update: Update) -> RecordDict:
-    """An answer as records."""
-    header: dict[str, JSON] = {
+def update_parcel(update: Update) -> Parcel:
+    """An answer as a parcel."""
+    said: dict[str, JSON] = {
         "client": update.client,
         "request": update.request,
         "agreed": update.agreed,
         "weight": update.weight,
         "line": update.line,
     }
-    return wrapped(update.values, header)
+    return parcel_of(update.values, said)
 
 
-def update_of(records: RecordDict) -> Update:
-    """An answer from its records."""
-    values, said = unwrapped(records)
+def update_of(parcel: Parcel, *, limit: int | None = None) -> Update:
+    """An answer from its parcel."""
+    values, said = opened(parcel, limit=limit)
     return Update(
         client=_read(said, "client", str),
         request=_read(said, "request", str),
@@ -135,6 +136,13 @@ def scored(found: Any) -> dict[Block, float]:
         return {Block(str(stack), int(number)): float(score) for stack, number, score in found}
     except (TypeError, ValueError) as error:
         raise MessageError(f"these are no scores of blocks: {str(found)[:60]}") from error
+
+
+def _words(said: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:
+    found = _read(said, name, dict)
+    if any(type(value) is not kind for value in found.values()):
+        raise MessageError(f"the message's {name} are not all of {kind.__name__}")
+    return found
 
 
 def _read(said: Mapping[str, Any], name: str, kind: type) -> Any:

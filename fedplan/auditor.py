@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Auditors: what a site's own record says, as a person reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fedplan.errors import FedplanError
+from fedplan.outgoing import by_part, read_agreement, read_outgoing, records_in
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one site agreed to in one experiment, and all that has left it."""
+
+    folder: Path
+    agreed: dict[str, Any]
+    lines: list[dict[str, Any]]
+
+    def json(self) -> dict[str, Any]:
+        """It as plain values."""
+        return {"agreed": self.agreed, "lines": self.lines, "parts": by_part(self.lines)}
+
+    def __rich__(self) -> RenderableType:
+        agreed, limits = self.agreed, self.agreed["limits"]
+        up, said = (sum(line[what] for line in self.lines) for what in ("up", "said"))
+        set_ = ", ".join(f"{count} {what}" for what, count in limits.items() if count) or "none"
+        return Group(
+            Text(f"{agreed['site']} in {agreed['experiment']}", style="bold"),
+            Text(f"agreed to {agreed['plan']} ({agreed['fingerprint']}), model {agreed['model']}"),
+            Text(f"limits: {set_}"),
+            self._table(),
+            Text(
+                f"{up + said} bytes have left: {up} of the model's parts, {said} of headers and "
+                f"words. What no column names has not left."
+            ),
+        )
+
+    def _table(self) -> Table:
+        parts = list(by_part(self.lines))
+        table = Table(box=None, pad_edge=False)
+        for name in ("round", "answer", *parts, "words", "down"):
+            table.add_column(name, justify="left" if name == "answer" else "right")
+        for line in self.lines:
+            number = str(line["round"]) if line["round"] else ""
+            answer = f"{line['answer']}{' again' if line['again'] and number else ''}"
+            sent = (str(line["parts"].get(part, "")) for part in parts)
+            table.add_row(number, answer, *sent, str(line["said"]), str(line["down"]))
+        totals = by_part(self.lines)
+        said = str(sum(line["said"] for line in self.lines))
+        down = str(sum(line["down"] for line in self.lines))
+        table.add_section()
+        table.add_row("", "all", *(str(totals[part]) for part in parts), said, down, style="bold")
+        return table
+
+
+def told_of(folder: Path) -> list[Account]:
+    """The account of each experiment under a folder."""
+    found = [
+        Account(each, read_agreement(each), read_outgoing(each)) for each in records_in(folder)
+    ]
+    if not found:
+        raise FedplanError(f"{folder} is no site's home: nothing in it says what has left")
+    return found

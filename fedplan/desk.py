@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Desks: where a site takes requests and hands out answers, whatever carries them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fedplan.agreement import Setup
+from fedplan.errors import FedplanError
+from fedplan.exchange import Down, Lacking, Refused, Update, nbytes
+from fedplan.journal import Journal
+from fedplan.mail import down_of, listed, opened, parcel_of, update_parcel
+from fedplan.message import JSON
+from fedplan.outgoing import AGREEMENT, Limits, Outgoing
+from fedplan.parcel import Parcel
+from fedplan.plan import Role
+from fedplan.resolution import permitted
+from fedplan.seals import Seal
+from fedplan.site import Site, local, poll
+from fedplan.store import Store, StoreError
+
+HELLO, POLL, TRAIN = "hello", "poll", "train"
+
+
+class Desk:
+    """A site with a folder of its own: what it keeps, what it has seen, and what has left it.
+
+    `start` is the digest of the model that it starts from.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        site: Site,
+        folder: Path,
+        limits: Limits | None = None,
+        *,
+        start: str = "",
+    ) -> None:
+        self.setup, self.site, self.folder, self.start = setup, site, folder, start
+        self.outgoing = Outgoing(folder, limits)
+        (folder / AGREEMENT).write_text(json.dumps(self._agreed(), indent=1))
+        self.seen, self._number = Store(folder / "seen", keep=1), 0
+        self._kinds = {p.key: str(p.kind) for p in setup.params}
+
+    def answer(self, kind: str, parcel: Parcel) -> Parcel:
+        """The answer to a request; what goes wrong is said, without a word of what is private."""
+        turns = {HELLO: self._hello, POLL: self._poll, TRAIN: self._train}
+        try:
+            if kind not in turns:
+                raise Refused(f"{self.site.name} knows no request {kind[:40]!r}")
+            self._recall()
+            return turns[kind](parcel)
+        except Lacking as error:
+            return parcel_of({}, {"lacking": str(error)})
+        except Refused as error:
+            return parcel_of({}, {"refused": str(error)})
+        except FedplanError as error:
+            return parcel_of({}, {"failed": str(error).splitlines()[0]})
+
+    def _hello(self, parcel: Parcel) -> Parcel:
+        said: dict[str, JSON] = {
+            "client": self.site.name,
+            "agreed": self.setup.fingerprint,
+            "start": self.start,
+            "traits": dict(self.site.traits),
+        }
+        opened(parcel)
+        return self._leave(Parcel(parcel_of({}, said).header), "hello", None, {})
+
+    def _poll(self, parcel: Parcel) -> Parcel:
+        down, before = down_of(parcel), self.site.held
+        scores = poll(self.setup, self.site, down)
+        self._remember(before)
+        answer = parcel_of({}, {"scores": listed(scores)})
+        return self._leave(answer, "scores", down, {})
+
+    def _train(self, parcel: Parcel) -> Parcel:
+        down, before = down_of(parcel), self.site.held
+        self.outgoing.require(self.site.name, down.request, self._most(down))
+        update = local(self.setup, self.site, down)
+        self._remember(before)
+        return self._leave(update_parcel(update), "update", down, self._parts(update))
+
+    def _most(self, down: Down) -> int:
+        """The bytes that a request may at most make leave."""
+        roles = permitted(self.setup.method.plan, self.setup.params, down.turn)
+        return sum(self.setup.up(p) for p in self.setup.params if roles[p] is Role.SHARE)
+
+    def _parts(self, update: Update) -> dict[str, int]:
+        found = dict[str, int]()
+        for key, value in update.values.items():
+            kind = self._kinds[key.partition("#")[0]]
+            found[kind] = found.get(kind, 0) + nbytes({key: value})
+        return found
+
+    def _leave(
+        self, answer: Parcel, what: str, down: Down | None, parts: Mapping[str, int]
+    ) -> Parcel:
+        """Write down what is about to leave, and let it."""
+        up = sum(parts.values())
+        self.outgoing.note(
+            {
+                "answer": what,
+                "request": down.request if down else "",
+                "round": down.turn.round if down else 0,
+                "phase": down.turn.phase if down else "",
+                "up": up,
+                "said": answer.nbytes - up,
+                "down": down.nbytes if down else 0,
+                "parts": dict(parts),
+            }
+        )
+        return answer
+
+    def _recall(self) -> None:
+        """Take up what was last seen; if it is damaged it is lost, and the server sends it anew."""
+        if max(self.seen.numbers(), default=0) == self._number:
+            return
+        try:
+            found = self.seen.read()
+        except StoreError:
+            shutil.rmtree(self.folder / "seen")
+            self.seen, found = Store(self.folder / "seen", keep=1), None
+        self._number = found.number if found else 0
+        self.site.seen = found.tensors if found else {}
+        self.site.held = dict(found.meta["held"]) if found else {}
+
+    def _remember(self, before: Mapping[str, int]) -> None:
+        """Write down what was seen, before the server is told that it was."""
+        if self.site.held != before:
+            self._number = max(self.seen.numbers(), default=0) + 1
+            self.seen.write(self.site.seen, {"held": self.site.held}, number=self._number)
+
+    def _agreed(self) -> dict[str, Any]:
+        method = self.setup.method
+        return {
+            "site": self.site.name,
+            "experiment": self.setup.experiment,
+            "plan": method.plan.text,
+            "model": self.start,
+            "fingerprint": self.setup.fingerprint,
+            "wire": method.wire.text,
+            "traits": self.site.traits,
+            "limits": asdict(self.outgoing.limits),
+        }
+
+
+def journal_in(folder: Path, seal: Seal | None = None) -> Journal:
+    """The journal of a site's folder."""
+    return Journal(folder / "home", replies=True, seal=seal)

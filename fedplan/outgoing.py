@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outgoing: a site's own record of every byte that left it, and the limits it sets itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedplan.errors import FedplanError
+from fedplan.exchange import Refused
+from fedplan.ledger import Ledger
+from fedplan.store import told
+
+RECORD, AGREEMENT = "outgoing.jsonl", "agreed.json"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a site stops by itself: after so many rounds, before so many bytes. 0 is no limit."""
+
+    rounds: int = 0
+    bytes: int = 0
+
+
+class Outgoing:
+    """The record of one site in one experiment. A line is on disk before its bytes leave."""
+
+    def __init__(self, folder: Path, limits: Limits | None = None) -> None:
+        self.limits, self._folder = limits or Limits(), folder
+        with told(f"{folder} cannot be made", "name a folder that you may write to"):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file = folder / RECORD
+            file.touch(mode=0o600)
+        # What a kill cut off never left: its line is written before its bytes go.
+        self._ledger = Ledger(file, length=_whole(file))
+
+    def require(self, who: str, request: str, nbytes: int) -> None:
+        """Refuse a request whose answer, of so many bytes, would pass a limit."""
+        lines = read_outgoing(self._folder)
+        answered = {line["request"] for line in lines if line["answer"] == "update"}
+        rounds, left = self.limits.rounds, sum(line["up"] for line in lines)
+        if rounds and request not in answered and len(answered) >= rounds:
+            raise Refused(f"{who} has taken part in {rounds} rounds, the limit it has set")
+        if self.limits.bytes and left + nbytes > self.limits.bytes:
+            raise Refused(
+                f"{who} has sent {left} bytes; {nbytes} more would pass the limit it has set, "
+                f"{self.limits.bytes}"
+            )
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        """Write down what is about to leave."""
+        again = any(
+            (each["request"], each["answer"]) == (line["request"], line["answer"])
+            for each in read_outgoing(self._folder)
+        )
+        self._ledger.append([{**line, "again": again}])
+
+
+def read_outgoing(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a site's record; one that a kill cut off is not among them."""
+    try:
+        whole = (folder / RECORD).read_bytes()[: _whole(folder / RECORD)]
+        return [json.loads(line) for line in whole.splitlines()]
+    except (OSError, ValueError) as error:
+        raise FedplanError(f"{folder} has no record of what left it: {error}") from error
+
+
+def read_agreement(folder: Path) -> dict[str, Any]:
+    """What a site agreed to."""
+    try:
+        return json.loads((folder / AGREEMENT).read_text())
+    except (OSError, ValueError) as error:
+        raise FedplanError(f"{folder} is no site's folder: {error}") from error
+
+
+def records_in(folder: Path) -> list[Path]:
+    """The folders of all experiments under a site's home."""
+    return sorted(found.parent for found in folder.rglob(RECORD))
+
+
+def by_part(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Bytes that left, by part."""
+    found = dict[str, int]()
+    for line in lines:
+        for part, count in line["parts"].items():
+            found[part] = found.get(part, 0) + count
+    return found
+
+
+def _whole(file: Path) -> int:
+    """The length of a file up to its last full line."""
+    with file.open("rb") as held:
+        end = held.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 65536)
+            held.seek(start)
+            place = held.read(end - start).rfind(b"\n")
+            if place >= 0:
+                return start + place + 1
+            end = start
+    return 0

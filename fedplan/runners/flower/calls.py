@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls: requests to sites over Flower's grid, asked again until each is answered or given up.
+
+A request has a name, and a site answers the same one the same: so a request that may have been
+lost is simply asked again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
+
+from fedplan.errors import FedplanError
+from fedplan.mail import opened, parcel_of
+from fedplan.parcel import Parcel
+from fedplan.runners.flower.records import parcel_in, records_of
+
+log = logging.getLogger("fedplan")
+Found = TypeVar("Found")
+Letter = Callable[[], tuple[Parcel, ArrayRecord | None]]
+"""Makes a request when it is sent: only one of them is held at a time."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds that a server waits; see the study's section of this name."""
+
+    sites: float = 600.0
+    answers: float = 3600.0
+    absent: float = 300.0
+    look: float = 0.5
+    tries: int = 5
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A site that said who it is: its node, what it agreed to, its start and its traits."""
+
+    node: int
+    agreed: str
+    start: str
+    traits: dict[str, str]
+
+
+@dataclass
+class _Open:
+    """A request that waits for its answer."""
+
+    letter: Letter
+    numbers: dict[str, int] = field(default_factory=dict[str, int])
+    node: int = 0
+    since: str = ""
+    failures: int = 0
+    after: float = 0.0
+
+
+class Calls:
+    """The sites that have come, by the names that they say, and what is asked of them."""
+
+    def __init__(self, grid: Grid, names: Iterable[str], patience: Patience) -> None:
+        self.grid, self.names, self.patience = grid, list(names), patience
+        self.guests: dict[str, Guest] = {}
+        self._greeted: dict[int, str] = {}
+        self._hellos: dict[str, int] = {}
+        self._gone: dict[str, float] = {}
+
+    def gather(self, enough: int) -> None:
+        """Wait until all have come; when it is time, until enough have."""
+        until = time.monotonic() + self.patience.sites
+        while set(self.names) - self.guests.keys():
+            self.look()
+            if time.monotonic() > until:
+                if len(self.guests) >= enough:
+                    return
+                missing = ", ".join(n for n in self.names if n not in self.guests)
+                raise FedplanError(
+                    f"after {self.patience.sites:.0f} s these have not come: {missing}"
+                )
+            time.sleep(self.patience.look)
+
+    def look(self) -> dict[int, str]:
+        """Greet nodes that are new; the nodes that are there, each with when it last came."""
+        there = self._there()
+        for node, since in there.items():
+            if self._greeted.get(node) != since:
+                self._greeted[node] = since
+                for number in self._push(node, "query.hello", parcel_of({}, {}), None):
+                    self._hellos[number] = node
+        for number, node in list(self._hellos.items()):
+            for reply in steady(lambda n=number: self.grid.pull_messages([n]), self.patience):
+                del self._hellos[number]
+                if reply.has_error():
+                    self._greeted.pop(node, None)
+                else:
+                    self._met(node, reply)
+        now = time.monotonic()
+        for name, guest in self.guests.items():
+            if guest.node in there:
+                self._gone.pop(name, None)
+            else:
+                self._gone.setdefault(name, now)
+        return there
+
+    def away(self, name: str) -> bool:
+        """Whether a site is gone for longer than one waits for it."""
+        since = self._gone.get(name)
+        missing = name not in self.guests
+        return missing or (since is not None and time.monotonic() - since > self.patience.absent)
+
+    def ask(
+        self, kind: str, letters: dict[str, Letter], done: Callable[[], bool]
+    ) -> Iterator[tuple[str, Parcel | str]]:
+        """Each site's answer as it comes, or in words why none came; who has not is left out.
+
+        The caller may put another letter for a name into `letters`: it is then asked anew. All are
+        waited for until it is time, and then until `done`.
+        """
+        waiting = {name: _Open(letter) for name, letter in letters.items()}
+        until = time.monotonic() + self.patience.answers
+        last = until + self.patience.sites
+        while waiting:
+            there = self.look()
+            for name, request in waiting.items():
+                self._send(kind, name, request, there)
+            for name, answer in self._arrived(waiting):
+                letter = letters.get(name)
+                yield name, answer
+                if letters.get(name) is not letter:
+                    waiting[name] = _Open(letters[name])
+            now = time.monotonic()
+            if done() and (now > until or all(map(self.away, waiting))):
+                return
+            if now > last:
+                missing = ", ".join(sorted(waiting))
+                raise FedplanError(
+                    f"too few have answered in time, and not {missing}: start the run again to go "
+                    "on with this round"
+                )
+            time.sleep(self.patience.look)
+
+    def _there(self) -> dict[int, str]:
+        try:
+            nodes = steady(self.grid.get_nodes, self.patience)
+            return {node.node_id: node.last_activated_at for node in nodes}
+        except NotImplementedError:
+            return dict.fromkeys(steady(self.grid.get_node_ids, self.patience), "")
+
+    def _met(self, node: int, reply: Message) -> None:
+        try:
+            _, said = opened(parcel_in(reply.content))
+            name = str(said.get("client"))
+            if name not in self.names:
+                log.warning("node %s says it is %r, whom the study does not name", node, name[:80])
+                return
+            traits = {str(k): str(v) for k, v in dict(said.get("traits") or {}).items()}
+            agreed, start = str(said.get("agreed")), str(said.get("start"))
+        except (FedplanError, TypeError, ValueError) as error:
+            log.warning("node %s does not say who it is: %s", node, str(error)[:200])
+            return
+        other = self.guests.get(name)
+        if other is not None and other.node != node and other.node in self._there():
+            log.warning("node %s says it is %r, and so does node %s", node, name, other.node)
+            return
+        self.guests[name] = Guest(node, agreed, start, traits)
+
+    def _send(self, kind: str, name: str, request: _Open, there: dict[int, str]) -> None:
+        """Ask, or ask again a node that came back since it was asked."""
+        guest = self.guests.get(name)
+        if guest is None or guest.node not in there or time.monotonic() < request.after:
+            return
+        if request.numbers and (request.node, request.since) == (guest.node, there[guest.node]):
+            return
+        request.node, request.since = guest.node, there[guest.node]
+        parcel, arrays = request.letter()
+        for number in self._push(guest.node, kind, parcel, arrays):
+            request.numbers[number] = guest.node
+
+    def _push(self, node: int, kind: str, parcel: Parcel, arrays: ArrayRecord | None) -> list[str]:
+        message = Message(records_of(parcel, arrays), node, kind)
+        return [n for n in steady(lambda: self.grid.push_messages([message]), self.patience) if n]
+
+    def _arrived(self, waiting: dict[str, _Open]) -> Iterator[tuple[str, Parcel | str]]:
+        """Answers that have come, one pulled at a time."""
+        for name, request in list(waiting.items()):
+            for number in list(request.numbers):
+                for reply in steady(lambda n=number: self.grid.pull_messages([n]), self.patience):
+                    del request.numbers[number]
+                    answer = self._heard(name, request, reply)
+                    if answer is not None and waiting.pop(name, None) is not None:
+                        yield name, answer
+
+    def _heard(self, name: str, request: _Open, reply: Message) -> Parcel | str | None:
+        if not reply.has_error():
+            try:
+                return parcel_in(reply.content)
+            except FedplanError as error:
+                return str(error)
+        reason = str(reply.error.reason)[:200]
+        log.warning("%s: %s", name, reason)
+        request.after = time.monotonic() + min(5.0, 10 * self.patience.look)
+        if request.node in self._there():
+            request.failures += 1
+        return f"no answer: {reason}" if request.failures >= self.patience.tries else None
+
+
+def steady(call: Callable[[], Iterable[Found]], patience: Patience) -> list[Found]:
+    """A call to the grid, tried again while the SuperLink is in trouble."""
+    until, pause = time.monotonic() + patience.sites, patience.look
+    while True:
+        try:
+            return list(call())
+        except (FedplanError, NotImplementedError, TypeError, ValueError, AttributeError):
+            raise
+        except Exception as error:
+            if type(error).__name__ == "RunNotRunningException" or time.monotonic() > until:
+                raise
+            log.warning("the SuperLink is in trouble, and is asked again: %r", error)
+            time.sleep(pause)
+            pause = min(30.0, 2 * pause)

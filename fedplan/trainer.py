@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers: a process that stays at a site, so that imports, model and rows are there at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from fedplan.config import ConfigError, Study, read_study
+from fedplan.desk import Desk, journal_in
+from fedplan.errands import Order
+from fedplan.errors import FedplanError
+from fedplan.mail import parcel_of
+from fedplan.outgoing import Limits
+from fedplan.parcel import BrokenParcel, Parcel
+from fedplan.seals import Seal
+from fedplan.site import Site
+from fedplan.studies import stage_of
+from fedplan.tables import load
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SAID = frozenset(
+    (
+        *("name", "home", "data", "key", "resident", "idle"),
+        *("limit_rounds", "limit_bytes", "partition-id", "num-partitions"),
+    )
+)
+"""What a node may be started with; every other word is a trait of the site."""
+
+IDLE = 900.0
+"""Seconds without a request after which a trainer ends."""
+
+
+def desk_of(order: Order) -> Desk:
+    """A site's desk, built from its study and from what its node was started with."""
+    study, node = read_study(Path(order.study)), order.node
+    name = name_of(study, node)
+    own = None if study.data.path else (name, _table(order, study))
+    stage = stage_of(study, own)
+    if name not in stage.shares.train:
+        raise ConfigError(f"the study has no client {name!r}")
+    folder = folder_of(order.home, study, name)
+    seal = Seal.from_file(Path(str(node["key"]))) if "key" in node else None
+    traits = study.clients.traits.get(name, {})
+    traits = traits | {k: str(v) for k, v in node.items() if k not in SAID}
+    site = Site(
+        name=name,
+        rows=stage.shares.train[name],
+        journal=journal_in(folder, seal),
+        model=stage.model,
+        start=stage.start,
+        marks=stage.marks,
+        loss=stage.shares.task.loss,
+        traits=traits,
+    )
+    limits = Limits(_whole(node, "limit_rounds"), _whole(node, "limit_bytes"))
+    return Desk(stage.setup, site, folder, limits, start=stage.digest)
+
+
+def folder_of(home: str, study: Study, name: str) -> Path:
+    """Where a site keeps an experiment, under its own name: neither a node's nor a run's number."""
+    return Path(home) / quote(f"{study.name}-{study.seed}", safe="") / quote(name, safe="")
+
+
+def name_of(study: Study, node: Mapping[str, Any]) -> str:
+    """The name that a node was started with; in a simulation its place among the clients."""
+    if "name" in node:
+        return str(node["name"])
+    if "partition-id" in node:
+        return roster_of(study)[int(node["partition-id"])]
+    raise ConfigError("this node does not say its name: --node-config 'name=\"north\" ...'")
+
+
+def roster_of(study: Study) -> list[str]:
+    """The names of all clients of a study."""
+    return list(study.clients.names) or list(stage_of(study).shares.train)
+
+
+def _table(order: Order, study: Study) -> Dataset:
+    """The table that a site brings."""
+    if "data" not in order.node:
+        raise ConfigError("this node does not say its data: --node-config 'data=\"rows.csv\" ...'")
+    path = str(order.node["data"])
+    if not order.rows:
+        return load(path, split=study.data.split)
+    file, _, function = order.rows.rpartition(":")
+    spec = importlib.util.spec_from_file_location("fedplan_site_rows", file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{file} cannot be imported for its {function}")
+    sys.path.insert(0, str(Path(file).parent))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, function)(path)
+
+
+def _whole(node: Mapping[str, Any], name: str) -> int:
+    said = node.get(name, 0)
+    if type(said) is not int or said < 0:
+        raise ConfigError(f"{name} is {said!r}: it is a whole number")
+    return said
+
+
+def serve(desk: Desk, listener: socket.socket, *, idle: float = IDLE) -> None:
+    """Answer one request after the other, until none has come for a while."""
+    listener.settimeout(idle)
+    while True:
+        try:
+            line, _ = listener.accept()
+        except TimeoutError:
+            return
+        with line, line.makefile("rwb") as stream, suppress(OSError, BrokenParcel):
+            # Who asked may be gone by now: the answer stands in the journal.
+            line.settimeout(None)
+            kind = stream.readline(64).decode(errors="replace").strip()
+            answered(desk, kind, Parcel.read(stream)).write(stream)
+
+
+def answered(desk: Desk, kind: str, parcel: Parcel) -> Parcel:
+    """A desk's answer. An error that nobody foresaw stays in the log: it may tell of rows."""
+    try:
+        return desk.answer(kind, parcel)
+    except Exception as error:
+        traceback.print_exc()
+        said = f"{type(error).__name__} at {desk.site.name}; its log says more"
+        return parcel_of({}, {"failed": said})
+
+
+def main(text: str, address: str) -> None:
+    """Build a desk, and stay. The socket opens when all is ready."""
+    order = Order.of(text)
+    try:
+        desk = desk_of(order)
+    except FedplanError as error:
+        raise SystemExit(f"fedplan: {error}") from error
+    with suppress(FileNotFoundError):
+        os.unlink(address)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        serve(desk, listener, idle=float(order.node.get("idle", IDLE)))
+        os.unlink(address)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

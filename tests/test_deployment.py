@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes: whatever carries a study, and whatever is killed meanwhile, the bits are the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from commands import STUDY, run
+from deployment import BIN, Deployment, free_ports
+from proxy import Proxy
+
+from fedplan.config import read_study
+from fedplan.desk import journal_in
+from fedplan.journal import Journal, home_of
+from fedplan.ledger import digests, read_lines
+from fedplan.runners.flower.submit import QUIET
+from fedplan.seals import Seal
+from fedplan.store import Store
+from fedplan.trainer import folder_of
+
+SITES = [f"client-{number:02}" for number in range(3)]
+PLANS = {
+    "fedavg": 'name = "fedavg"',
+    "fedper": 'name = "fedper"',
+    "fedfrozen": 'name = "fedfrozen"\nsettings = { warmup = 2 }',
+    "parts": """plan = 'chain(freeze(), by("ward", {"a": share(blocks(0))}, share(blocks(1))), keep(head))'""",
+}
+MORE = {"client-01": 'ward="a"'}
+OWN = 'plan = "chain(share(), when(after(1), freeze(query | key)), keep(head))"'
+
+
+def study_of(here: Path, plan: str, *, name: str = "", rounds: int = 5, more: str = "") -> str:
+    """The tiny study with a plan, a name and a length."""
+    study = STUDY.replace('path = "digits.npz"', f'path = "{here}/digits.npz"')
+    study = study.replace("dropped = 0.1", f'{more}\n[clients.traits.client-01]\nward = "a"')
+    study = study.replace("attention = 4", "personal = false").replace(OWN, PLANS[plan])
+    assert PLANS[plan] in study
+    name = name or plan
+    return study.replace("rounds = 3", f"rounds = {rounds}").replace('"tiny"', f'"{name}"')
+
+
+def whole(here: Path, study: str, name: str) -> Path:
+    """The same study by the local runner."""
+    (here / f"{name}.toml").write_text(study)
+    code, told = run("run", str(here / f"{name}.toml"), "--output", str(here / "whole" / name))
+    assert code == 0, told
+    return here / "whole" / name
+
+
+def homes(fed: Path, study: Path) -> dict[str, dict[str, str]]:
+    """What each site of a deployment keeps, opened with its own key."""
+    found = dict[str, dict[str, str]]()
+    for name in SITES:
+        key = fed / "sites" / name / "home.key"
+        folder = folder_of(str(fed / "sites" / name / "home"), read_study(study), name)
+        seal = Seal.from_file(key) if key.exists() else None
+        found[name] = digests(journal_in(folder, seal).home()[0])
+    return found
+
+
+def require_same(out: Path, expected: Path) -> None:
+    """A run has the world and the ledger of another, and both are in order."""
+    assert (out / "ledger.jsonl").read_bytes() == (expected / "ledger.jsonl").read_bytes()
+    one, other = (Store(folder / "world").read() for folder in (out, expected))
+    assert one is not None and other is not None
+    assert digests(one.tensors) == digests(other.tensors)
+
+
+def require_same_homes(fed: Path, here: Path, name: str) -> None:
+    kept = homes(fed, here / f"{name}.toml")
+    for site in SITES:
+        assert kept[site] == digests(Journal(home_of(here / "whole" / name, site)).home()[0])
+
+
+@pytest.fixture
+def simulated(here: Path) -> Iterator[Callable[[Path, str], Path]]:
+    """Runs an app in Flower's own simulation; its SuperLink ends with the test."""
+    home, (port,) = here / "flwr", free_ports(1)
+    home.mkdir()
+    (home / "config.toml").write_text(
+        '[superlink]\ndefault = "sim"\n[superlink.sim]\naddress = ":local:"\n'
+        "options.num-supernodes = 3\noptions.backend.client-resources.num-cpus = 1\n"
+        "options.backend.init-args.num-cpus = 2\n"
+    )
+    env = {**os.environ, **QUIET, "FLWR_HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
+    env |= {"PATH": f"{BIN}:{os.environ['PATH']}", "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(port)}
+
+    def simulate(app: Path, name: str) -> Path:
+        words = ["run", str(app), "--runner", "flower", "--output", str(here / "sim" / name)]
+        done = subprocess.run(
+            [str(BIN / "fedplan"), *words], cwd=here, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return here / "sim" / name
+
+    yield simulate
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            mine = str(home).encode() in (place / "environ").read_bytes()
+            if mine and int(place.name) != os.getpid():
+                os.kill(int(place.name), signal.SIGKILL)
+        except OSError:
+            pass
+
+
+def test_one_process_a_simulation_and_three_sites_with_tls_have_the_same_bits(
+    here: Path, simulated: Callable[[Path, str], Path]
+) -> None:
+    with Deployment(here / "fed", SITES, here / "digits.npz", more=MORE) as deployed:
+        for name in PLANS:
+            study = study_of(here, name)
+            expected = whole(here, study, name)
+            out = deployed.run(study, name)
+            require_same(out, expected)
+            require_same_homes(here / "fed", here, name)
+            assert run("verify", str(out))[0] == 0
+            require_same(simulated(here / "fed/app", name), expected)
+        code, told = run("ledger", str(here / "fed/sites/client-01/home"))
+    assert code == 0 and "client-01 in fedper/0" in told and "agreed to chain(" in told
+
+
+class Killer(threading.Thread):
+    """Kills something at random moments until it has done so often enough."""
+
+    def __init__(
+        self, deployed: Deployment, victims: list[str], count: int, pause: tuple[float, float]
+    ) -> None:
+        super().__init__(daemon=True)
+        self.deployed, self.victims, self.left, self.pause = deployed, victims, count, pause
+        self.random, self.done = random.Random(5), list[str]()
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while self.left and not self.over.wait(self.random.uniform(*self.pause)):
+            victim = self.random.choice(self.victims)
+            if self.deployed.kill(victim):
+                self.done.append(victim)
+                self.left -= 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("victims", "count", "pause", "rounds"),
+    [
+        ([*SITES, "clientapp", "clientapp", "clientapp", "trainer"], 20, (3.0, 20.0), 30),
+        (["serverapp"], 20, (4.0, 14.0), 24),
+        (["superlink"], 5, (8.0, 16.0), 10),
+    ],
+    ids=["sites", "serverapp", "superlink"],
+)
+def test_what_is_killed_does_not_change_a_bit(
+    victims: list[str], count: int, pause: tuple[float, float], rounds: int, here: Path
+) -> None:
+    study = study_of(here, "fedper", rounds=rounds)
+    expected = whole(here, study, "fedper")
+    with Deployment(here / "fed", SITES, here / "digits.npz", more=MORE) as deployed:
+        begun = deployed.begin(study, "run")
+        killer = Killer(deployed, victims, count, pause)
+        time.sleep(15)
+        killer.start()
+        out = deployed.finish(begun, "run", seconds=5400)
+        killer.over.set()
+        killer.join()
+    require_same(out, expected)
+    require_same_homes(here / "fed", here, "fedper")
+    assert len(killer.done) == count
+
+
+@pytest.mark.nightly
+def test_a_line_that_cuts_delays_and_corrupts_does_not_change_a_bit(here: Path) -> None:
+    study = study_of(here, "fedper", rounds=8)
+    expected = whole(here, study, "fedper")
+    proxies = list[Proxy]()
+
+    def through(port: int) -> int:
+        proxies.append(Proxy(port))
+        return proxies[0].__enter__().port
+
+    try:
+        fed = Deployment(here / "fed", SITES, here / "digits.npz", more=MORE, through=through)
+        with fed as deployed:
+            begun = deployed.begin(study, "run")
+            time.sleep(20)
+            proxies[0].script(seed=3, period=4.0)
+            time.sleep(120)
+            proxies[0].calm()
+            out = deployed.finish(begun, "run", seconds=1800)
+    finally:
+        for each in proxies:
+            each.__exit__(None, None, None)
+    require_same(out, expected)
+    require_same_homes(here / "fed", here, "fedper")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["gone", "hung"])
+def test_a_site_that_is_away_or_hangs_does_not_hold_the_others(how: str, here: Path) -> None:
+    study = study_of(here, "fedper", rounds=6, more="quorum = 2")
+    study += "\n[patience]\nanswers = 25.0\nabsent = 5.0\n"
+    with Deployment(here / "fed", SITES, here / "digits.npz", more=MORE) as deployed:
+        begun = deployed.begin(study, "run")
+        ledger = here / "fed/run/ledger.jsonl"
+        until_round(ledger, 1)
+        if how == "gone":
+            deployed.stop("client-01")
+            until_round(ledger, 3)
+            deployed.start_site("client-01")
+        else:
+            pids = [p for p in deployed.pids("trainer") if b"client-01" in cmdline(p)]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            until_round(ledger, 3)
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        out = deployed.finish(begun, "run", seconds=900)
+    rounds = [line for line in read_lines(out / "ledger.jsonl") if "moved" in line]
+    missed = [line["round"] for line in rounds if "client-01" in line["rejected"]]
+    assert len(rounds) == 6 and missed and missed[0] >= 2
+    assert all(line["counted"].count("client-00") == 1 for line in rounds)
+    code, told = run("verify", str(out))
+    assert code == 0, told
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def until_round(ledger: Path, number: int, seconds: float = 300.0) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if ledger.exists() and sum("moved" in x for x in read_lines(ledger)) >= number:
+            return
+        time.sleep(0.3)
+    raise TimeoutError(f"round {number} did not come")

