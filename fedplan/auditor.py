@@ -27,6 +27,11 @@ class Account:
         """It as plain values."""
         return {"agreed": self.agreed, "lines": self.lines, "parts": by_part(self.lines)}
 
+    @property
+    def width(self) -> int:
+        """The columns of a terminal that its table takes."""
+        return 40 + 11 * len(by_part(self.lines))
+
     def __rich__(self) -> RenderableType:
         agreed, limits = self.agreed, self.agreed["limits"]
         up, said = (sum(line[what] for line in self.lines) for what in ("up", "said"))

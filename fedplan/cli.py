@@ -133,15 +133,16 @@ def verify(
 
 @app.command()
 def export(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    folder: Annotated[Path, typer.Argument(help="The folder of a run, or of a site's experiment.")],
     output: Annotated[Path, typer.Argument(help="The folder to write, empty or new.")],
     client: Annotated[str, typer.Option(help="Whose model; without it, the world's.")] = "",
+    key: Annotated[Path | None, typer.Option(help="At a site: what opens its home.")] = None,
 ) -> None:
     """Write a model of a run as a folder that loads and predicts: safetensors and JSON."""
     from fedplan.export import export_run
 
     with told():
-        how = export_run(folder, output, client)
+        how = export_run(folder, output, client, key)
     Console(soft_wrap=True).print(f"Written. Load it: {how}", markup=False, highlight=False)
 
 
@@ -159,7 +160,8 @@ def ledger(
         if as_json:
             print(json.dumps(each.json()))
         else:
-            Console().print(each)
+            # A table of bytes is read whole, or not at all.
+            Console(width=max(Console().width, each.width)).print(each)
 
 
 @app.command()

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fedplan.agreement import Setup
 from fedplan.errors import FedplanError
 from fedplan.exchange import Down, Lacking, Refused, Update, nbytes
@@ -154,3 +156,12 @@ class Desk:
 def journal_in(folder: Path, seal: Seal | None = None) -> Journal:
     """The journal of a site's folder."""
     return Journal(folder / "home", replies=True, seal=seal)
+
+
+def own_values(setup: Setup, folder: Path, key: Path | None = None) -> dict[str, Tensor]:
+    """A site's own model: what it keeps, over what it last saw of the world."""
+    seal = Seal.from_file(key) if key is not None else None
+    home, _ = journal_in(folder, seal).home()
+    seen = Store(folder / "seen", keep=1).read()
+    keys = {p.key for p in setup.trainable}
+    return {k: v for k, v in ({**(seen.tensors if seen else {}), **home}).items() if k in keys}

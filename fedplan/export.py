@@ -9,30 +9,60 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from fedplan.config import ConfigError
+from fedplan.desk import own_values
 from fedplan.examples import Images
 from fedplan.fit import Examples
 from fedplan.loading import quiet
 from fedplan.models.dual import Dual
 from fedplan.models.folder import Picture, save
+from fedplan.outgoing import AGREEMENT
+from fedplan.server import Server
 from fedplan.state import put
-from fedplan.studies import Trial, read_run
+from fedplan.studies import Shares, Trial, read_run, stage_of, study_in
 from fedplan.tables import is_hub_id
 from fedplan.tasks import Task
 
 
-def export_run(run: Path, out: Path, client: str = "") -> str:
-    """Write one client's model, or the world's, and say how it is loaded."""
-    study, _, _ = read_run(run)
-    trial = Trial(study, run)
+def export_run(folder: Path, out: Path, client: str = "", key: Path | None = None) -> str:
+    """Write a model, and say how it is loaded: the world's, or one client's own.
+
+    The folder is a run's, or that of a site's experiment: then the model is the site's own, and
+    `key` opens what it keeps.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is not empty: name another folder")
+    if (folder / AGREEMENT).exists():
+        model, shares = _of_site(folder, key)
+    else:
+        model, shares = _of_run(folder, client)
+    with quiet():
+        return _written(model.eval(), shares.task, shares.test, out)
+
+
+def _of_run(folder: Path, client: str) -> tuple[nn.Module, Shares]:
+    study, _, _ = read_run(folder)
+    if not study.data.path:
+        if client:
+            raise ConfigError(f"{client}'s own model is at the site: export its folder there")
+        stage, names = stage_of(study), study.clients.names
+        roster = {name: dict[str, str]() for name in names}
+        server = Server(stage.setup, stage.start, folder, rounds=1, roster=roster)
+        put(stage.model, server.world_values(), stage.setup.trainable)
+        return stage.model, stage.shares
+    trial = Trial(study, folder)
     federation = trial.federation
     if client and client not in federation.sites:
         raise ConfigError(f"there is no client {client!r}; there are {', '.join(federation.sites)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is not empty: name another folder")
     values = federation.personal_values(client) if client else federation.world_values()
     put(federation.model, values, federation.setup.trainable)
-    with quiet():
-        return _written(federation.model.eval(), trial.shares.task, trial.shares.test, out)
+    return federation.model, trial.shares
+
+
+def _of_site(folder: Path, key: Path | None) -> tuple[nn.Module, Shares]:
+    study = study_in(folder)
+    stage = stage_of(study)
+    put(stage.model, own_values(stage.setup, folder, key), stage.setup.trainable)
+    return stage.model, stage.shares
 
 
 def _written(model: nn.Module, task: Task, rows: Examples | None, out: Path) -> str:

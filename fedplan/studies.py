@@ -199,10 +199,18 @@ def _method(said: MethodSection) -> Method:
     return replace(made, wire=parse_wire(said.wire)) if said.wire else made
 
 
+def study_in(folder: Path) -> Study:
+    """The study that a folder is of."""
+    try:
+        return study_of(json.loads((folder / "study.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
+
+
 def read_run(folder: Path) -> tuple[Study, Setup, list[dict[str, Any]]]:
     """A run as its folder tells it: the study, the agreement, and the lines of its ledger."""
+    study = study_in(folder)
     try:
-        study = study_of(json.loads((folder / "study.json").read_text()))
         params = read(folder / "manifest.json")
         lines = read_lines(folder / "ledger.jsonl")
     except (OSError, ValueError) as error:

@@ -23,7 +23,7 @@ from fedplan.outgoing import Limits
 from fedplan.parcel import BrokenParcel, Parcel
 from fedplan.seals import Seal
 from fedplan.site import Site
-from fedplan.studies import stage_of
+from fedplan.studies import opened_run, stage_of
 from fedplan.tables import load
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def desk_of(order: Order) -> Desk:
         traits=traits,
     )
     limits = Limits(_whole(node, "limit_rounds"), _whole(node, "limit_bytes"))
+    opened_run(folder, study, stage.setup.params)
     return Desk(stage.setup, site, folder, limits, start=stage.digest)
 
 

@@ -150,9 +150,9 @@ class Killer(threading.Thread):
 @pytest.mark.parametrize(
     ("victims", "count", "pause", "rounds"),
     [
-        ([*SITES, "clientapp", "clientapp", "clientapp", "trainer"], 20, (3.0, 20.0), 30),
-        (["serverapp"], 20, (4.0, 14.0), 24),
-        (["superlink"], 5, (8.0, 16.0), 10),
+        ([*SITES, "clientapp", "clientapp", "clientapp", "trainer"], 20, (10.0, 40.0), 30),
+        (["serverapp"], 20, (8.0, 30.0), 24),
+        (["superlink"], 5, (15.0, 30.0), 10),
     ],
     ids=["sites", "serverapp", "superlink"],
 )

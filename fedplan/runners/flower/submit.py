@@ -25,7 +25,7 @@ QUIET = {
 FAULT = "fault.txt"
 """In a run's folder: why its server stopped, if it stopped by itself."""
 
-TRIES = 3
+TRIES = 10
 Tell = Callable[[dict[str, Any]], None]
 
 
@@ -33,7 +33,7 @@ def submit(app: Path, folder: Path, tell: Tell, *, link: str = "", look: float =
     """Run an app to its end, in a folder of the server's machine.
 
     A server that is killed is started again, and goes on from what the folder holds; not so if it
-    stopped by itself, or was killed three times in one round.
+    stopped by itself, or was killed ten times in one round.
     """
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds per round over a real federation, against a stock Flower app on the same one.
+
+Three SuperNodes behind the written proxy, TLS, node keys. Both train MiniLM (22.7 M params) for two
+steps of 16 texts of 64 tokens. The apps take turns; a round's time is that between two closed rounds.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from deployment import Deployment
+from study import FACTS, LAB
+
+import fedplan.runners.flower.submit as submitting
+from fedplan.ledger import read_lines
+
+SITES = ["north", "south", "east"]
+ROUNDS, TURNS = 4, 2
+PLANS = {
+    "full plan": "share()",
+    "FedFrozen, stage two": "chain(share(), freeze(query | key))",
+    "the last third": "chain(freeze(), share(last(2)), share(head))",
+    "head only": "chain(freeze(), share(head))",
+}
+STUDY = """
+name = "{name}"
+[model]
+path = "{model}"
+[task]
+kind = "text-classification"
+label = "label"
+labels = ["a", "b"]
+max_length = 64
+[data]
+own_test = 0.0
+[clients]
+names = ["north", "south", "east"]
+quorum = 3
+[method]
+plan = "{plan}"
+[train]
+rounds = {rounds}
+optimiser = "sgd"
+rate = 1e-3
+batch = 16
+steps = 2
+"""
+STOCK = """
+import csv, time
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+MODEL, ROUNDS, TIMES = {model!r}, {rounds}, {times!r}
+
+def built():
+    import torch
+    from transformers import AutoModelForSequenceClassification
+    torch.set_num_threads(1)
+    return AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2)
+
+client = ClientApp()
+
+@client.train()
+def train(message: Message, context: Context) -> Message:
+    import torch
+    from transformers import AutoTokenizer
+    model = built()
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    with open(context.node_config["data"]) as file:
+        rows = list(csv.DictReader(file))
+    words = AutoTokenizer.from_pretrained(MODEL)([r["text"] for r in rows], truncation=True, max_length=64, padding="max_length", return_tensors="pt")
+    labels = torch.tensor([ord(r["label"]) - 97 for r in rows])
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model.train()
+    for step in range(2):
+        part = slice(16 * step, 16 * step + 16)
+        loss = model(input_ids=words["input_ids"][part], attention_mask=words["attention_mask"][part], labels=labels[part]).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    content = RecordDict({{"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({{"loss": float(loss), "num-examples": len(rows)}})}})
+    return Message(content, reply_to=message)
+
+server = ServerApp()
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    def note(number, arrays):
+        with open(TIMES, "a") as file:
+            file.write(f"{{time.time()}}\\n")
+        return MetricRecord({{"round": number}})
+
+    strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3)
+    strategy.start(grid=grid, initial_arrays=ArrayRecord(built().state_dict()), num_rounds=ROUNDS, evaluate_fn=note)
+"""
+
+
+def closed(times: Path) -> list[float]:
+    """Seconds between one closed round and the next, but for the first."""
+    found = [float(line) for line in times.read_text().split()]
+    return [b - a for a, b in zip(found[1:], found[2:], strict=False)]
+
+
+def ours(fed: Deployment, model: str, plan: str, name: str) -> list[float]:
+    times = fed.folder / f"{name}.times"
+    begun = fed.begin(STUDY.format(model=model, plan=plan, name=name, rounds=ROUNDS), name)
+    ledger, seen = fed.folder / name / "ledger.jsonl", 0
+    times.write_text(f"{time.time()}\n")
+    while begun.poll() is None:
+        try:
+            count = sum("moved" in line for line in read_lines(ledger)) if ledger.exists() else 0
+        except ValueError:
+            continue
+        for _ in range(count - seen):
+            with times.open("a") as file:
+                file.write(f"{time.time()}\n")
+        seen = count
+        time.sleep(0.05)
+    if begun.returncode:
+        raise RuntimeError(f"{begun.communicate()[0]}\n{fed.logs()}")
+    return closed(times)
+
+
+def stock(fed: Deployment, model: str, name: str) -> list[float]:
+    app, times = fed.folder / name, fed.folder / f"{name}.times"
+    app.mkdir()
+    (app / "app.py").write_text(STOCK.format(model=model, rounds=ROUNDS, times=str(times)))
+    (app / "pyproject.toml").write_text((fed.folder / "app/pyproject.toml").read_text())
+    times.write_text(f"{time.time()}\n")
+    os.environ["FLWR_HOME"] = fed.env["FLWR_HOME"]
+    submitting.submit(app, fed.folder / f"{name}-run", lambda _: None, link="local")
+    return closed(times)
+
+
+def main(model: str) -> None:
+    """Print the median of each, and the ratio to the stock app's."""
+    found = dict[str, list[float]]()
+    with tempfile.TemporaryDirectory() as place:
+        data = Path(place) / "rows.csv"
+        with data.open("w") as file:
+            out = csv.writer(file)
+            out.writerow(["text", "label"])
+            out.writerows([f"{'some words of a report ' * 20}{i}", "ab"[i % 2]] for i in range(32))
+        with Deployment(Path(place) / "fed", SITES, data) as fed:
+            for turn in range(TURNS):
+                found.setdefault("stock Flower app", []).extend(stock(fed, model, f"stock{turn}"))
+                for number, (name, plan) in enumerate(PLANS.items()):
+                    seconds = ours(fed, model, plan, f"ours{number}-{turn}")
+                    found.setdefault(name, []).extend(seconds)
+                    print(name, [round(s, 1) for s in seconds], flush=True)
+    base = statistics.median(found["stock Flower app"])
+    lines = [f"python lab/bench_flower.py  {json.dumps(FACTS)}"]
+    for name, seconds in found.items():
+        middle = statistics.median(seconds)
+        low, high = min(seconds), max(seconds)
+        lines.append(
+            f"{name:22} {middle:6.1f} s a round ({low:.1f} to {high:.1f}, {len(seconds)} rounds)  "
+            f"ratio {middle / base:.2f}"
+        )
+    (LAB / "results" / "bench_flower.txt").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The walk-through for three hospitals, typed as printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from deployment import BIN
+
+import fedplan
+
+ROOT = Path(fedplan.__file__).parent.parent
+PAGE = ROOT / "docs/federation.md"
+INSTALLS = ("python -m venv", "pip install")
+
+
+@pytest.mark.nightly
+def test_the_walk_through_works_as_printed(tmp_path: Path) -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text().partition("## What is where")[0], re.S)
+    lines = [x for block in blocks for x in block.splitlines() if not x.startswith(INSTALLS)]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    script = "\n".join(["set -e", "trap 'kill $(jobs -p) 2> /dev/null || true' EXIT", *lines])
+    env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1500
+    )
+    (tmp_path / "told.txt").write_text(done.stdout + done.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no client's own param was in a message" in done.stdout
+    assert "north in federation/0" in done.stdout and "limits: none" in done.stdout
+    assert (tmp_path / "world/model.safetensors").exists()
+    assert (tmp_path / "north/model.safetensors").exists()
