@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -352,3 +353,81 @@ def test_another_apps_message_is_refused() -> None:
     ):
         with pytest.raises((MessageError, BrokenParcel)):
             mail.update_of(parcel_in(records))
+
+
+def test_a_site_with_another_plan_or_model_is_named_before_anything_is_sent(tmp_path: Path) -> None:
+    run = Run(METHODS["fedavg"], tmp_path)
+    run.desks["client-1"] = desk(METHODS["fedper"], tmp_path / "other", "client-1")
+    with pytest.raises(FedplanError, match=r"client-1 agreed to .* give it the same study"):
+        run.carry()
+    again = Run(METHODS["fedavg"], tmp_path)
+    again.desks["client-2"].start = "another model"
+    with pytest.raises(FedplanError, match="client-2 starts from the model another model"):
+        Carrier(again.grid, again.server, SOON, start="the model").carry()
+    assert not (tmp_path / "ledger.jsonl").read_bytes()
+
+
+def test_a_node_that_takes_the_name_of_another_is_not_heard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(METHODS["fedavg"], tmp_path)
+    thief = {"name": "client-0", "thief": True}
+    run.grid = InProcess(client_app(run.answer), [*({"name": n} for n in NAMES), thief])
+    run.carry()
+    assert run.clean() and all(line["counted"] == list(NAMES) for line in run.rounds())
+    assert "says it is 'client-0', and so does node" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda p: Parcel(p.header, (*p.blobs, b"0" * 2**23)), "larger than the limit"),
+        (lambda p: Parcel(p.header, p.blobs * 2), "in two blobs of one message"),
+        (lambda p: Parcel(p.header[:-9], p.blobs), "not a message, or only its beginning"),
+        (lambda p: Parcel(p.header), "is missing"),
+        (lambda p: Parcel(b"", p.blobs), "not a message"),
+    ],
+)
+def test_an_answer_that_is_too_large_or_no_answer_is_left_out_by_itself(
+    spoil: Callable[[Parcel], Parcel], words: str, tmp_path: Path
+) -> None:
+    run = Run(METHODS["fedavg"], tmp_path)
+    calm = run.answer
+
+    def answer(context: Context, kind: str, parcel: Parcel) -> Parcel:
+        found = calm(context, kind, parcel)
+        bad = kind == "train" and context.node_config["name"] == "client-1"
+        return spoil(found) if bad else found
+
+    run.grid = InProcess(client_app(answer), [{"name": name} for name in NAMES])
+    run.carry()
+    for line in run.rounds():
+        assert line["counted"] == ["client-0", "client-2"]
+        assert words in line["rejected"]["client-1"]
+
+
+class Unruly(InProcess):
+    """A grid that gives answers late, in any order, twice, and is in trouble now and then."""
+
+    def __init__(self, app: Any, configs: list[dict[str, Any]], seed: int) -> None:
+        super().__init__(app, configs)
+        self.draw, self.old = random.Random(seed), list[Any]()
+
+    def pull_messages(self, message_ids: Any) -> list[Any]:
+        if self.draw.random() < 0.2:
+            raise ConnectionError("503, say")
+        if self.draw.random() < 0.5:
+            return []
+        found = super().pull_messages(message_ids)
+        self.old += found
+        return found * self.draw.choice((1, 2))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_that_come_twice_late_and_in_any_order_change_nothing(
+    seed: int, tmp_path: Path, calm: Run
+) -> None:
+    run = Run(METHODS["fedper"], tmp_path)
+    run.grid = Unruly(client_app(run.answer), [{"name": name} for name in NAMES], seed)
+    run.carry()
+    assert same(run, calm) and run.clean()

@@ -71,7 +71,7 @@ def scanned(fed: Path, wire: Path) -> tuple[list[Hit], int]:
 @pytest.mark.nightly
 def test_nothing_private_is_in_sockets_database_logs_or_checkpoints(here: Path) -> None:
     plans = {name: PLANS[name] for name in ("fedper", "parts")}
-    plans["own"] = 'plan = "chain(share(), when(after(2), freeze(query | key)), keep(head | norm))"'
+    plans["own"] = 'plan = "chain(share(), when(after(2), freeze(query | key)), keep(head))"'
     wires = list[Proxy]()
 
     def through(port: int) -> int:

@@ -558,3 +558,36 @@ def test_a_registered_node_comes_online_through_the_proxy(live: Live) -> None:
     listed = json.loads(live.flwr("supernode", "ls", "local", "--format", "json"))
     assert [each["status"] for each in listed["nodes"]] == ["online"]
     assert (live.folder / "sites" / "north" / "flwr").is_dir()
+    _require_own_node(live, int(listed["nodes"][0]["node-id"]))
+
+
+def _require_own_node(live: Live, number: int) -> None:
+    """Who has a key of its own, registered too, cannot speak as another node."""
+    from cryptography.hazmat.primitives import serialization
+    from flwr.proto.fleet_pb2 import PullMessagesRequest
+    from flwr.proto.node_pb2 import Node
+    from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+    for site, refused in (("south", True), ("north", False)):
+        if site == "south":
+            public = str(live.folder / "sites/south/node.pub")
+            live.flwr("supernode", "register", public, "local")
+        key = serialization.load_ssh_private_key(
+            (live.folder / "sites" / site / "node").read_bytes(), None
+        )
+        speakers = [
+            RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+            NodeAuthHttpInterceptor(key, key.public_key()),
+        ]
+        ca = (live.folder / "ca.crt").read_bytes()
+        with FleetHttpClient.from_server_address(
+            f"localhost:{live.port}", False, ca, interceptors=speakers
+        ) as client:
+            asked = PullMessagesRequest(node=Node(node_id=number))
+            if refused:
+                with pytest.raises(Exception, match=r"401|403"):
+                    client.PullMessages(asked)
+            else:
+                client.PullMessages(asked)

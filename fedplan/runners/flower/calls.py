@@ -94,7 +94,7 @@ class Calls:
                     self._hellos[number] = node
         for number, node in list(self._hellos.items()):
             for reply in steady(lambda n=number: self.grid.pull_messages([n]), self.patience):
-                del self._hellos[number]
+                self._hellos.pop(number, None)
                 if reply.has_error():
                     self._greeted.pop(node, None)
                 else:
@@ -190,9 +190,11 @@ class Calls:
         for name, request in list(waiting.items()):
             for number in list(request.numbers):
                 for reply in steady(lambda n=number: self.grid.pull_messages([n]), self.patience):
-                    del request.numbers[number]
+                    request.numbers.pop(number, None)
                     answer = self._heard(name, request, reply)
-                    if answer is not None and waiting.pop(name, None) is not None:
+                    # An answer that comes twice is not the answer to what is asked next.
+                    if answer is not None and waiting.get(name) is request:
+                        del waiting[name]
                         yield name, answer
 
     def _heard(self, name: str, request: _Open, reply: Message) -> Parcel | str | None:
