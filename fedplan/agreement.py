@@ -14,6 +14,7 @@ from fedplan.manifest import written
 from fedplan.method import Method
 from fedplan.params import ITEMSIZE, Param, Params
 from fedplan.plan import Best, Role
+from fedplan.privacy.promise import Promise
 from fedplan.resolution import permitted, touched
 from fedplan.turn import Turn
 
@@ -26,6 +27,7 @@ class Setup:
     params: Params
     method: Method
     pace: Pace
+    promise: Promise | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -35,6 +37,7 @@ class Setup:
             self.method.wire.text,
             *self.method.riders,
             *(("together",) if self.method.together else ()),
+            *((self.promise.text,) if self.promise else ()),
         )
         text = "\n".join((*said, written(self.params)))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from fedplan.agreement import Setup
+from fedplan.config import ConfigError, read_study
 from fedplan.journal import Journal, home_of
 from fedplan.ledger import digest, parted
+from fedplan.privacy.promise import require_sound
+from fedplan.privacy.statement import Statement
 from fedplan.store import Store
-from fedplan.studies import read_run
+from fedplan.studies import method_of, promise_of, read_run, study_in
 from fedplan.verification import verify_lines
 
 
@@ -56,3 +60,20 @@ def _home_faults(folder: Path, setup: Setup, turns: list[dict[str, Any]]) -> lis
             if letter in "KH" and p.key in home and digest(home[p.key]) != after[p.key]:
                 faults.append(f"{client}'s {p.key} is not what its last turn left")
     return faults
+
+
+def stated(place: Path) -> Statement:
+    """What a study promises, or a run has spent; a run's is also written into its folder."""
+    if place.is_dir():
+        study = study_in(place)
+        folder: Path | None = place
+    else:
+        study, folder = read_study(place), None
+    promise = promise_of(study)
+    if promise is None:
+        raise ConfigError(f"{place} promises nothing: it has no [privacy]")
+    require_sound(promise, method_of(study))
+    found = Statement.of(promise, study.train.rounds, folder)
+    if folder is not None:
+        (folder / "privacy.json").write_text(json.dumps(found.json(), indent=1) + "\n")
+    return found

@@ -147,6 +147,22 @@ def export(
 
 
 @app.command()
+def privacy(
+    place: Annotated[Path, typer.Argument(help="A study file (TOML), or the folder of a run.")],
+    as_json: Json = False,
+) -> None:
+    """Say what a study promises and will cost, or what a run has spent, and what is not covered."""
+    from fedplan.audit import stated
+
+    with told():
+        found = stated(place)
+        if as_json:
+            print(json.dumps(found.json(), indent=1))
+        else:
+            Console(soft_wrap=True, highlight=False).print(found.text(), markup=False)
+
+
+@app.command()
 def ledger(
     folder: Annotated[Path, typer.Argument(help="A site's home, or one experiment in it.")],
     as_json: Json = False,

@@ -186,6 +186,23 @@ class EvaluateSection(Section):
     attention: Annotated[int, Field(ge=0)] = 0
 
 
+class PrivacySection(Section):
+    """What a run promises: whose presence is hidden, and the epsilon that it stops at.
+
+    The unit is a client, drawn into each round with the chance `clients.share` if that is below 1;
+    or an example, drawn into each step with the chance `train.batch` / `size`, where `size` is a
+    public number for how many rows a site has. Without `noise` it is the least that keeps to
+    epsilon over all rounds.
+    """
+
+    unit: Literal["client", "example"]
+    epsilon: Annotated[float, Field(gt=0)]
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    noise: Annotated[float, Field(ge=0)] = 0.0
+    size: Annotated[int, Field(ge=0)] = 0
+
+
 class Study(Section):
     """One study: a model, data, a method and a seed."""
 
@@ -200,6 +217,18 @@ class Study(Section):
     clients: ClientsSection = ClientsSection()
     evaluate: EvaluateSection = EvaluateSection()
     patience: PatienceSection = PatienceSection()
+    privacy: PrivacySection | None = None
+
+    @model_validator(mode="after")
+    def _private(self) -> Study:
+        said = self.privacy
+        if said and said.unit == "client" and (self.clients.dropped or self.clients.late):
+            raise ValueError("privacy draws its own cohorts: no clients.dropped or clients.late")
+        if said and said.unit == "example" and not (self.train.steps and said.size):
+            raise ValueError("to hide examples, say train.steps and privacy.size, both public")
+        if said and said.unit == "example" and said.size < self.train.batch:
+            raise ValueError("privacy.size is below train.batch: a step takes no more than all")
+        return self
 
     @model_validator(mode="after")
     def _sites(self) -> Study:

@@ -53,16 +53,27 @@ def from_the_top(look: Look) -> dict[Block, float]:
     return {block: float(block.number) for block in look.blocks}
 
 
-def fixed(*numbers: int) -> Probe:
-    """These blocks of each stack, always; where `best` wants fewer, those named first."""
+@dataclass(frozen=True)
+class Fixed:
+    """A probe that always names the same blocks."""
 
-    def always(look: Look) -> dict[Block, float]:
-        if strange := set(numbers) - {block.number for block in look.blocks}:
+    numbers: tuple[int, ...]
+
+    def __call__(self, look: Look) -> dict[Block, float]:
+        if strange := set(self.numbers) - {block.number for block in look.blocks}:
             raise FedplanError(f"there is no block {min(strange)} to fix the choice on")
-        scores = {number: float(len(numbers) - i) for i, number in enumerate(numbers)}
+        scores = {number: float(len(self.numbers) - i) for i, number in enumerate(self.numbers)}
         return {block: scores.get(block.number, 0.0) for block in look.blocks}
 
-    return always
+
+def fixed(*numbers: int) -> Probe:
+    """These blocks of each stack, always; where `best` wants fewer, those named first."""
+    return Fixed(numbers)
+
+
+def is_public(probe: Probe) -> bool:
+    """Whether a probe looks at no rows, so that what it says tells nothing of them."""
+    return isinstance(probe, Fixed) or probe in (at_random, from_the_top)
 
 
 def _require_rows(rows: int) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fedplan.audit import stated
 from fedplan.config import ConfigError, Study, read_study
 from fedplan.explanation import megabytes, millions
 from fedplan.rounds import Tally
@@ -44,6 +45,8 @@ def follow(file: Path, changes: list[str], output: Path | None, *, resume: bool)
             again = f"fedplan run --resume {folder}"
             console.print(f"Stopped in round {done + 1}. Go on: {again}", markup=False)
             raise SystemExit(130) from None
+    if study.privacy is not None:
+        console.print(stated(folder).text(), markup=False, soft_wrap=True)
     console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
 
 
@@ -56,9 +59,7 @@ def follow_flower(
     if changes:
         raise ConfigError("--set changes one end alone: change app/study.toml, which all are given")
     if not (app / "pyproject.toml").is_file():
-        raise ConfigError(
-            f"{app} is no app: --runner flower takes the app of `fedplan new`"
-        )
+        raise ConfigError(f"{app} is no app: --runner flower takes the app of `fedplan new`")
     study = read_study(app / "study.toml")
     folder = output or Path("runs") / study.name
     if (folder / "study.json").exists() and not resume:
@@ -75,7 +76,7 @@ def follow_flower(
         )
 
     try:
-        submit(app, folder, tell, link=link)
+        submit(app, folder, tell, link=link, rounds=study.train.rounds)
     except KeyboardInterrupt:
         console.print(f"No longer followed; the run goes on in {folder}.", markup=False)
         raise SystemExit(130) from None
@@ -127,6 +128,7 @@ def _told(trial: Trial, tally: Tally, scores: Mapping[str, Any]) -> str:
         f"{own['mean']:.3f} ± {own['std']:.3f}  {own['worst']:.3f}" if own else " " * 20,
         f"{up:>6}  {down:>7}",
         f"  [yellow]{len(tally.rejected)} not counted[/yellow]" if tally.rejected else "",
+        f"  epsilon {veil.budget.spent():.3f}" if (veil := trial.federation.veil) else "",
     )
     return "  ".join(words)
 

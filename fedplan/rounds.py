@@ -19,6 +19,7 @@ from fedplan.failpoints import reach
 from fedplan.params import Block
 from fedplan.phases import Sign
 from fedplan.plan import Role
+from fedplan.privacy.aggregate import Mechanism
 from fedplan.resolution import certain, permitted
 from fedplan.state import Tensors
 from fedplan.sums import ExactSum
@@ -85,10 +86,12 @@ def push(
 class Tally:
     """An open round: the running sums, and who was counted or rejected, with the reason.
 
-    `vain` are bytes that went down to sites that could not use them.
+    `vain` are bytes that went down to sites that could not use them. A `mechanism` hides each
+    client: what is summed are then clipped changes, and every client counts alike.
     """
 
     cohort: dict[str, Down]
+    mechanism: Mechanism | None = None
     sums: ExactSum = field(default_factory=ExactSum)
     drift: Drift = field(default_factory=Drift)
     riders: ExactSum = field(default_factory=ExactSum)
@@ -113,10 +116,13 @@ def pull(setup: Setup, world: World, tally: Tally, update: Update) -> None:
     """Count one update, or write down why not."""
     try:
         values, riders = _checked(setup, world, tally, update)
-        tally.sums.add(values, update.weight)
+        if tally.mechanism is not None:
+            tally.mechanism.add(tally.sums, _change(values, world.values))
+        else:
+            tally.sums.add(values, update.weight)
+            tally.drift.add(values, world.values, update.weight)
         if riders:
             tally.riders.add(riders, 1)
-        tally.drift.add(values, world.values, update.weight)
     except FedplanError as error:
         tally.rejected.setdefault(str(update.client), str(error).splitlines()[0])
         return
@@ -124,6 +130,10 @@ def pull(setup: Setup, world: World, tally: Tally, update: Update) -> None:
     tally.weight += update.weight
     hear(tally, update)
     reach("round.pulled")
+
+
+def _change(values: Tensors, world: Tensors) -> dict[str, Tensor]:
+    return {key: value.double() - world[key].double() for key, value in values.items()}
 
 
 def hear(tally: Tally, update: Update) -> None:
@@ -194,17 +204,29 @@ def _require_asked(
             )
 
 
-def close(setup: Setup, world: World, tally: Tally, *, roster: int, later: set[str]) -> World:
+def close(
+    setup: Setup,
+    world: World,
+    tally: Tally,
+    *,
+    roster: int,
+    later: set[str],
+    released: Tensors | None = None,
+) -> World:
     """The world after a round: each param is the mean over its senders, then served.
 
     `later` are the keys that some later round may move: of others the serve remembers nothing.
+    `released` are the changes of a round that hides its clients.
     """
     number = world.round + 1
     values, versions = dict(world.values), dict(world.versions)
     memory = {k: m for k, m in world.memory.items() if k in later}
-    means, weights = tally.sums.mean(), tally.sums.weights()
+    if released is not None:
+        means, weights = {k: values[k] + change for k, change in released.items()}, {}
+    else:
+        means, weights = tally.sums.mean(), tally.sums.weights()
     for key, mean in means.items():
-        if setup.method.absent and weights[key] < tally.weight:
+        if setup.method.absent and weights.get(key, tally.weight) < tally.weight:
             mean = torch.lerp(values[key], mean, weights[key] / tally.weight)
         values[key], fresh = setup.method.serve.step(values[key], mean, world.memory.get(key, {}))
         versions[key] = number
@@ -218,5 +240,7 @@ def close(setup: Setup, world: World, tally: Tally, *, roster: int, later: set[s
         down = tally.cohort[client]
         known[client] = {**({} if down.anew else known.get(client, {})), **down.versions}
     heard = world.heard | dict.fromkeys(tally.heard, number)
-    drift = tally.drift.by_kind(setup.params, world.values, means, weights)
+    # How far clients were apart is a release of its own, that nobody has paid for.
+    hidden = released is not None
+    drift = {} if hidden else tally.drift.by_kind(setup.params, world.values, means, weights)
     return World(values, versions, number, world.phase, known, memory, drift, heard)

@@ -16,6 +16,7 @@ from fedplan.exchange import Update
 from fedplan.failpoints import reach
 from fedplan.ledger import Digests, Ledger
 from fedplan.plan import Role
+from fedplan.privacy.guard import Veil
 from fedplan.resolution import permitted
 from fedplan.rounds import Tally, World, announced, close, hear, pull, push
 from fedplan.store import Store
@@ -45,6 +46,8 @@ class Server:
         self.attendance = attendance or Attendance()
         self.roster: dict[str, Mapping[str, str]] = dict(roster)
         self.digests = Digests()
+        hidden = setup.promise if setup.promise and setup.promise.unit == "client" else None
+        self.veil = Veil(hidden, folder / "privacy") if hidden else None
         self.store = Store(folder / "world")
         self.store.claim()
         found = self.store.read()
@@ -57,12 +60,26 @@ class Server:
         """Announce the phase of the next round, and say who is asked for what."""
         self.world = announced(self.setup, self.world)
         number, experiment = self.world.round + 1, self.setup.experiment
-        cohort = self.attendance.cohort(experiment, number, list(self.roster))
+        if self.veil is not None:
+            self.veil.require_room(_about(number))
+            cohort = self.veil.cohort(self.roster, number)
+        else:
+            cohort = self.attendance.cohort(experiment, number, list(self.roster))
         fates = {name: self.attendance.fate(experiment, number, name) for name in cohort}
         asked = [name for name in cohort if fates[name] != "dropped"]
         tally = Tally({n: push(self.setup, self.world, n, self.roster[n]) for n in asked})
         tally.rejected |= {n: fate for n, fate in fates.items() if fate != "answers"}
+        if self.veil is not None:
+            tally.mechanism = self.veil.mechanism(self._shared(number), len(self.roster))
         return tally
+
+    def _shared(self, number: int) -> dict[str, Tensor]:
+        """What any client may share in a round, whoever is asked: that is public."""
+        plan, params = self.setup.method.plan, self.setup.params
+        turns = {plan.settle(turn): turn for turn in self._turns(number, self.world.phase)}
+        every = [permitted(plan, params, turn) for turn in turns.values()]
+        shared = (p.key for p in params if any(roles[p] is Role.SHARE for roles in every))
+        return {key: self.world.values[key] for key in shared}
 
     def take(self, tally: Tally, update: Update) -> None:
         """Count an update, unless it came too late to count."""
@@ -74,8 +91,18 @@ class Server:
     def end(self, tally: Tally) -> None:
         """Close a round with what has come; `commit` makes it last."""
         reach("round.before_close")
-        later = self._later(self.world.round + 1)
-        self.world = close(self.setup, self.world, tally, roster=len(self.roster), later=later)
+        number = self.world.round + 1
+        released = None
+        if self.veil is not None and tally.mechanism is not None:
+            released = self.veil.release(tally.mechanism, tally.sums, _about(number))
+        self.world = close(
+            self.setup,
+            self.world,
+            tally,
+            roster=len(self.roster),
+            later=self._later(number),
+            released=released,
+        )
 
     def _later(self, number: int) -> set[str]:
         """Keys that some later round may move, in this phase or in one that may still come."""
@@ -148,6 +175,10 @@ class Server:
         """The federation's model: its values, and the start's for what each client keeps."""
         trainable = self.setup.trainable
         return {p.key: self.world.values.get(p.key, self.start[p.key]) for p in trainable}
+
+
+def _about(number: int) -> str:
+    return f"round {number}"
 
 
 def _written(world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fedplan.journal import Journal
 from fedplan.ledger import Digests, digest, joined, spelled
 from fedplan.params import Block
 from fedplan.plan import Role, Roles
+from fedplan.privacy.guard import Cloak
 from fedplan.probe import Look
 from fedplan.resolution import permitted, resolve
 from fedplan.state import Tensors, put, take
@@ -30,7 +32,7 @@ from fedplan.turn import Turn
 class Site:
     """One client: its rows, what it has seen of the world, and the journal of what it keeps.
 
-    `held` are the versions of what it has seen.
+    `held` are the versions of what it has seen. A `cloak` hides each of its rows in every step.
     """
 
     name: str
@@ -44,6 +46,13 @@ class Site:
     seen: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     held: dict[str, int] = field(default_factory=dict[str, int])
     digests: Digests = field(default_factory=Digests)
+    cloak: Cloak | None = None
+
+
+def cloak_of(setup: Setup, folder: Path) -> Cloak | None:
+    """What hides a site's rows, in a folder of its own, if that was promised."""
+    hidden = setup.promise is not None and setup.promise.unit == "example"
+    return Cloak(setup.promise, folder) if setup.promise and hidden else None
 
 
 def poll(setup: Setup, site: Site, down: Down) -> Mapping[Block, float]:
@@ -165,6 +174,8 @@ def _fit(
         riders={k: v for k, v in site.seen.items() if "#" in k},
         memory={k: v for k, v in home.items() if "#" in k},
     )
+    if site.cloak is not None:
+        return site.cloak.fit(setup.request(turn.round, site.name))(job)
     return setup.method.fit(job)
 
 
@@ -215,8 +226,8 @@ def _line(
         "before": joined(setup.params, marks[0]),
         "after": joined(setup.params, marks[1]),
         "down": sum(setup.sizes[key] for key in down.versions),
-        "weight": len(site.rows),
+        "weight": 1 if setup.promise else len(site.rows),
         "steps": done.steps,
-        "loss": done.loss if isfinite(done.loss) else None,
+        "loss": done.loss if isfinite(done.loss) and not setup.promise else None,
         **({"anew": True} if down.anew else {}),
     }

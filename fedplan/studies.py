@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from fedplan.method import Method
 from fedplan.methods import method
 from fedplan.params import Params
 from fedplan.phases import Planned
+from fedplan.privacy.promise import Promise, require_sound
 from fedplan.probe import probe_named
 from fedplan.rounds import Tally
 from fedplan.runners.local import Federation
@@ -220,7 +221,29 @@ def read_run(folder: Path) -> tuple[Study, Setup, list[dict[str, Any]]]:
 
 def _setup(study: Study, params: Params) -> Setup:
     pace = Pace(**study.train.model_dump(exclude={"rounds"}))
-    return Setup(f"{study.name}/{study.seed}", params, method_of(study), pace)
+    made, promise = method_of(study), promise_of(study)
+    if promise is not None:
+        require_sound(promise, made)
+    return Setup(f"{study.name}/{study.seed}", params, made, pace, promise)
+
+
+@cache
+def _calibrated(promise: Promise, rounds: int) -> Promise:
+    return promise.calibrated(rounds)
+
+
+def promise_of(study: Study) -> Promise | None:
+    """What a study promises, with the noise that it takes."""
+    said, train = study.privacy, study.train
+    if said is None:
+        return None
+    if said.unit == "client":
+        rate, steps, batch = (study.clients.share if study.clients.share < 1 else None), 0, 0
+    else:
+        rate, steps, batch = train.batch / said.size, train.steps, train.batch
+    noise = said.noise or 1.0
+    made = Promise(said.unit, said.epsilon, said.delta, said.clip, noise, rate, steps, batch)
+    return made if said.noise else _calibrated(made, train.rounds)
 
 
 def _shares(study: Study, own: tuple[str, Dataset] | None) -> Shares:

@@ -22,7 +22,7 @@ from fedplan.mail import parcel_of
 from fedplan.outgoing import Limits
 from fedplan.parcel import BrokenParcel, Parcel
 from fedplan.seals import Seal
-from fedplan.site import Site
+from fedplan.site import Site, cloak_of
 from fedplan.studies import opened_run, stage_of
 from fedplan.tables import load
 
@@ -62,6 +62,7 @@ def desk_of(order: Order) -> Desk:
         marks=stage.marks,
         loss=stage.shares.task.loss,
         traits=traits,
+        cloak=cloak_of(stage.setup, folder / "privacy"),
     )
     limits = Limits(_whole(node, "limit_rounds"), _whole(node, "limit_bytes"))
     opened_run(folder, study, stage.setup.params)

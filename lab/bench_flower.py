@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds per round over a real federation, against a stock Flower app on the same one.
 
-Three SuperNodes behind the written proxy, TLS, node keys. Both train MiniLM (22.7 M params) for two
-steps of 16 texts of 64 tokens. The apps take turns; a round's time is that between two closed rounds.
+Three SuperNodes behind the written proxy, TLS, node keys. Both train MiniLM (22.7 M params) for
+two steps of 16 texts of 64 tokens. The apps take turns; a round's time is that between two closed
+rounds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -109,7 +111,7 @@ def main(grid: Grid, context: Context) -> None:
 def closed(times: Path) -> list[float]:
     """Seconds between one closed round and the next, but for the first."""
     found = [float(line) for line in times.read_text().split()]
-    return [b - a for a, b in zip(found[1:], found[2:], strict=False)]
+    return [after - before for before, after in pairwise(found[1:])]
 
 
 def ours(fed: Deployment, model: str, plan: str, name: str) -> list[float]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's peak memory for a model of 100 MB, with 5 and with 50 clients, beside stock FedAvg.
 
-Each figure is of a process of its own, in which the server's app runs on a grid that makes a client's
-answer when it is pulled: what the process holds is the server's, and one client's at a time.
+Each figure is of a process of its own, in which the server's app runs on a grid that makes a
+client's answer when it is pulled: what the process holds is the server's, and one client's at a
+time.
 """
 
 from __future__ import annotations

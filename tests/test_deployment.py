@@ -128,35 +128,34 @@ def test_one_process_a_simulation_and_three_sites_with_tls_have_the_same_bits(
 
 
 class Killer(threading.Thread):
-    """Kills something at a random moment after each round, until it has done so often enough."""
+    """Kills at random moments after each round, up to three victims, until it has done enough."""
 
     def __init__(self, deployed: Deployment, ledger: Path, victims: list[str], count: int) -> None:
         super().__init__(daemon=True)
         self.deployed, self.ledger, self.victims, self.count = deployed, ledger, victims, count
-        self.random, self.done = random.Random(5), list[str]()
+        self.random, self.done = random.Random(str(ledger)), list[str]()
         self.over = threading.Event()
 
     def run(self) -> None:
         last = 0
         while len(self.done) < self.count and not self.over.wait(0.2):
-            closed = rounds_in(self.ledger)
-            if closed <= last or self.over.wait(self.random.uniform(0, 10)):
+            if rounds_in(self.ledger) <= last:
                 continue
-            victim = self.random.choice(self.victims)
-            if self.deployed.kill(victim):
-                self.done.append(victim)
-                last = rounds_in(self.ledger)
+            for victim in self.random.sample(self.victims, min(3, len(self.victims))):
+                if not self.over.wait(self.random.uniform(0, 5)) and self.deployed.kill(victim):
+                    self.done.append(victim)
+            last = rounds_in(self.ledger)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("victims", "count", "rounds"),
     [
-        ([*SITES, "clientapp", "clientapp", "clientapp", "trainer"], 20, 64),
-        (["serverapp"], 20, 64),
-        (["superlink"], 5, 20),
+        ([*SITES, "clientapp", "clientapp", "trainer"], 20, 24),
+        *((["serverapp"], count, 16) for count in (6, 7, 7)),
+        (["superlink"], 5, 14),
     ],
-    ids=["sites", "serverapp", "superlink"],
+    ids=["sites", "serverapp", "serverapp again", "serverapp once more", "superlink"],
 )
 def test_what_is_killed_does_not_change_a_bit(
     victims: list[str], count: int, rounds: int, here: Path
@@ -172,7 +171,7 @@ def test_what_is_killed_does_not_change_a_bit(
         killer.join()
     require_same(out, expected)
     require_same_homes(here / "fed", here, "fedper")
-    assert len(killer.done) == count
+    assert len(killer.done) >= count, killer.done
 
 
 @pytest.mark.nightly

@@ -20,7 +20,9 @@ INSTALLS = ("python -m venv", "pip install")
 
 @pytest.mark.nightly
 def test_the_walk_through_works_as_printed(tmp_path: Path) -> None:
-    blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text().partition("## What is where")[0], re.S)
+    blocks = re.findall(
+        r"```bash\n(.*?)```", PAGE.read_text().partition("## What is where")[0], re.S
+    )
     lines = [x for block in blocks for x in block.splitlines() if not x.startswith(INSTALLS)]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     script = "\n".join(["set -e", "trap 'kill $(jobs -p) 2> /dev/null || true' EXIT", *lines])

@@ -17,7 +17,7 @@ from fedplan.ledger import digests
 from fedplan.resolution import permitted
 from fedplan.rounds import Tally, choose
 from fedplan.server import Server
-from fedplan.site import Site, local, poll
+from fedplan.site import Site, cloak_of, local, poll
 from fedplan.state import take
 from fedplan.turn import Turn
 
@@ -53,6 +53,7 @@ class Federation(Server):
                 loss=loss,
                 digests=self.digests,
                 traits=roster[name],
+                cloak=cloak_of(setup, home_of(folder, name).with_name("privacy") / name),
             )
             for name, held in rows.items()
         }

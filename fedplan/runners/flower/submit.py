@@ -26,11 +26,14 @@ FAULT = "fault.txt"
 """In a run's folder: why its server stopped, if it stopped by itself."""
 
 TRIES = 10
+LOOK, SELDOM = 1.0, 15.0
+"""Seconds between two looks into the folder, and between two questions to the SuperLink."""
+
 Tell = Callable[[dict[str, Any]], None]
 
 
-def submit(app: Path, folder: Path, tell: Tell, *, link: str = "", look: float = 2.0) -> None:
-    """Run an app to its end, in a folder of the server's machine.
+def submit(app: Path, folder: Path, tell: Tell, *, link: str = "", rounds: int = 0) -> None:
+    """Run an app of so many rounds to its end, in a folder of the server's machine.
 
     A server that is killed is started again, and goes on from what the folder holds; not so if it
     stopped by itself, or was killed ten times in one round.
@@ -40,7 +43,7 @@ def submit(app: Path, folder: Path, tell: Tell, *, link: str = "", look: float =
     told, tries = 0, 0
     while True:
         number, status = _handed_in(app, folder, link), ""
-        for status in _statuses(number, link, look):
+        for status in _statuses(number, link, lambda: len(_rounds(folder)) >= rounds):
             fresh = _rounds(folder)[told:]
             told, tries = told + len(fresh), 0 if fresh else tries
             for line in fresh:
@@ -63,11 +66,18 @@ def _handed_in(app: Path, folder: Path, link: str) -> str:
     return str(_json(answer)["run-id"])
 
 
-def _statuses(number: str, link: str, look: float) -> Iterator[str]:
-    """How a run stands, again and again until it has ended."""
-    status = ""
+def _statuses(number: str, link: str, near: Callable[[], bool]) -> Iterator[str]:
+    """How a run stands, again and again until it has ended.
+
+    To ask costs a process that imports Flower: it is asked rarely until the end is near.
+    """
+    status, asked = "", time.monotonic()
     while not status.startswith("finished"):
-        time.sleep(look)
+        time.sleep(LOOK)
+        if time.monotonic() - asked < SELDOM and not near():
+            yield status
+            continue
+        asked = time.monotonic()
         try:
             answer = _flwr(
                 "list", *((link,) if link else ()), "--run-id", number, "--format", "json"

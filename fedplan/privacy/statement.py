@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statements: what a run promises and has spent, for machines and in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fedplan.privacy.accountant import version
+from fedplan.privacy.budget import Budget
+from fedplan.privacy.events import written_spent
+from fedplan.privacy.guard import CHARGES
+from fedplan.privacy.promise import Promise
+
+NEIGHBOURS = {
+    "client": "two federations, one of which lacks one client with all of its rows",
+    "example": "two federations, one of which lacks one row of one client",
+}
+TRUST = {
+    "client": "the server sees each client's update without noise, and adds the noise",
+    "example": "nobody but the site sees anything of its rows without noise",
+}
+EXCLUDED = (
+    "models that a client keeps for itself: who gets one can learn from it",
+    "scores of tests on clients' rows, printed by a simulation",
+    "how the settings were found, if private rows were used to find them",
+    "who takes part and when, how long it takes, and the sizes of messages",
+)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A promise, and what a run has spent of it: by the client that has spent most."""
+
+    promise: Promise
+    rounds: int
+    spent: float
+    charges: Sequence[dict[str, Any]]
+
+    @staticmethod
+    def of(promise: Promise, rounds: int, folder: Path | None = None) -> Statement:
+        """The statement of a run in a folder; without one, that of a run to come."""
+        files = sorted(folder.rglob(CHARGES)) if folder else []
+        found = [Budget(file, delta=promise.delta, unit=promise.unit) for file in files]
+        most = max(found, key=lambda budget: budget.spent(), default=None)
+        charges = [written_spent(each) for each in most.charges] if most else []
+        return Statement(promise, rounds, most.spent() if most else 0.0, charges)
+
+    @property
+    def sampler(self) -> str:
+        """How units are drawn: what is assumed is what is done."""
+        promise = self.promise
+        if promise.rate is None:
+            return "all clients in every round: nothing is claimed of chance"
+        if promise.unit == "client":
+            return f"Poisson: each client of the roster, by a secret, with chance {promise.rate:g}"
+        return f"Poisson: each row into each step, by a secret, with chance {promise.rate:.4g}"
+
+    def json(self) -> dict[str, Any]:
+        """It as plain values."""
+        promise = self.promise
+        return {
+            "unit": promise.unit,
+            "neighbours": NEIGHBOURS[promise.unit],
+            "epsilon": self.spent,
+            "budget": promise.epsilon,
+            "forecast": promise.forecast(self.rounds),
+            "delta": promise.delta,
+            "rounds": self.rounds,
+            "mechanism": asdict(promise),
+            "clip": f"fixed, {promise.clip:g}, over all that is sent, as one vector",
+            "sampler": {"used": self.sampler, "assumed": self.sampler},
+            "accountant": version(),
+            "trust": TRUST[promise.unit],
+            "charged": list(self.charges),
+            "excluded": list(EXCLUDED),
+            "randomness": "SHAKE-256, keyed by 32 bytes of the system's source",
+        }
+
+    def text(self) -> str:
+        """It as a person reads it."""
+        promise = self.promise
+        forecast = promise.forecast(self.rounds)
+        return "\n".join(
+            (
+                f"This run hides each {promise.unit}: {NEIGHBOURS[promise.unit]} can be told apart "
+                f"no better than epsilon {promise.epsilon:g} at delta {promise.delta:g} allows.",
+                f"Spent so far: epsilon {self.spent:.4f}, {len(self.charges)} charges. "
+                f"All {self.rounds} rounds: {forecast:.4f}.",
+                f"How: Gaussian noise of {promise.noise:.4g} times the clip, {promise.clip:g}.",
+                f"Who is drawn: {self.sampler}.",
+                f"Whom one must trust: {TRUST[promise.unit]}.",
+                f"Accounted by {version()}.",
+                "Not covered:",
+                *(f"  - {each}" for each in EXCLUDED),
+            )
+        )

@@ -1,0 +1,713 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DP-SGD: each example's gradient is its own, clipped, and hidden in noise that public numbers scale."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+import zoo
+from clients import Few
+from duals import ASKED, pictures_of
+from duals import build as build_dual
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedplan import privacy
+from fedplan.description import describe
+from fedplan.examples import Masked, Ragged, Sequences
+from fedplan.fit import Done, Examples, Job, Loss, Pace, proximal
+from fedplan.methods.adapters import add_lora
+from fedplan.models.prompts import add_prompts
+from fedplan.parts import query
+from fedplan.plan import Roles
+from fedplan.privacy import contributions, dpsgd, ghost
+from fedplan.privacy.contributions import Subject, Sum, one_by_one, require_apart, square, trained
+from fedplan.privacy.dpsgd import Privately, Tally, dp_sgd, train
+from fedplan.privacy.errors import PrivacyError
+from fedplan.privacy.events import Steps
+from fedplan.resolution import resolve
+from fedplan.state import mark, take
+from fedplan.tasks import task
+from fedplan.text import parse
+from fedplan.turn import Turn
+
+PARTS = {
+    "all": "share()",
+    "query and key frozen": "chain(share(), freeze(query | key))",
+    "last block": "chain(freeze(), share(last(1)))",
+    "kept head": "chain(freeze(), keep(head))",
+    "adapters": "chain(freeze(), share(lora_a), keep(lora_b))",
+}
+# Tied to the embeddings, a head is no param of its own.
+HEADLESS = {"gpt2", "falcon", "falcon-heads", "falcon-groups", "bloom", "mpt", "gemma", "t5"}
+HEADLESS |= {"bart", "whisper"}
+WHOLE = {"all", "query and key frozen"}
+SLOW = {name: WHOLE for name in ("swin", "clip", "dual", "gemma", "t5", "bart", "whisper")}
+SLOW |= {"siglip": WHOLE | {"kept head"}, "deberta-v2": {*PARTS} - {"kept head"}}
+SLOW |= {"torch": {*PARTS} - {"kept head"}}
+"""Where examples are taken one by one, because a trained tensor is used in a way of its own."""
+CASES = [(n, p) for n in zoo.ARCHITECTURES for p in PARTS if p != "kept head" or n not in HEADLESS]
+HUGE = 1e30
+
+
+def distance_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """A mean over rows of what a model says of each by itself."""
+    said: Any = model(**batch)
+    if not isinstance(said, Tensor):
+        towers = "image_embeds" in said
+        said = (said.image_embeds * said.text_embeds).sum(1) if towers else said.logits
+    fine = said if said.dtype == torch.float64 else said.float()
+    return 3 * (fine - 0.3).square().mean()
+
+
+def roles_of(model: nn.Module, plan: str) -> Roles:
+    return resolve(parse(plan), describe(model), Turn())
+
+
+def seen(model: nn.Module, plan: str, rows: Examples, loss: Loss = distance_loss) -> Subject:
+    """A model as a fit sees it."""
+    tensors = trained(model, roles_of(model, plan))
+    model.requires_grad_(False)
+    for each in tensors:
+        each.tensor.requires_grad_(True)
+    return Subject(model, tensors, rows, loss)
+
+
+def by_backward(subject: Subject, plan: str, index: int) -> dict[str, Tensor]:
+    """The gradient of one row, as the plain fit would get it."""
+    with mark(subject.model, roles_of(subject.model, plan)) as marked:
+        leaves = dict(marked.named_parameters())
+        subject.loss(subject.model, subject.rows.batch(torch.tensor([index]))).backward()
+        found = {
+            k: v.grad if v.grad is not None else torch.zeros_like(v) for k, v in leaves.items()
+        }
+        for leaf in leaves.values():
+            leaf.grad = None
+    return found
+
+
+def views(subject: Subject, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v for each in subject.tensors for k, v in each.views(totals[each.name]).items()}
+
+
+def singly(subject: Subject, index: int) -> dict[str, Tensor]:
+    total = Sum(subject.tensors, HUGE)
+    one_by_one(subject, torch.tensor([index]), total)
+    return views(subject, total.totals)
+
+
+def among_others(subject: Subject, count: int, index: int) -> dict[str, Tensor]:
+    """The gradient of one row out of the factors of several."""
+    totals = Sum(subject.tensors, HUGE).totals
+    for name, factors in ghost.factored(subject, torch.arange(count)).items():
+        for factor in factors:
+            factor.add(totals[name], torch.eye(count).to(totals[name])[index])
+    return views(subject, totals)
+
+
+def length(values: Mapping[str, Tensor]) -> float:
+    return math.sqrt(sum(float(v.double().square().sum()) for v in values.values()))
+
+
+def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The largest distance in any tensor, as a share of the whole gradient."""
+    assert one.keys() == other.keys()
+    far = max(float((one[k].double() - other[k].double()).norm()) for k in one)
+    return far / max(length(one), 1e-12)
+
+
+def stir(model: nn.Module) -> nn.Module:
+    """No tensor of zeros: fresh adapters would hide each other's gradients."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if not tensor.any():
+                tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+def sharpened(model: nn.Module) -> nn.Module:
+    """Attention that is not flat, so that queries and keys count; in float64, so that it shows."""
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.dim() == 2 and min(tensor.shape) > 1:
+                tensor.mul_(max(1.0, 0.2 / float(tensor.std())))
+    return model.double()
+
+
+def fine(rows: Few) -> Few:
+    rows.rows = {k: v.double() if v.is_floating_point() else v for k, v in rows.rows.items()}
+    return rows
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def generated(seed: int) -> tuple[Callable[[tuple[int, ...]], Tensor], Callable[[int], Tensor]]:
+    """Sources that a test can repeat."""
+    source = torch.Generator().manual_seed(seed)
+    return (
+        lambda shape: torch.randn(shape, generator=source, dtype=torch.float64),
+        lambda count: torch.rand(count, generator=source, dtype=torch.float64),
+    )
+
+
+def silent(shape: tuple[int, ...]) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+def everybody(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.float64)
+
+
+def nobody(count: int) -> Tensor:
+    return torch.full((count,), 0.999, dtype=torch.float64)
+
+
+PRIVATELY = Privately(clip=0.5, noise=1.0, expected_batch=4, rate=0.5, steps=3, microbatch=2)
+
+
+def job_of(
+    model: nn.Module,
+    plan: str = "share()",
+    rows: Examples | None = None,
+    loss: Loss = distance_loss,
+    pace: Pace | None = None,
+    seed: int = 0,
+) -> Job:
+    roles = roles_of(model, plan)
+    return Job(
+        model=model,
+        roles=roles,
+        rows=Few("bert", 0, 6) if rows is None else rows,
+        loss=loss,
+        pace=pace or Pace("sgd", rate=1.0),
+        seed=seed,
+        start=take(model, roles),
+    )
+
+
+def run(
+    job: Job, privately: Privately = PRIVATELY, seed: int = 0, **sources: Any
+) -> tuple[dict[str, Tensor], Done, Tally]:
+    """What a fit changed, what it leaves, and what it did."""
+    before = take(job.model, job.roles)
+    normal, uniform = generated(seed)
+    sources = {"normal": normal, "uniform": uniform, **sources}
+    done, tally = train(job, privately, **sources)
+    return {k: v - before[k] for k, v in take(job.model, job.roles).items()}, done, tally
+
+
+def zoo_model(name: str, part: str) -> nn.Module:
+    model = stir(zoo.with_lora(name) if part == "adapters" else zoo.build(name))
+    return without_dropout(model).train() if name == "torch" else model
+
+
+def require_own_gradients(subject: Subject, part: str, slow: str, tolerance: float) -> None:
+    single, together = Sum(subject.tensors, 1.0), Sum(subject.tensors, 1.0)
+    one_by_one(subject, torch.arange(3), single)
+    (one_by_one if slow else ghost.ghost)(subject, torch.arange(3), together)
+    for index in range(3):
+        expected = by_backward(subject, PARTS[part], index)
+        assert length(expected) > 0
+        assert apart(expected, singly(subject, index)) == 0
+        assert float(single.lengths[index]) == pytest.approx(length(expected), rel=1e-6)
+        assert float(together.lengths[index]) == pytest.approx(length(expected), rel=1e-5)
+        assert slow or apart(expected, among_others(subject, 3, index)) < tolerance
+    assert apart(views(subject, single.totals), views(subject, together.totals)) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "part"), CASES)
+def test_each_gradient_is_that_of_its_row_alone(name: str, part: str) -> None:
+    subject = seen(sharpened(zoo_model(name, part)), PARTS[part], fine(Few(name, 0, 3)))
+    slow = ghost.distrust(subject)
+    assert bool(slow) == (part in SLOW.get(name, ())), slow
+    require_own_gradients(subject, part, slow, 1e-6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "part"), CASES)
+def test_each_gradient_is_that_of_its_row_alone_in_float32(name: str, part: str) -> None:
+    subject = seen(zoo_model(name, part), PARTS[part], Few(name, 0, 3))
+    slow = ghost.distrust(subject)
+    assert bool(slow) == (part in SLOW.get(name, ())), slow
+    require_own_gradients(subject, part, slow, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["clip", "vit-bert"])
+@pytest.mark.parametrize("deep", [False, True])
+def test_each_gradient_of_prompts_is_that_of_its_row_alone(name: str, deep: bool) -> None:
+    plan = "chain(freeze(), share(prompt & common), keep(prompt & own | fusion))"
+    model = stir(add_prompts(build_dual(name), text=2, vision=2, deep=deep))
+    subject = seen(model, plan, pictures_of("hospital")["hospital"], ASKED.loss)
+    assert "outside of its own layer" in ghost.distrust(subject)
+    for index in range(3):
+        assert apart(by_backward(subject, plan, index), singly(subject, index)) == 0
+    rows = pictures_of("hospital")["hospital"]
+    changes, _, tally = run(job_of(model, plan, rows, ASKED.loss))
+    assert tally.slow and all(
+        (change != 0).any() == roles.trained
+        for change, roles in zip(changes.values(), roles_of(model, plan).values(), strict=True)
+    )
+
+
+def ragged(labels: Tensor | Ragged) -> Sequences:
+    ids = Ragged.of([[5, 6, 7, 8, 9], [10, 11], [12, 12, 12], [13]])
+    return Sequences(ids, 0, labels)
+
+
+@pytest.mark.parametrize("kind", ["text-classification", "token-classification", "causal-lm"])
+def test_padding_changes_no_gradient(kind: str) -> None:
+    torch.manual_seed(0)
+    tags = Ragged.of([[0, -100, 1, 1, 0], [-100, 1], [1, 0, 0], [1]])
+    if kind == "text-classification":
+        model, rows = zoo.build("bert"), ragged(torch.tensor([0, 1, 1, 0]))
+    elif kind == "token-classification":
+        model, rows = zoo.build("roberta"), ragged(tags)
+    else:
+        model, rows = (
+            zoo.build("gpt2"),
+            ragged(Ragged.of([[5, 6, 7, 8, 9], [10, 11], [12, 12, 12], [13]])),
+        )
+    asked = task(kind, columns="x", label="y", labels=["a", "b"])
+    subject = seen(model, "share()", rows, asked.loss)
+    require_apart(subject)
+    assert ghost.distrust(subject) == ""
+    for index in range(4):
+        expected = by_backward(subject, "share()", index)
+        assert apart(expected, among_others(subject, 4, index)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["bert", "bert-mlm", "roberta"])
+def test_the_row_of_the_filling_token_has_no_gradient(name: str) -> None:
+    rows = Few(name, 0, 3)
+    rows.rows["input_ids"][:, ::2] = 0
+    subject = seen(zoo.build(name), "share()", rows)
+    assert ghost.distrust(subject) == ""
+    expected = by_backward(subject, "share()", 1)
+    assert apart(expected, among_others(subject, 3, 1)) < 1e-5
+
+
+def test_texts_are_run_by_length_and_it_does_not_show() -> None:
+    asked = task("text-classification", columns="x", label="y", labels=["a", "b"])
+    rows, found = ragged(torch.tensor([0, 1, 1, 0])), list[dict[str, Tensor]]()
+    for size in (1, 2, 4):
+        job = job_of(without_dropout(zoo.build("bert")), rows=rows, loss=asked.loss)
+        privately = replace(PRIVATELY, clip=0.1, noise=0.1, microbatch=size)
+        found.append(run(job, privately, uniform=everybody)[0])
+    assert dpsgd._by_length(rows, torch.tensor([0, 1, 3])).tolist() == [3, 1, 0]
+    assert all(apart(found[0], each) < 1e-5 for each in found[1:])
+
+
+def test_masked_tokens_are_hidden_row_by_row() -> None:
+    blocks = ragged(Ragged.of([[5, 6, 7, 8, 9], [10, 11], [12, 12, 12], [13]]))
+    rows = Masked(blocks, 3, torch.tensor([0, 1, 2]), 64)
+    asked = task("masked-lm", columns="x")
+    changes, _, tally = run(job_of(zoo.build("bert-mlm"), rows=rows, loss=asked.loss))
+    assert not tally.slow and tally.steps == 3
+    assert all((change != 0).all() for change in changes.values())
+
+
+def test_dropout_is_drawn_for_each_example() -> None:
+    config = hf.BertConfig(**zoo.TEXT, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
+    torch.manual_seed(0)
+    model = hf.BertForSequenceClassification(config).train()
+    subject = seen(model, "share()", Few("bert", 0, 4))
+    torch.manual_seed(7)
+    factors = ghost.factored(subject, torch.arange(4))
+    torch.manual_seed(7)
+    said = model(**subject.rows.batch(torch.arange(4))).logits
+    leaves = [each.tensor for each in subject.tensors]
+    for index in range(4):
+        totals = Sum(subject.tensors, HUGE).totals
+        for name, each in factors.items():
+            for factor in each:
+                factor.add(totals[name], torch.eye(4)[index])
+        loss = 3 * (said[index] - 0.3).square().mean()
+        expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+        named = dict(zip(totals, expected, strict=True))
+        assert apart(named, totals) < 1e-5
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(["bert", "gpt2", "vit", "llama"]),
+    st.sampled_from(["all", "query and key frozen", "last block"]),
+    st.floats(1e-4, 1e4),
+    st.floats(1e-3, 1e2),
+    st.booleans(),
+)
+def test_no_example_adds_more_than_the_bound(
+    name: str, part: str, bound: float, size: float, fast: bool
+) -> None:
+    def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return distance_loss(model, batch) * size
+
+    subject = seen(zoo.build(name), PARTS[part], Few(name, 1, 4), loss)
+    add = ghost.ghost if fast else one_by_one
+    whole, without = Sum(subject.tensors, bound), Sum(subject.tensors, bound)
+    add(subject, torch.arange(4), whole)
+    add(subject, torch.arange(3), without)
+    more = {k: v.double() - without.totals[k] for k, v in whole.totals.items()}
+    alone = Sum(subject.tensors, bound)
+    add(subject, torch.tensor([3]), alone)
+    assert length(views(subject, alone.totals)) <= bound
+    assert length(views(subject, more)) <= bound * (1 + 1e-5)
+    true = length(singly(subject, 3))
+    assert float(whole.lengths[3]) == pytest.approx(true, rel=1e-5)
+    assert length(views(subject, alone.totals)) == pytest.approx(min(true, bound), rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 1023, 1024, 4_000_001])
+def test_lengths_of_long_tensors_are_exact(size: int) -> None:
+    values = torch.rand(size, generator=torch.Generator().manual_seed(0)) * 1e-3
+    assert float(square(values)) == pytest.approx(float(values.double().square().sum()), rel=5e-7)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_the_divisor_is_public(name: str) -> None:
+    rows, fewer = Few(name, 0, 6), Few(name, 0, 6)
+    fewer.rows = {k: v[:5] for k, v in fewer.rows.items()}
+    first_five = torch.tensor([0.0, 0.9, 0.1, 0.2, 0.9, 0.9], dtype=torch.float64)
+    changes = [
+        run(job_of(zoo.build(name), rows=held), normal=silent, uniform=lambda n: first_five[:n])[0]
+        for held in (rows, fewer)
+    ]
+    assert all(torch.equal(changes[0][k], changes[1][k]) for k in changes[0])
+
+
+def test_more_expected_examples_make_smaller_steps() -> None:
+    once = replace(PRIVATELY, steps=1)
+    found = [
+        run(job_of(zoo.build("bert")), replace(once, expected_batch=size))[0] for size in (4, 8)
+    ]
+    for key, change in found[0].items():
+        torch.testing.assert_close(change, 2 * found[1][key], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "gpt-neox"])
+def test_every_trained_coordinate_gets_noise_and_no_other_moves(name: str) -> None:
+    plan = "chain(share(), freeze(query | key))"
+    model = zoo.build(name)
+    job = job_of(model, plan, Few(name, 0, 6), pace=Pace("sgd", rate=1.0))
+    privately = replace(PRIVATELY, clip=2.0, noise=3.0, expected_batch=12, steps=1)
+    changes, _, _ = run(job, privately, normal=lambda shape: silent(shape) + 1, uniform=nobody)
+    for param, role in job.roles.items():
+        wanted = -0.5 if role.trained else 0.0
+        torch.testing.assert_close(
+            changes[param.key], torch.full(param.shape, wanted), atol=1e-6, rtol=0
+        )
+        assert role.trained or not changes[param.key].any()
+
+
+def test_the_noise_has_the_spread_that_is_paid_for() -> None:
+    privately = Privately(clip=0.5, noise=2.0, expected_batch=10, rate=0.1, steps=1)
+    changes, _, _ = run(job_of(zoo.build("bert")), privately, uniform=nobody)
+    drawn = torch.cat([change.flatten() for change in changes.values()])
+    assert len(drawn) > 5000
+    assert float(drawn.std()) == pytest.approx(0.1, rel=0.03)
+    assert abs(float(drawn.mean())) < 0.005
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "modernbert", "torch"])
+@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
+def test_what_is_not_trained_does_not_move_a_bit(name: str, optimiser: str) -> None:
+    model = zoo.build(name)
+    job = job_of(
+        model,
+        "chain(freeze(), share(value & last(1)), keep(norm))",
+        Few(name, 0, 6),
+        pace=Pace(optimiser, rate=0.1, decay=0.1, momentum=0.9),
+    )
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    changes, _, _ = run(job)
+    trained_names = {p.name for p, role in job.roles.items() if role.trained}
+    for param, role in job.roles.items():
+        assert bool(changes[param.key].any()) == role.trained
+    for key, value in model.state_dict().items():
+        assert key in trained_names or torch.equal(value, before[key])
+
+
+def test_a_step_without_examples_is_a_step() -> None:
+    changes, done, tally = run(job_of(zoo.build("bert")), uniform=nobody)
+    assert (done.steps, tally.steps, tally.examples) == (3, 3, 0)
+    assert all((change != 0).all() for change in changes.values())
+
+
+def test_a_client_without_rows_takes_its_steps() -> None:
+    none = Few("bert", 0, 1)
+    none.rows = {k: v[:0] for k, v in none.rows.items()}
+    changes, done, tally = run(job_of(zoo.build("bert"), rows=none))
+    assert done.steps == 3 and tally.examples == 0
+    assert all((change != 0).all() for change in changes.values())
+
+
+def test_who_trains_nothing_takes_no_step() -> None:
+    _, done, tally = run(job_of(zoo.build("bert"), "freeze()"))
+    assert done.steps == 0 and tally == Tally()
+
+
+def test_tensors_that_the_loss_does_not_reach_get_noise_too() -> None:
+    def only_text(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return model(**batch).text_embeds[:, 0].mean()
+
+    changes, _, tally = run(
+        job_of(zoo.build("clip"), "share(last(1))", Few("clip", 0, 6), only_text)
+    )
+    moved = [change for change in changes.values() if change.any()]
+    assert moved and all((change != 0).all() for change in moved)
+    assert len(moved) == sum(
+        r.trained for r in roles_of(zoo.build("clip"), "share(last(1))").values()
+    )
+    assert not tally.slow
+
+
+def test_the_same_draws_give_the_same_model_whatever_torch_is_seeded_with() -> None:
+    found = list[dict[str, Tensor]]()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = zoo.build("bert")
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        found.append(run(job_of(without_dropout(model), seed=seed))[0])
+        assert torch.equal(state, torch.get_rng_state())
+    other = run(job_of(zoo.build("bert")), seed=1)[0]
+    assert all(torch.equal(found[0][k], found[1][k]) for k in found[0])
+    assert not any(torch.equal(found[0][k], other[k]) for k in other)
+
+
+def test_dropout_follows_the_seed_of_the_job() -> None:
+    one, same, other = (run(job_of(zoo.build("bert"), seed=s), normal=silent)[0] for s in (3, 3, 4))
+    assert all(torch.equal(one[k], same[k]) for k in one)
+    assert any(not torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.mark.parametrize("plan", ["share()", "chain(share(), freeze(embed))"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_example_that_is_not_finite_counts_for_nothing(plan: str, value: float) -> None:
+    spoiled, without = Few("vit", 0, 4), Few("vit", 0, 4)
+    spoiled.rows["pixel_values"][2, 0, 0, 0] = value
+    without.rows = {k: v[[0, 1, 3]] for k, v in without.rows.items()}
+    for slow in (False, True):
+        found = list[dict[str, Tensor]]()
+        for rows in (spoiled, without):
+            subject = seen(zoo.build("vit"), plan, rows)
+            total = Sum(subject.tensors, 0.5)
+            (one_by_one if slow else ghost.ghost)(subject, torch.arange(len(rows)), total)
+            assert total.spoiled == (len(rows) == 4)
+            found.append(views(subject, total.totals))
+        assert apart(found[1], found[0]) < 1e-5
+    changes, _, tally = run(job_of(zoo.build("vit"), plan, spoiled), uniform=everybody)
+    assert tally.spoiled == tally.steps == 3 and not tally.slow
+    assert all(change.isfinite().all() for change in changes.values())
+
+
+def test_a_trial_that_shows_nothing_is_not_trusted() -> None:
+    rows = Few("vit", 0, 4)
+    rows.rows["pixel_values"][:2] = math.nan
+    subject = seen(zoo.build("vit"), "share()", rows)
+    assert ghost.distrust(subject) == "too few rows have a gradient to try"
+    rows.rows["pixel_values"][0] = 1.0
+    assert ghost.distrust(subject) == ""
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+def test_both_ways_and_all_sizes_train_the_same_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    privately = replace(PRIVATELY, clip=0.1, steps=2)
+    pace = Pace("sgd", rate=0.1)
+
+    def trained_with(size: int) -> dict[str, Tensor]:
+        job = job_of(without_dropout(zoo.build(name)), rows=Few(name, 0, 6), pace=pace)
+        return run(job, replace(privately, microbatch=size))[0]
+
+    found = [trained_with(size) for size in (1, 4, 16)]
+    monkeypatch.setattr(dpsgd, "distrust", lambda _: "because")
+    found.append(trained_with(4))
+    assert all(apart(found[0], each) < 1e-5 for each in found[1:])
+
+
+def test_a_loss_that_compares_examples_is_refused() -> None:
+    def contrastive(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return model(**batch, return_loss=True).loss
+
+    for name in ("clip", "siglip"):
+        with pytest.raises(PrivacyError, match="contrastive"):
+            run(job_of(zoo.build(name), rows=Few(name, 0, 4), loss=contrastive))
+
+
+def test_losses_of_sums_and_of_unequal_rows_are_not_refused() -> None:
+    def summed(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return distance_loss(model, batch) * len(batch["input_ids"])
+
+    require_apart(seen(zoo.build("bert"), "share()", Few("bert", 0, 4), summed))
+
+
+def test_batch_norm_is_refused_by_name_unless_at_rest() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = zoo.build("vit")
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, pixel_values: Tensor) -> Any:
+            return self.model(self.norm(pixel_values))
+
+    model = Normed().train()
+    tensors = [
+        contributions.Trained(n, p)
+        for n, p in model.named_parameters()
+        if "head" in n or "classifier" in n
+    ]
+    subject = Subject(model, tuple(tensors), Few("vit", 0, 3), distance_loss)
+    with pytest.raises(PrivacyError, match="norm of Normed is a BatchNorm2d"):
+        require_apart(subject)
+    model.norm.eval()
+    require_apart(subject)
+
+
+class TimeFirst(nn.Module):
+    """A model whose layers see tokens first, and examples second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 6)
+        self.dense = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.dense(self.embed(input_ids.T)).tanh().mean(0))
+
+
+class Functional(nn.Module):
+    """A model that uses a weight twice, once beside its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 6)
+        self.dense = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        found = self.dense(self.embed(input_ids)).tanh() @ self.dense.weight
+        return self.head(found.mean(1))
+
+
+@pytest.mark.parametrize("make", [TimeFirst, Functional])
+def test_a_model_of_another_build_is_taken_one_by_one(make: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, rows = make(), Few("bert", 0, 4)
+    tensors = tuple(contributions.Trained(n, p) for n, p in model.named_parameters())
+    subject = Subject(model, tensors, rows, distance_loss)
+    assert ghost.distrust(subject)
+    expected = torch.autograd.grad(
+        distance_loss(model, rows.batch(torch.tensor([1]))), [each.tensor for each in tensors]
+    )
+    assert apart(singly(subject, 1), dict(zip(singly(subject, 1), expected, strict=True))) == 0
+
+
+def test_losses_that_ask_in_other_ways_are_taken_one_by_one() -> None:
+    def twice(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return distance_loss(model, batch) + distance_loss(model, batch)
+
+    def inner(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return model(**batch, labels=batch["input_ids"][:, 0] % 2).loss
+
+    for loss, why in ((twice, "2 times"), (inner, "")):
+        _, _, tally = run(job_of(zoo.build("bert"), loss=loss))
+        assert tally.slow and why in tally.slow
+
+
+def test_a_layer_with_chance_inside_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = hf.ViTConfig(**zoo.VISION, hidden_dropout_prob=0.5)
+    torch.manual_seed(0)
+    model = hf.ViTForImageClassification(config)
+    _, _, tally = run(job_of(model, rows=Few("vit", 0, 6)), uniform=everybody)
+    assert "does not come to the same twice" in tally.slow
+    assert tally.examples == 18
+
+
+def test_trials_leave_no_trace() -> None:
+    model = add_lora(zoo.build("bert"), rank=2, on=query).train()
+    subject = seen(model, "chain(freeze(), share(adapter))", Few("bert", 0, 4))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    hooks = sum(len(m._forward_hooks) for m in model.modules())
+    assert ghost.distrust(subject) == ""
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert hooks == sum(len(m._forward_hooks) for m in model.modules())
+    assert "forward" not in vars(model) and model.training
+
+
+def test_a_fit_says_its_steps_and_not_its_loss() -> None:
+    normal, uniform = generated(0)
+    fit = dp_sgd(PRIVATELY, normal=normal, uniform=uniform)
+    done = fit(job_of(zoo.build("bert")))
+    assert math.isnan(done.loss) and done.steps == 3 and not done.riders and not done.memory
+    assert PRIVATELY.event == Steps(1.0, 0.5, 3)
+
+
+def test_wraps_change_the_noisy_gradient() -> None:
+    fit = proximal(0.5)(dp_sgd(replace(PRIVATELY, steps=1), normal=silent, uniform=nobody))
+    model = zoo.build("bert")
+    job = job_of(model)
+    moved = {k: v + 1.0 for k, v in job.start.items()}
+    before = take(model, job.roles)
+    fit(replace(job, start=moved))
+    for key, value in take(model, job.roles).items():
+        torch.testing.assert_close(value, before[key] + 0.5)
+
+
+def test_bf16_keeps_the_bound() -> None:
+    for slow in (False, True):
+        subject = replace(seen(zoo.build("bert"), "share()", Few("bert", 0, 4)), bf16=True)
+        total = Sum(subject.tensors, 0.01)
+        (one_by_one if slow else ghost.ghost)(subject, torch.tensor([1]), total)
+        assert 0.009 < length(views(subject, total.totals)) <= 0.01
+    changes, _, tally = run(job_of(zoo.build("bert"), pace=Pace("adamw", bf16=True)))
+    assert not tally.slow and all(change.isfinite().all() for change in changes.values())
+
+
+def test_noise_that_is_spread_over_places_is_refused() -> None:
+    for source in (
+        {"normal": lambda shape: silent((1,))},
+        {"normal": lambda shape: silent(shape).float()},
+        {"uniform": lambda count: silent((1,))},
+    ):
+        with pytest.raises(PrivacyError, match="was asked for"):
+            run(job_of(zoo.build("bert")), **source)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("clip", each) for each in (0.0, -1.0, math.nan, math.inf)),
+        *(("noise", each) for each in (-1.0, math.nan, math.inf)),
+        *(("rate", each) for each in (0.0, 1.1, math.nan)),
+        *((name, each) for name in ("expected_batch", "steps", "microbatch") for each in (0, 1.5)),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(PrivacyError, match=f"{field} is"):
+        replace(PRIVATELY, **{field: value})
+
+
+@pytest.mark.parametrize("name", ["dpsgd", "ghost", "factors", "calls", "replay", "contributions"])
+def test_no_chance_but_what_is_given(name: str) -> None:
+    tree = ast.parse((Path(privacy.__file__).parent / f"{name}.py").read_text())
+    words = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    words |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    assert not words & {"rand", "randn", "randint", "normal_", "uniform_", "bernoulli", "randperm"}
