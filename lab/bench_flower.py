@@ -26,7 +26,7 @@ import fedplan.runners.flower.submit as submitting
 from fedplan.ledger import read_lines
 
 SITES = ["north", "south", "east"]
-ROUNDS, TURNS = 4, 2
+ROUNDS, TURNS = 4, 1
 PLANS = {
     "full plan": "share()",
     "FedFrozen, stage two": "chain(share(), freeze(query | key))",
