@@ -111,11 +111,16 @@ def simulated(here: Path) -> Iterator[Callable[[Path, str], Path]]:
             pass
 
 
+@pytest.mark.parametrize(
+    "plans",
+    [["parts"], pytest.param(["fedavg", "fedper", "fedfrozen"], marks=pytest.mark.nightly)],
+    ids=["parts", "three methods"],
+)
 def test_one_process_a_simulation_and_three_sites_with_tls_have_the_same_bits(
-    here: Path, simulated: Callable[[Path, str], Path]
+    plans: list[str], here: Path, simulated: Callable[[Path, str], Path]
 ) -> None:
     with Deployment(here / "fed", SITES, here / "digits.npz", more=MORE) as deployed:
-        for name in PLANS:
+        for name in plans:
             study = study_of(here, name)
             expected = whole(here, study, name)
             out = deployed.run(study, name)
@@ -124,7 +129,7 @@ def test_one_process_a_simulation_and_three_sites_with_tls_have_the_same_bits(
             assert run("verify", str(out))[0] == 0
             require_same(simulated(here / "fed/app", name), expected)
         code, told = run("ledger", str(here / "fed/sites/client-01/home"))
-    assert code == 0 and "client-01 in fedper/0" in told and "agreed to chain(" in told
+    assert code == 0 and f"client-01 in {plans[0]}/0" in told and "agreed to chain(" in told
 
 
 class Killer(threading.Thread):
