@@ -12,7 +12,7 @@ from functools import cached_property
 from fedplan.fit import Pace
 from fedplan.manifest import written
 from fedplan.method import Method
-from fedplan.params import ITEMSIZE, Param, Params
+from fedplan.params import ITEMSIZE, Block, Param, Params
 from fedplan.plan import Best, Role
 from fedplan.privacy.promise import Promise
 from fedplan.resolution import permitted, touched
@@ -51,6 +51,16 @@ class Setup:
     def trainable(self) -> Params:
         """Params that some turn may train."""
         return touched(self.method.plan, self.params, Role.SHARE, Role.KEEP)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block of the model."""
+        return tuple(dict.fromkeys(p.at for p in self.params if p.at))
+
+    @cached_property
+    def most(self) -> int:
+        """The most blocks that any `best` of the plan chooses: a ballot names so many."""
+        return max((s.count for s in self.method.plan.within() if isinstance(s, Best)), default=0)
 
     def chooses(self, turn: Turn) -> bool:
         """Whether the plan chooses blocks by scores in a turn."""

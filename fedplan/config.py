@@ -193,6 +193,9 @@ class PrivacySection(Section):
     or an example, drawn into each step with the chance `train.batch` / `size`, where `size` is a
     public number for how many rows a site has. Without `noise` it is the least that keeps to
     epsilon over all rounds.
+
+    `vote` is the noise of a vote on the layers, every `period` rounds. Of clients, `quantile` has
+    the clip follow the lengths of their changes, and `cap` has them weigh by their rows, up to it.
     """
 
     unit: Literal["client", "example"]
@@ -201,6 +204,16 @@ class PrivacySection(Section):
     clip: Annotated[float, Field(gt=0)] = 1.0
     noise: Annotated[float, Field(ge=0)] = 0.0
     size: Annotated[int, Field(ge=0)] = 0
+    vote: Annotated[float, Field(ge=0)] = 0.0
+    period: Positive = 10
+    quantile: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    cap: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _of_clients(self) -> PrivacySection:
+        if self.unit == "example" and (self.quantile or self.cap):
+            raise ValueError("quantile and cap are of clients, and this hides examples")
+        return self
 
 
 class Study(Section):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fedplan.agreement import Setup
 from fedplan.errors import FedplanError
-from fedplan.exchange import Down, Lacking, Refused, Update, nbytes
+from fedplan.exchange import Down, Lacking, Refused, Update, listed, nbytes
 from fedplan.journal import Journal
-from fedplan.mail import down_of, listed, opened, parcel_of, update_parcel
+from fedplan.mail import down_of, opened, parcel_of, update_parcel
 from fedplan.message import JSON
 from fedplan.outgoing import AGREEMENT, Limits, Outgoing
 from fedplan.parcel import Parcel

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from fedplan.errors import FedplanError
+from fedplan.message import MessageError
+from fedplan.params import Block
 from fedplan.state import Tensors
 from fedplan.turn import Turn
 
@@ -67,3 +70,16 @@ class Update:
 def nbytes(values: Tensors) -> int:
     """The bytes of some values, without any header."""
     return sum(v.numel() * v.element_size() for v in values.values())
+
+
+def listed(scores: Mapping[Block, float]) -> list[Any]:
+    """Scores of blocks as JSON."""
+    return [[*block, score] for block, score in scores.items()]
+
+
+def scored(found: Any) -> dict[Block, float]:
+    """Scores from JSON."""
+    try:
+        return {Block(str(stack), int(number)): float(score) for stack, number, score in found}
+    except (TypeError, ValueError) as error:
+        raise MessageError(f"these are no scores of blocks: {str(found)[:60]}") from error

@@ -39,18 +39,30 @@ def claimed(folder: Path) -> Claim:
     return claim
 
 
+def synced(folder: Path) -> None:
+    """Put on disk which files a folder has."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
 @contextmanager
-def alone(folder: Path) -> Generator[None]:
-    """Keep other processes from writing to a folder; what this one has claimed stays claimed."""
+def alone(folder: Path, *, strictly: bool = False) -> Generator[None]:
+    """Keep other processes from writing to a folder; what this one has claimed stays claimed.
+
+    A disk without locks is taken as it is, unless this is to be done `strictly`.
+    """
     held = _claimed.get(_place(folder))
-    lock = _locked(folder) if held is None else os.dup(held.lock)
+    lock = _locked(folder, strictly=strictly) if held is None else os.dup(held.lock)
     try:
         yield
     finally:
         os.close(lock)
 
 
-def _locked(folder: Path) -> int:
+def _locked(folder: Path, *, strictly: bool = False) -> int:
     """The folder, opened and locked: the lock goes with the open file, so a kill frees it."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -58,6 +70,9 @@ def _locked(folder: Path) -> int:
     except BlockingIOError as error:
         os.close(opened)
         raise StoreError(f"another process writes to {folder}: wait until it ends") from error
-    except OSError:
-        pass  # a disk without locks, such as some that are mounted over a network
+    except OSError as error:
+        # A disk without locks, such as some that are mounted over a network.
+        if strictly:
+            os.close(opened)
+            raise StoreError(f"{folder} is on a disk without locks: choose another") from error
     return opened

@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fedplan.exchange import Down, Update, nbytes
+from fedplan.exchange import Down, Update, listed, nbytes, scored
 from fedplan.message import JSON, MessageError, pack, unpack
-from fedplan.params import Block
 from fedplan.parcel import Parcel
 from fedplan.turn import Turn
 
@@ -123,19 +122,6 @@ def update_of(parcel: Parcel, *, limit: int | None = None) -> Update:
         weight=_read(said, "weight", int),
         line=_read(said, "line", dict),
     )
-
-
-def listed(scores: Mapping[Block, float]) -> list[JSON]:
-    """Scores as JSON."""
-    return [[block.stack, block.number, score] for block, score in scores.items()]
-
-
-def scored(found: Any) -> dict[Block, float]:
-    """Scores from JSON."""
-    try:
-        return {Block(str(stack), int(number)): float(score) for stack, number, score in found}
-    except (TypeError, ValueError) as error:
-        raise MessageError(f"these are no scores of blocks: {str(found)[:60]}") from error
 
 
 def _words(said: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:

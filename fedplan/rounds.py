@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import fsum, isfinite
 from typing import Any
@@ -31,8 +31,9 @@ class World:
     """The federation's values, each with the round that last changed it.
 
     `known` says which version of what each client has, and `heard` when it last answered; `memory`
-    is the serve's; `drift` that of the last round. Version 0 is the value that a model starts with:
-    of params it travels at first contact, riders start at zero.
+    is the serve's; `drift` that of the last round; `choice` are the scores of the last vote, and
+    `clip` is the bound that follows the clients' changes, if any does. Version 0 is the value that
+    a model starts with: of params it travels at first contact, riders start at zero.
     """
 
     values: dict[str, Tensor]
@@ -43,6 +44,8 @@ class World:
     memory: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
     drift: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     heard: dict[str, int] = field(default_factory=dict[str, int])
+    choice: dict[Block, float] = field(default_factory=dict[Block, float])
+    clip: float = 0.0
 
     @staticmethod
     def start(setup: Setup, values: Tensors) -> World:
@@ -87,7 +90,8 @@ class Tally:
     """An open round: the running sums, and who was counted or rejected, with the reason.
 
     `vain` are bytes that went down to sites that could not use them. A `mechanism` hides each
-    client: what is summed are then clipped changes, and every client counts alike.
+    client: what is summed are then clipped changes, and every client counts alike; `within` are
+    those that were short enough.
     """
 
     cohort: dict[str, Down]
@@ -97,19 +101,24 @@ class Tally:
     riders: ExactSum = field(default_factory=ExactSum)
     weight: int = 0
     vain: int = 0
+    within: int = 0
     counted: list[str] = field(default_factory=list[str])
     heard: list[str] = field(default_factory=list[str])
     rejected: dict[str, str] = field(default_factory=dict[str, str])
     lines: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
 
-def choose(tally: Tally, polled: Mapping[str, Mapping[Block, float]]) -> None:
-    """Have all choose by the sum of their scores; those that are not numbers are left out."""
-    sound = [scores for scores in polled.values() if all(map(isfinite, scores.values()))]
+def summed(polled: Iterable[Mapping[Block, float]]) -> dict[Block, float]:
+    """The sum of clients' scores; those that are not numbers are left out."""
+    sound = [scores for scores in polled if all(map(isfinite, scores.values()))]
     blocks = dict.fromkeys(block for scores in sound for block in scores)
-    summed = {block: fsum(s[block] for s in sound if block in s) for block in blocks}
+    return {block: fsum(s[block] for s in sound if block in s) for block in blocks}
+
+
+def settle(tally: Tally, scores: Mapping[Block, float]) -> None:
+    """Have all clients of a round choose by the same scores."""
     for client, down in tally.cohort.items():
-        tally.cohort[client] = replace(down, turn=replace(down.turn, scores=summed))
+        tally.cohort[client] = replace(down, turn=replace(down.turn, scores=scores))
 
 
 def pull(setup: Setup, world: World, tally: Tally, update: Update) -> None:
@@ -117,7 +126,7 @@ def pull(setup: Setup, world: World, tally: Tally, update: Update) -> None:
     try:
         values, riders = _checked(setup, world, tally, update)
         if tally.mechanism is not None:
-            tally.mechanism.add(tally.sums, _change(values, world.values))
+            tally.within += tally.mechanism.add(tally.sums, _change(values, world.values))
         else:
             tally.sums.add(values, update.weight)
             tally.drift.add(values, world.values, update.weight)
@@ -212,11 +221,12 @@ def close(
     roster: int,
     later: set[str],
     released: Tensors | None = None,
+    clip: float = 0.0,
 ) -> World:
     """The world after a round: each param is the mean over its senders, then served.
 
     `later` are the keys that some later round may move: of others the serve remembers nothing.
-    `released` are the changes of a round that hides its clients.
+    `released` are the changes of a round that hides its clients, and `clip` the next one's bound.
     """
     number = world.round + 1
     values, versions = dict(world.values), dict(world.versions)
@@ -243,4 +253,15 @@ def close(
     # How far clients were apart is a release of its own, that nobody has paid for.
     hidden = released is not None
     drift = {} if hidden else tally.drift.by_kind(setup.params, world.values, means, weights)
-    return World(values, versions, number, world.phase, known, memory, drift, heard)
+    return World(
+        values,
+        versions,
+        number,
+        world.phase,
+        known,
+        memory,
+        drift,
+        heard,
+        world.choice,
+        clip,
+    )

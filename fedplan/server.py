@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from fedplan.agreement import Setup
 from fedplan.attendance import Attendance
-from fedplan.exchange import Update
+from fedplan.exchange import Update, listed, scored
 from fedplan.failpoints import reach
 from fedplan.ledger import Digests, Ledger
+from fedplan.params import Block
 from fedplan.plan import Role
 from fedplan.privacy.guard import Veil
-from fedplan.resolution import permitted
-from fedplan.rounds import Tally, World, announced, close, hear, pull, push
+from fedplan.resolution import permitted, resolve
+from fedplan.rounds import Tally, World, announced, close, hear, pull, push, settle, summed
 from fedplan.store import Store
 from fedplan.turn import Turn
 
@@ -52,6 +54,8 @@ class Server:
         self.store.claim()
         found = self.store.read()
         self.world = _world_of(found.tensors, found.meta) if found else World.start(setup, start)
+        if self.veil is not None:
+            self.veil.require_paid(found.meta["charges"] if found else 0)
         lengths: dict[str, int] = found.meta["lengths"] if found else {}
         self.ledger = Ledger(folder / "ledger.jsonl", length=lengths.get("ledger", 0))
         self.metrics = Ledger(folder / "metrics.jsonl", length=lengths.get("metrics", 0))
@@ -61,7 +65,7 @@ class Server:
         self.world = announced(self.setup, self.world)
         number, experiment = self.world.round + 1, self.setup.experiment
         if self.veil is not None:
-            self.veil.require_room(_about(number))
+            self.veil.require_room(number, _about(number))
             cohort = self.veil.cohort(self.roster, number)
         else:
             cohort = self.attendance.cohort(experiment, number, list(self.roster))
@@ -69,15 +73,49 @@ class Server:
         asked = [name for name in cohort if fates[name] != "dropped"]
         tally = Tally({n: push(self.setup, self.world, n, self.roster[n]) for n in asked})
         tally.rejected |= {n: fate for n, fate in fates.items() if fate != "answers"}
-        if self.veil is not None:
-            tally.mechanism = self.veil.mechanism(self._shared(number), len(self.roster))
+        self._settle(tally, self.world.choice or None)
         return tally
 
-    def _shared(self, number: int) -> dict[str, Tensor]:
+    def polls(self, tally: Tally) -> bool:
+        """Whether the clients of a round say first what they would choose."""
+        promise = self.setup.promise
+        if promise is not None and promise.vote:
+            return promise.votes(self.world.round + 1)
+        chooses = any(self.setup.chooses(down.turn) for down in tally.cohort.values())
+        return self.setup.method.together and chooses
+
+    def choose(self, tally: Tally, polled: Mapping[str, Mapping[Block, float]]) -> None:
+        """Have all choose alike: by the sum of what was polled, or by what a vote makes of it."""
+        promise, number = self.setup.promise, self.world.round + 1
+        if promise is None or not promise.vote:
+            return self._settle(tally, summed(polled.values()))
+        if self.veil is not None:
+            ballots = [{b for b, named in each.items() if named} for each in polled.values()]
+            blocks, most = self.setup.blocks, self.setup.most
+            choice = self.veil.vote(ballots, blocks, most, _about(number))
+        else:
+            choice = summed(polled.values())
+        self.world = replace(self.world, choice=choice)
+        self._settle(tally, choice)
+
+    def _settle(self, tally: Tally, scores: Mapping[Block, float] | None) -> None:
+        """Have all choose by these scores, if any; what may then be shared is what is hidden."""
+        if scores is not None:
+            settle(tally, scores)
+        if self.veil is not None:
+            shared = self._shared(self.world.round + 1, scores)
+            tally.mechanism = self.veil.mechanism(shared, len(self.roster), self.world.clip)
+
+    def _shared(self, number: int, scores: Mapping[Block, float] | None) -> dict[str, Tensor]:
         """What any client may share in a round, whoever is asked: that is public."""
         plan, params = self.setup.method.plan, self.setup.params
         turns = {plan.settle(turn): turn for turn in self._turns(number, self.world.phase)}
-        every = [permitted(plan, params, turn) for turn in turns.values()]
+        every = [
+            resolve(plan, params, replace(turn, scores=scores))
+            if scores
+            else permitted(plan, params, turn)
+            for turn in turns.values()
+        ]
         shared = (p.key for p in params if any(roles[p] is Role.SHARE for roles in every))
         return {key: self.world.values[key] for key in shared}
 
@@ -92,9 +130,11 @@ class Server:
         """Close a round with what has come; `commit` makes it last."""
         reach("round.before_close")
         number = self.world.round + 1
-        released = None
+        released, clip = None, 0.0
         if self.veil is not None and tally.mechanism is not None:
-            released = self.veil.release(tally.mechanism, tally.sums, _about(number))
+            about, made = _about(number), tally.mechanism
+            released = self.veil.release(made, tally.sums, number, about)
+            clip = self.veil.moved(made, tally.within, len(tally.counted), about)
         self.world = close(
             self.setup,
             self.world,
@@ -102,6 +142,7 @@ class Server:
             roster=len(self.roster),
             later=self._later(number),
             released=released,
+            clip=clip,
         )
 
     def _later(self, number: int) -> set[str]:
@@ -152,7 +193,10 @@ class Server:
         )
         reach("round.before_commit")
         tensors, meta = _written(self.world)
-        self.store.write(tensors, meta | {"lengths": lengths}, number=self.world.round)
+        meta |= {"lengths": lengths}
+        if self.veil is not None:
+            meta["charges"] = len(self.veil.budget.charges)
+        self.store.write(tensors, meta, number=self.world.round)
         reach("round.committed")
 
     def _lines(self, tally: Tally) -> list[dict[str, Any]]:
@@ -187,7 +231,8 @@ def _written(world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors |= {f"memory/{name}/{key}": v for name, v in memory.items()}
     meta = {"round": world.round, "phase": world.phase, "versions": world.versions}
     drift = {kind: list(numbers) for kind, numbers in world.drift.items()}
-    return tensors, meta | {"known": world.known, "heard": world.heard, "drift": drift}
+    hidden = {"choice": listed(world.choice), "clip": world.clip}
+    return tensors, meta | {"known": world.known, "heard": world.heard, "drift": drift} | hidden
 
 
 def _world_of(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> World:
@@ -203,4 +248,6 @@ def _world_of(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> World:
     versions = {k: int(v) for k, v in meta["versions"].items()}
     drift = {kind: (apart, step) for kind, (apart, step) in meta["drift"].items()}
     heard = dict(meta["heard"])
-    return World(values, versions, meta["round"], meta["phase"], known, memory, drift, heard)
+    choice, clip = scored(meta["choice"]), float(meta["clip"])
+    number, phase = meta["round"], meta["phase"]
+    return World(values, versions, number, phase, known, memory, drift, heard, choice, clip)

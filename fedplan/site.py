@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from fedplan import streams
 from fedplan.agreement import Setup, basis
 from fedplan.errors import FedplanError
-from fedplan.exchange import Down, Lacking, Refused, Update, nbytes
+from fedplan.exchange import Down, Lacking, Refused, Update, listed, nbytes
 from fedplan.fit import Done, Examples, Job, Loss
 from fedplan.journal import Journal
 from fedplan.ledger import Digests, digest, joined, spelled
 from fedplan.params import Block
 from fedplan.plan import Role, Roles
+from fedplan.privacy.clipping import capped
 from fedplan.privacy.guard import Cloak
+from fedplan.privacy.vote import ballot
 from fedplan.probe import Look
 from fedplan.resolution import permitted, resolve
 from fedplan.state import Tensors, put, take
@@ -60,8 +62,15 @@ def poll(setup: Setup, site: Site, down: Down) -> Mapping[Block, float]:
     _receive(setup, site, down)
     home, _ = site.journal.home(down.request)
     turn = _own_turn(site, down)
-    _values(setup, site, turn, home)
-    return _probe(setup, site, turn)
+    before = _values(setup, site, turn, home)
+    promise, look = setup.promise, _look(setup, site, turn)
+    if promise is None or not promise.vote:
+        return setup.method.probe(look)
+    if site.cloak is not None:
+        said = down.request, _content(site, before)
+        return site.cloak.vote(look, setup.method.probe, setup.most, *said)
+    named = ballot(setup.method.probe(look), setup.most)
+    return {block: float(block in named) for block in look.blocks}
 
 
 def local(setup: Setup, site: Site, down: Down) -> Update:
@@ -108,25 +117,32 @@ def _own_turn(site: Site, down: Down) -> Turn:
 
 def _train(setup: Setup, site: Site, down: Down) -> tuple[dict[str, Tensor], dict[str, Any]]:
     home, notes = site.journal.home(down.request)
+    if site.cloak is not None:
+        site.cloak.require_paid(notes.get("charges", 0))
     turn = _own_turn(site, down)
     before = _values(setup, site, turn, home)
     if setup.chooses(turn):
-        scores = down.turn.scores if setup.method.together else _probe(setup, site, turn)
-        turn = replace(turn, scores=scores)
+        alone = None if setup.method.together else setup.method.probe(_look(setup, site, turn))
+        turn = replace(turn, scores=alone or down.turn.scores)
     roles = resolve(setup.method.plan, setup.params, turn)
     done = _fit(setup, site, turn, roles, before, home)
     after = take(site.model, setup.trainable)
     marks = _require_still(setup, site, roles, before, after, notes.get("marks", {}))
     shared = {p.key: after[p.key] for p in setup.trainable if roles[p] is Role.SHARE}
+    if setup.promise is not None and setup.promise.cap:
+        weight = capped(len(site.rows), setup.promise.cap)
+        shared = {k: torch.lerp(before[k], value, weight) for k, value in shared.items()}
     stream = streams.generator(setup.experiment, "wire", turn.round, site.name)
     coded = setup.method.wire.encode(shared, {k: before[k] for k in shared}, stream)
     reply = {**coded, **done.riders}
     own = {p.key: after[p.key] for p in setup.trainable if roles[p].own}
     line = _line(setup, site, down, roles, marks, done)
-    line |= {"up": nbytes(reply), "scores": _listed(turn)}
+    line |= {"up": nbytes(reply), "scores": listed(turn.scores) if turn.scores else None}
     missed = [each for each in notes.get("lines", []) if each["round"] > down.heard]
     own_marks = notes.get("marks", {}) | {k: marks[1][k] for k in own}
     notes = {"marks": own_marks, "lines": [*missed, line]}
+    if site.cloak is not None:
+        notes["charges"] = len(site.cloak.budget.charges)
     line = line | ({"missed": missed} if missed else {})
     kept = {k: v for k, v in home.items() if k not in own and k not in done.memory}
     site.journal.commit(down.request, {**kept, **own, **done.memory}, notes, reply, line)
@@ -149,15 +165,10 @@ def _values(setup: Setup, site: Site, turn: Turn, home: Tensors) -> dict[str, Te
     return values
 
 
-def _probe(setup: Setup, site: Site, turn: Turn) -> Mapping[Block, float]:
-    """What the client's probe says of each block."""
-    blocks = tuple(dict.fromkeys(p.at for p in setup.params if p.at))
+def _look(setup: Setup, site: Site, turn: Turn) -> Look:
+    """What the client's probe may look at."""
     seed = streams.seed(setup.experiment, "probe", turn.round, site.name)
-    return setup.method.probe(Look(site.model, site.rows, blocks, seed, site.loss))
-
-
-def _listed(turn: Turn) -> list[Any] | None:
-    return [[*block, score] for block, score in turn.scores.items()] if turn.scores else None
+    return Look(site.model, site.rows, setup.blocks, seed, site.loss)
 
 
 def _fit(
@@ -175,8 +186,14 @@ def _fit(
         memory={k: v for k, v in home.items() if "#" in k},
     )
     if site.cloak is not None:
-        return site.cloak.fit(setup.request(turn.round, site.name))(job)
+        about, content = setup.request(turn.round, site.name), _content(site, before)
+        return site.cloak.fit(turn.round, about, content + spelled(roles))(job)
     return setup.method.fit(job)
+
+
+def _content(site: Site, before: Tensors) -> str:
+    """Tells apart what a turn starts from."""
+    return f"{len(site.rows)} rows " + "".join(site.digests.of(v) for v in before.values())
 
 
 def _require_still(

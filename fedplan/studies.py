@@ -181,8 +181,9 @@ def attendance_of(study: Study) -> Attendance:
 
 
 def method_of(study: Study) -> Method:
-    """The method that a study names, or its own plan."""
-    return _method(study.method)
+    """The method that a study names, or its own plan. Who votes chooses together."""
+    made = _method(study.method)
+    return replace(made, together=True) if study.privacy and study.privacy.vote else made
 
 
 def _method(said: MethodSection) -> Method:
@@ -242,7 +243,20 @@ def promise_of(study: Study) -> Promise | None:
     else:
         rate, steps, batch = train.batch / said.size, train.steps, train.batch
     noise = said.noise or 1.0
-    made = Promise(said.unit, said.epsilon, said.delta, said.clip, noise, rate, steps, batch)
+    made = Promise(
+        unit=said.unit,
+        epsilon=said.epsilon,
+        delta=said.delta,
+        clip=said.clip,
+        noise=noise,
+        rate=rate,
+        steps=steps,
+        batch=batch,
+        vote=said.vote,
+        period=said.period,
+        quantile=said.quantile,
+        cap=said.cap,
+    )
     return made if said.noise else _calibrated(made, train.rounds)
 
 

@@ -23,7 +23,7 @@ from fedplan.phases import Planned
 from fedplan.plan import Best, Role, share
 from fedplan.resolution import permitted, resolve
 from fedplan.rounds import Tally, World, announced, close, pull, push
-from fedplan.runners.local import Federation, ask_all
+from fedplan.runners.local import Federation
 from fedplan.site import local
 from fedplan.state import take
 from fedplan.sums import GRID
@@ -127,7 +127,7 @@ def law_a_param_is_the_mean_over_its_own_senders(case: _Case) -> None:
     setup = replace(case.setup, method=replace(case.method, serve=type(case.method.serve)()))
     world = World.start(setup, federation.start)
     tally = Tally({one: push(setup, world, one, {})})
-    ask_all(setup, tally, federation.sites)
+    federation.ask(tally)
     update = local(setup, federation.sites[one], tally.cohort[one])
     pull(setup, world, tally, update)
     after = close(setup, world, tally, roster=2, later=set())
@@ -148,7 +148,7 @@ def law_each_gets_what_it_lacks(case: _Case) -> None:
     for _ in range(2):
         world = announced(setup, world)
         tally = Tally({name: push(setup, world, name, {}) for name in rest})
-        ask_all(setup, tally, federation.sites)
+        federation.ask(tally)
         for name in rest:
             pull(setup, world, tally, local(setup, federation.sites[name], tally.cohort[name]))
         world = close(setup, world, tally, roster=len(rest) + 1, later=set())

@@ -24,7 +24,7 @@ from fedplan.methods import method
 from fedplan.phases import Planned, Sign
 from fedplan.probe import probe_named
 from fedplan.rounds import Tally
-from fedplan.runners.local import Federation, ask_all
+from fedplan.runners.local import Federation
 from fedplan.testing import check_method
 from fedplan.text import parse
 from fedplan.verification import verify_lines
@@ -180,7 +180,8 @@ def test_a_vote_that_is_no_number_is_left_out(tmp_path: Path) -> None:
     made = whole.setup.method
     broken = replace(made, probe=lambda look: {block: float("nan") for block in look.blocks})
     tally = whole.begin()
-    ask_all(whole.setup, tally, whole.sites)
+    whole.ask(tally)
     assert all(d.turn.scores for d in tally.cohort.values())
-    ask_all(replace(whole.setup, method=broken), tally, whole.sites)
+    whole.setup = replace(whole.setup, method=broken)
+    whole.ask(tally)
     assert all(not d.turn.scores for d in tally.cohort.values())

@@ -24,7 +24,6 @@ from fedplan.privacy.events import (
     Release,
     Spent,
     Steps,
-    Vote,
     read,
     read_spent,
     together,
@@ -230,16 +229,6 @@ def test_the_ends_of_the_ranges_are_counted_too(run: Run) -> None:
     assert 0 <= cost(run) <= max(cost(run, "rdp"), 1e-9) and cost(run) <= plain * 1.2
 
 
-@pytest.mark.parametrize("accountant", ACCOUNTANTS)
-def test_votes_add_up_to_no_more_than_their_sum(accountant: str) -> None:
-    rounds: list[Event] = [Release(1.0, 0.05)] * 100
-    votes: list[Event] = [Vote(0.1)] * 10
-    without = epsilon(rounds, 1e-5, accountant)
-    assert without < epsilon(rounds + votes, 1e-5, accountant) <= without + 1.011
-    assert 0.98 < epsilon(votes, 1e-5, accountant) <= 1.01
-    assert epsilon([], 1e-5, accountant) == 0
-
-
 @pytest.mark.parametrize("accountant,noise", [("rdp", 1.416), ("pld", 1.3477)])
 def test_calibration_never_passes_the_target(accountant: str, noise: float) -> None:
     found = calibrate(8.0, 1e-5, lambda z: [Steps(z, 0.04, 2250)], accountant=accountant)
@@ -257,7 +246,7 @@ def test_calibration_of_plain_sums(target: float, delta: float, rounds: int) -> 
 
 def test_a_target_that_no_noise_reaches_is_told() -> None:
     with pytest.raises(PrivacyError, match="something else costs more"):
-        calibrate(0.5, 1e-5, lambda z: [Vote(1.0), Release(z)])
+        calibrate(0.5, 1e-5, lambda z: [Release(1.0), Release(z)])
     with pytest.raises(PrivacyError, match="target"):
         calibrate(0.0, 1e-5, lambda z: [Release(z)])
 
@@ -266,7 +255,11 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     for name in [n for n in sys.modules if n.startswith("dp_accounting")] + ["dp_accounting"]:
         monkeypatch.setitem(sys.modules, name, None)
     assert epsilon([Release(1.0)], 1e-5) == pytest.approx(4.37717810, rel=1e-8)
-    for ask in (lambda: epsilon([Vote(1.0)], 1e-5), version, lambda: epsilon([], 1e-5, "rdp")):
+    for ask in (
+        lambda: epsilon([Release(1.0, 0.5)], 1e-5),
+        version,
+        lambda: epsilon([], 1e-5, "rdp"),
+    ):
         with pytest.raises(PrivacyError, match=r"pip install 'fedplan\[privacy\]'"):
             ask()
 
@@ -278,7 +271,6 @@ def test_the_version_names_accountant_and_library() -> None:
 EVENTS = st.one_of(
     st.builds(Release, powers(1.001e-3, 1e5), st.none() | powers(1.001e-6, 0.999)),
     st.builds(Steps, powers(1.001e-3, 1e5), powers(1.001e-6, 0.999), st.integers(1, 10**7)),
-    st.builds(Vote, powers(1.001e-9, 499)),
 )
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -316,7 +308,7 @@ def test_foreign_json_is_read_strictly(event: Event, data: st.DataObject) -> Non
 
 def epsilon_of_plain(event: Event) -> float:
     """An upper bound that takes no library."""
-    return event.epsilon if isinstance(event, Vote) else event.noise
+    return event.noise
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from fedplan.failpoints import POINTS, VARIABLE, forget
 from fedplan.privacy import PrivacyError
 from fedplan.privacy.accountant import epsilon
 from fedplan.privacy.budget import Budget
-from fedplan.privacy.events import Event, Release, Spent, Steps, Vote
+from fedplan.privacy.events import Event, Release, Spent, Steps
 
 BUDGET_POINTS = [name for name in POINTS if name.startswith("budget.")]
 SUM = Release(4.0)
@@ -47,7 +47,7 @@ def filled(folder: Path, rounds: int) -> Path:
 
 
 def test_charges_are_read_back(tmp_path: Path) -> None:
-    events: list[Event] = [SUM, Release(1.0, 0.05), Steps(1.1, 0.04, 25), Vote(0.5)]
+    events: list[Event] = [SUM, Release(1.0, 0.05), Steps(1.1, 0.04, 25), Release(4.0)]
     first = budget(tmp_path, limit=20.0)
     for i, event in enumerate(events):
         first.charge(event, f"round {i}")

@@ -489,12 +489,6 @@ def test_the_same_draws_give_the_same_model_whatever_torch_is_seeded_with() -> N
     assert not any(torch.equal(found[0][k], other[k]) for k in other)
 
 
-def test_dropout_follows_the_seed_of_the_job() -> None:
-    one, same, other = (run(job_of(zoo.build("bert"), seed=s), normal=silent)[0] for s in (3, 3, 4))
-    assert all(torch.equal(one[k], same[k]) for k in one)
-    assert any(not torch.equal(one[k], other[k]) for k in one)
-
-
 @pytest.mark.parametrize("plan", ["share()", "chain(share(), freeze(embed))"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_an_example_that_is_not_finite_counts_for_nothing(plan: str, value: float) -> None:

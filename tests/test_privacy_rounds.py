@@ -13,14 +13,25 @@ from commands import STUDY, run
 from fedplan.config import read_study
 from fedplan.ledger import read_lines
 from fedplan.plan import Role
+from fedplan.privacy.accountant import epsilon
 from fedplan.privacy.budget import Budget
+from fedplan.privacy.events import Steps
 from fedplan.privacy.guard import CHARGES
 from fedplan.resolution import permitted
-from fedplan.studies import promise_of, stage_of
+from fedplan.studies import Trial, promise_of, stage_of
 from fedplan.turn import Turn
 
 CLIENT = '[privacy]\nunit = "client"\nepsilon = 50.0\n'
 EXAMPLE = '[privacy]\nunit = "example"\nepsilon = 8.0\nsize = 20\n'
+VOTE = "vote = 2.0\nperiod = 2\n"
+SAFL = 'name = "safl"\nsettings = { k = 1 }'
+RUNS = {
+    "client": (CLIENT, ""),
+    "example": (EXAMPLE, ""),
+    "client and vote": (CLIENT + VOTE, SAFL),
+    "example and vote": (EXAMPLE + VOTE, SAFL),
+    "client, a moving clip, weights": (CLIENT + "quantile = 0.5\ncap = 300\n", ""),
+}
 
 
 def study_of(privacy: str, *, plan: str = "", rounds: int = 3) -> str:
@@ -50,18 +61,59 @@ def spent(folder: Path, unit: str) -> float:
     )
 
 
-@pytest.mark.parametrize(("privacy", "unit"), [(CLIENT, "client"), (EXAMPLE, "example")])
-def test_the_forecast_is_the_sum_of_the_charges(here: Path, privacy: str, unit: str) -> None:
-    out = played(here, study_of(privacy), unit)
+@pytest.mark.parametrize("name", RUNS)
+def test_the_forecast_is_the_sum_of_the_charges(here: Path, name: str) -> None:
+    privacy, plan = RUNS[name]
+    unit = name.split()[0].strip(",")
+    out = played(here, study_of(privacy, plan=plan), unit)
     promise = promise_of(read_study(here / f"{unit}.toml"))
     assert promise is not None
     assert abs(promise.forecast(3) - spent(out, unit)) < 1e-9
     assert spent(out, unit) <= promise.epsilon
     assert run("verify", str(out))[0] == 0
     said = json.loads((out / "privacy.json").read_text())
-    assert abs(said["forecast"] - said["epsilon"]) < 1e-9 and len(said) == 15
+    assert abs(said["forecast"] - said["epsilon"]) < 1e-9 and len(said) == 17
+    votes = [charge for charge in said["charged"] if charge["about"].endswith("vote")]
+    assert len(said["charged"]) == 3 + len(votes) and len(votes) == (2 if "vote" in name else 0)
     code, told = run("privacy", f"{unit}.toml")
     assert code == 0 and f"This run hides each {unit}" in told and "Not covered" in told
+
+
+@pytest.mark.parametrize("privacy", [CLIENT, EXAMPLE])
+def test_a_vote_holds_until_the_next_and_all_choose_by_it(here: Path, privacy: str) -> None:
+    out = played(here, study_of(privacy + VOTE, plan=SAFL), "run")
+    lines = [line for line in read_lines(out / "ledger.jsonl") if "moved" not in line]
+    scores = {
+        number: {str(x["scores"]) for x in lines if x["round"] == number} for number in (1, 2, 3)
+    }
+    assert all(len(found) <= 1 for found in scores.values())
+    assert scores[1] == scores[2] or not scores[1] or not scores[2]
+    assert scores[3] != scores[2]
+
+
+def test_a_run_of_another_promise_is_not_stated(here: Path) -> None:
+    out = played(here, study_of(CLIENT), "run")
+    study = (out / "study.json").read_text()
+    assert run("privacy", str(out))[0] == 0
+    (out / "study.json").write_text(study.replace('"share": 0.7', '"share": 0.6'))
+    code, told = run("privacy", str(out))
+    assert code == 2 and "the folder of another study" in " ".join(told.split()), told
+
+
+def test_example_level_goes_on_over_ten_rounds_other_parts_and_restarts(here: Path) -> None:
+    rotating = 'plan = "chain(freeze(), cycle(share(blocks(0)), share(blocks(1))), share(head))"'
+    study = study_of(EXAMPLE, plan=rotating, rounds=10)
+    Path("run.toml").write_text(study)
+    promise = promise_of(read_study(here / "run.toml"))
+    assert promise is not None
+    for _ in range(3):
+        trial = Trial(read_study(here / "run.toml"), here / "run")
+        until = trial.federation.world.round + 4
+        while trial.federation.world.round < min(until, 10):
+            trial.federation.commit(trial.federation.round())
+        del trial
+    steps = Steps(promise.noise, promise.rate or 1.0, 10 * promise.steps)
+    assert abs(spent(here / "run", "example") - epsilon([steps], promise.delta)) < 1e-9
 
 
 @pytest.mark.parametrize("privacy", [CLIENT, EXAMPLE])
@@ -111,15 +163,34 @@ def test_a_run_that_is_played_twice_is_hidden_by_another_noise(here: Path, priva
 @pytest.mark.parametrize(
     ("plan", "privacy", "words"),
     [
-        ('name = "safl"\nsettings = { k = 1 }', CLIENT, "a release that nobody pays for"),
+        (SAFL, CLIENT, "a release that nobody pays for"),
+        (SAFL, EXAMPLE, "let them vote (privacy.vote)"),
+        ("", CLIENT + VOTE, "nothing to vote on"),
+        (
+            'name = "safl"\nsettings = { k = 1, probe = "random" }',
+            EXAMPLE + VOTE,
+            "nothing to vote on",
+        ),
         ('name = "scaffold"', CLIENT, "is not clipped"),
         ('name = "fedprox"', EXAMPLE, "only plain steps are known to be hidden"),
+        ("", CLIENT + "[clients]\nlate = 0.1\n", "draws its own cohorts"),
+        ("", CLIENT + "[clients]\ndropped = 0.1\n", "draws its own cohorts"),
+        ("", EXAMPLE.replace("size = 20", ""), "say train.steps and privacy.size"),
+        ("", EXAMPLE.replace("size = 20", "size = 4"), "below train.batch"),
+        ("", EXAMPLE + "quantile = 0.5", "of clients"),
+        ("", EXAMPLE + "cap = 20", "of clients"),
+        ("", CLIENT.replace("50.0", "-1.0"), "privacy.epsilon"),
+        ("", CLIENT + "delta = 2.0", "privacy.delta"),
+        ("", CLIENT + "sampler = 'fixed'", "privacy.sampler"),
     ],
 )
 def test_what_does_not_hold_together_is_refused(
     here: Path, plan: str, privacy: str, words: str
 ) -> None:
-    Path("run.toml").write_text(study_of(privacy, plan=plan))
+    study = study_of(privacy, plan=plan)
+    if "[clients]\nlate" in privacy or "[clients]\ndropped" in privacy:
+        study = study.replace("[clients]\nshare = 0.7\n", "", 1)
+    Path("run.toml").write_text(study)
     code, told = run("run", "run.toml", "--output", "run")
     assert code == 2 and words in " ".join(told.split()), told
 
@@ -129,4 +200,3 @@ def test_the_ledger_and_the_world_hold_no_count_of_rows(here: Path) -> None:
     counts = {len(rows) for rows in stage_of(read_study(here / "run.toml")).shares.train.values()}
     for line in read_lines(out / "ledger.jsonl"):
         assert not counts & {v for v in line.values() if type(v) is int} - {line["round"]}
-    assert json.dumps(sorted(counts))

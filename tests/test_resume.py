@@ -25,24 +25,44 @@ from fedplan.failpoints import POINTS, VARIABLE
 from fedplan.fit import Pace
 from fedplan.ledger import digests
 from fedplan.methods import method
+from fedplan.privacy.guard import CHARGES, SECRET
+from fedplan.privacy.promise import Promise
 from fedplan.runners.local import Federation
 
 ROUNDS = 5
 
 
+PROMISES = {
+    "veiled": Promise("client", 900.0, 1e-5, 1.0, 1.0, 0.7, vote=2.0, period=2, quantile=0.5),
+    "cloaked": Promise("example", 900.0, 1e-5, 1.0, 1.0, 0.5, 2, 2, vote=2.0, period=2),
+}
+"""Runs that hide their clients or their examples, and vote on the layers."""
+
+
 def federation(folder: Path, name: str, *, replies: bool) -> Federation:
-    model = zoo.build("bert")
-    setup = Setup("kill", describe(model), method(name), Pace(rate=1e-2, batch=2, steps=2))
+    model, promise, rows = zoo.build("bert"), PROMISES.get(name), few("bert", 3)
+    made = method("safl", {"k": 1, "together": True}) if promise else method(name)
+    pace = Pace(rate=1e-2, batch=2, steps=2)
+    setup = Setup("kill", describe(model), made, pace, promise)
+    for place in ["", *rows] if promise else ():
+        _know_secret(folder / "privacy" / place)
     return Federation(
         setup,
         model,
-        few("bert", 3),
+        rows,
         loss,
         folder,
         rounds=ROUNDS,
-        attendance=Attendance(share=0.7, late=0.2),
+        attendance=None if promise else Attendance(share=0.7, late=0.2),
         replies=replies,
     )
+
+
+def _know_secret(folder: Path) -> None:
+    """Two runs with the same secrets draw the same noise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SECRET).touch(mode=0o600)
+    (folder / SECRET).write_bytes(folder.name.encode().ljust(32)[:32])
 
 
 def play(folder: Path, name: str, *, replies: bool) -> None:
@@ -81,6 +101,12 @@ def left(folder: Path, name: str, *, replies: bool) -> dict[str, object]:
         "homes": {n: digests(s.journal.home()[0]) for n, s in fed.sites.items()},
         "ledger": (folder / "ledger.jsonl").read_bytes(),
         "metrics": (folder / "metrics.jsonl").read_bytes(),
+        "choice": fed.world.choice,
+        "clip": fed.world.clip,
+        "charges": {
+            str(file.relative_to(folder)): file.read_bytes()
+            for file in sorted((folder / "privacy").rglob(CHARGES))
+        },
     }
 
 
@@ -97,16 +123,21 @@ CASES = [(point, k, r) for i, point in enumerate(POINTS) for k in (1, 4) for r i
 
 @pytest.mark.parametrize(("point", "time_", "replies"), CASES)
 def test_killed_at_a_failpoint(point: str, time_: int, replies: bool, tmp_path: Path) -> None:
-    name = "scaffold" if point.startswith("round") else "fedper"
+    name = {"round": "scaffold", "budget": "cloaked" if replies else "veiled"}.get(
+        point.partition(".")[0], "fedper"
+    )
     ended = played(tmp_path, name, replies=replies, failpoint=f"{point}:kill@{time_}")
     assert ended == -signal.SIGKILL
     assert played(tmp_path, name, replies=replies) == 0
     assert left(tmp_path, name, replies=replies) == expected(name, replies)[0]
 
 
+KILLED = ("fedper", "scaffold", "fedadam", "veiled", "cloaked")
+
+
 @pytest.mark.parametrize("number", range(50))
 def test_killed_at_a_random_moment(number: int, tmp_path: Path) -> None:
-    replies, name = number % 2 == 0, ("fedper", "scaffold", "fedadam")[number % 3]
+    replies, name = number % 2 == 0, KILLED[number % len(KILLED)]
     reference, seconds = expected(name, replies)
     draw = random.Random(number)
     for _ in range(2):
@@ -122,11 +153,12 @@ def test_a_full_disk_is_an_error_and_the_run_goes_on_after_it(
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"{point}:enospc@{time_}")
     failpoints.forget()
+    name = "cloaked" if point.startswith("budget") else "fedper"
     with pytest.raises(FedplanError, match="No space left"):
-        play(tmp_path, "fedper", replies=True)
+        play(tmp_path, name, replies=True)
     monkeypatch.delenv(VARIABLE)
-    play(tmp_path, "fedper", replies=True)
-    assert left(tmp_path, "fedper", replies=True) == expected("fedper", True)[0]
+    play(tmp_path, name, replies=True)
+    assert left(tmp_path, name, replies=True) == expected(name, True)[0]
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fedplan.privacy.errors import PrivacyError, needed
-from fedplan.privacy.events import NOISES, Event, Release, Steps, Vote
+from fedplan.privacy.events import NOISES, Event, Release, Steps
 
 ACCOUNTANTS = ("pld", "rdp")
 PRECISION = 1e-4
@@ -26,24 +26,21 @@ _MOST_POINTS = 2**18
 _SMALLEST = 1e-9
 _WIDEST = 2000.0
 """Losses so wide, of an epsilon of hundreds, take too long by PLD: their bound is that of RDP."""
-_PURPOSE = "to account for sampling or votes"
+_PURPOSE = "to account for sampling"
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Events as what composes: plain Gaussians by noise, sampled ones by noise and rate, votes."""
+    """Events as what composes: plain Gaussians by noise, sampled ones by noise and rate."""
 
     plain: Counter[float] = field(default_factory=Counter[float])
     sampled: Counter[tuple[float, float]] = field(default_factory=Counter[tuple[float, float]])
-    votes: Counter[float] = field(default_factory=Counter[float])
 
     @staticmethod
     def of(events: Iterable[Event]) -> _Parts:
         parts = _Parts()
         for event in events:
             match event:
-                case Vote(epsilon):
-                    parts.votes[epsilon] += 1
                 case Release(noise, None):
                     parts.plain[noise] += 1
                 case Release(noise, rate) | Steps(noise, rate):
@@ -77,7 +74,7 @@ def epsilon(events: Iterable[Event], delta: float, accountant: str = "pld") -> f
     parts = _Parts.of(events)
     if accountant == "rdp":
         return _by_rdp(parts, delta)
-    if parts.sampled or parts.votes:
+    if parts.sampled:
         return _by_pld(parts, delta)
     return _by_gaussian(parts.gaussian, delta) if parts.gaussian else 0.0
 
@@ -145,30 +142,22 @@ def _by_rdp(parts: _Parts, delta: float) -> float:
         found.compose(events.GaussianDpEvent(parts.gaussian))
     for (noise, rate), count in sorted(parts.sampled.items()):
         found.compose(events.PoissonSampledDpEvent(rate, events.GaussianDpEvent(noise)), count)
-    sums = float(found.get_epsilon(delta)) if parts.gaussian or parts.sampled else 0.0
-    for vote, count in sorted(parts.votes.items()):
-        found.compose(events.ZCDpEvent(vote**2 / 2), count)  # Bun and Steinke 2016, prop. 3.3
-    added = sums + fsum(vote * count for vote, count in parts.votes.items())
-    return min(added, float(found.get_epsilon(delta)))
+    return float(found.get_epsilon(delta)) if parts.gaussian or parts.sampled else 0.0
 
 
 def _by_pld(parts: _Parts, delta: float) -> float:
     distributions = needed("dp_accounting.pld.privacy_loss_distribution", _PURPOSE)
-    parameters = needed("dp_accounting.pld.common", _PURPOSE).DifferentialPrivacyParameters
     width = _width(parts)
     if width > _WIDEST:
         return _by_rdp(parts, delta)
     interval = max(_finest(parts), width / _MOST_POINTS, _SMALLEST)
     found = distributions.identity(interval)
-    for piece, count in _pieces(parts, distributions, parameters, interval):
+    for piece, count in _pieces(parts, distributions, interval):
         found = found.compose(piece.self_compose(count) if count > 1 else piece)
-    spent = float(found.get_epsilon_for_delta(delta))
-    return spent if _gaussians(parts) else min(spent, width)  # that of votes alone is their sum
+    return float(found.get_epsilon_for_delta(delta))
 
 
-def _pieces(
-    parts: _Parts, distributions: Any, parameters: Any, interval: float
-) -> Iterable[tuple[Any, int]]:
+def _pieces(parts: _Parts, distributions: Any, interval: float) -> Iterable[tuple[Any, int]]:
     if parts.gaussian:
         yield (
             distributions.from_gaussian_mechanism(
@@ -183,8 +172,6 @@ def _pieces(
             ),
             count,
         )
-    for vote, count in sorted(parts.votes.items()):
-        yield distributions.from_privacy_parameters(parameters(vote, 0), interval), count
 
 
 def _gaussians(parts: _Parts) -> list[tuple[float, float, int]]:
@@ -196,17 +183,16 @@ def _gaussians(parts: _Parts) -> list[tuple[float, float, int]]:
 def _finest(parts: _Parts) -> float:
     """The step that a PLD needs: its error grows as the count of events times its square.
 
-    It stays below the spread of each event's loss, and what votes lose by rounding is little.
+    It stays below the spread of each event's loss.
     """
-    votes, gaussians = parts.votes.total(), _gaussians(parts)
-    steps = [sqrt(PRECISION / (sum(count for *_, count in gaussians) + votes))]
-    steps += [sqrt(_divergence(noise, rate)) / 4 for noise, rate, _ in gaussians]
-    return min(steps + [max(vote / 100, PRECISION / votes) for vote in parts.votes])
+    gaussians = _gaussians(parts)
+    steps = [sqrt(_divergence(noise, rate)) / 4 for noise, rate, _ in gaussians]
+    return min(sqrt(PRECISION / sum(count for *_, count in gaussians)), *steps)
 
 
 def _width(parts: _Parts) -> float:
     """How far the losses of all events together reach, roughly."""
-    width = fsum(vote * count for vote, count in parts.votes.items())
+    width = 0.0
     for noise, rate, count in _gaussians(parts):
         loss = count * _divergence(noise, rate)
         width += loss + 12 * sqrt(2 * loss) + _largest_loss(noise, rate)

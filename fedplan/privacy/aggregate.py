@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import ceil, isfinite, log2
 
 import torch
 from torch import Tensor
@@ -74,8 +74,9 @@ class Mechanism:
         """
         self._require_shared(change)
         clipped = clip(change, self.bound, weight=weight)
-        # Rounded to the grid of the sum towards zero: to the nearest step it could get longer.
-        total.add({n: v.div_(GRID).trunc_().mul_(GRID) for n, v in clipped.values.items()}, 1)
+        # Rounded to whole steps towards zero: to the nearest step it could get longer.
+        step = self._step
+        total.add({n: v.div_(step).trunc_().mul_(step) for n, v in clipped.values.items()}, 1)
         return clipped.within
 
     def release(self, total: ExactSum, secret: bytes, about: str) -> dict[str, Tensor]:
@@ -97,7 +98,17 @@ class Mechanism:
 
     def _noises(self, source: Noise) -> dict[str, Tensor]:
         shapes = {name: self.shared[name][0] for name in sorted(self.shared)}
-        return {name: source.gaussian(shape, self.scale) for name, shape in shapes.items()}
+        drawn = {name: source.gaussian(shape, self.scale) for name, shape in shapes.items()}
+        return {name: v.div_(self._step).round_().mul_(self._step) for name, v in drawn.items()}
+
+    @property
+    def _step(self) -> float:
+        """The step of changes and of noise: where the largest noise has no finer bits, no less.
+
+        With bits that no noise has, a sum would show them as they are. No noise is 19 times as
+        large as its scale.
+        """
+        return max(GRID, 2.0 ** (ceil(log2(19 * self.scale)) - 52))
 
     def _content(self, total: ExactSum) -> bytes:
         """A digest of all that decides a release: every bit of the sum, the set and the scale."""

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import BinaryIO, Literal, get_args
 
 from fedplan.failpoints import reach
-from fedplan.locks import alone
+from fedplan.locks import alone, synced
 from fedplan.privacy.accountant import epsilon
 from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.events import Event, Spent, read_spent, written_spent
+from fedplan.privacy.events import Event, Spent, events_of, read_spent, written_spent
 
 Unit = Literal["client", "example"]
 FORMAT = 1
@@ -65,15 +65,17 @@ class Budget:
         self.file, self.delta, self.limit = file, delta, limit
         self.unit, self.accountant = unit, accountant
         epsilon([], delta, accountant)  # refuses a wrong delta or accountant
-        self._found: _Held | None = self._read()
+        self._found, self._doubtful = self._read(), False
 
     @property
     def charges(self) -> tuple[Spent, ...]:
         """All that was charged, in order."""
         return tuple(self._held.charges)
 
-    def spent(self) -> float:
-        """The epsilon of all charges."""
+    def spent(self, *more: Spent) -> float:
+        """The epsilon of all charges, and of some that might come."""
+        if more:
+            return self._with(*more)
         if self._held.epsilon is None:
             self._held.epsilon = self._with()
         return self._held.epsilon
@@ -95,7 +97,7 @@ class Budget:
             self._settle(file)
             if self._known(spent):
                 return
-            after = self._require_room(event)
+            after = self._require_room(spent)
             reach("budget.before")
             self._append(file, written_spent(spent))
             self._held.charges.append(spent)
@@ -111,15 +113,14 @@ class Budget:
                 )
         return spent in same
 
-    def _with(self, *more: Event) -> float:
-        events = [charge.event for charge in self._held.charges]
-        return epsilon([*events, *more], self.delta, self.accountant)
+    def _with(self, *more: Spent) -> float:
+        return epsilon(events_of([*self._held.charges, *more]), self.delta, self.accountant)
 
-    def _require_room(self, event: Event) -> float | None:
+    def _require_room(self, spent: Spent) -> float | None:
         """What will have been spent; None if nobody needs to know."""
         if self.limit is None:
             return None
-        after = self._with(event)
+        after = self._with(spent)
         if after > self.limit:
             raise PrivacyError(
                 f"epsilon would be {after:.6g} and may be {self.limit:g}: nothing more is "
@@ -130,34 +131,30 @@ class Budget:
     @property
     def _held(self) -> _Held:
         """What the file held when it was last read; after an error it is read anew."""
-        self._found = self._found or self._read()
+        if self._doubtful:
+            self._found, self._doubtful = self._read_on(self._found), False
         return self._found
 
     @contextmanager
     def _open(self) -> Generator[BinaryIO]:
         """The file, with no other process at it."""
         try:
-            with alone(self.file.parent):
-                self._create()
+            with alone(self.file.parent, strictly=True):
+                self.file.touch(0o600)
+                if self._held.length == 0:
+                    synced(self.file.parent)
                 with self.file.open("r+b", buffering=0) as file:
                     if file.seek(0, os.SEEK_END) != self._held.length:
                         self._found = self._read_on(self._held)
                     yield file
-        except OSError as error:
-            self._found = None
+        except BaseException as error:
+            # Whatever broke in, an interrupt too: what is on disk decides.
+            self._doubtful = True
+            if not isinstance(error, OSError):
+                raise
             raise PrivacyError(
                 f"{self.file} cannot be written: {error}; release nothing, mend the disk, go on"
             ) from error
-
-    def _create(self) -> None:
-        if self.file.exists():
-            return
-        self.file.touch(0o600)
-        folder = os.open(self.file.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def _settle(self, file: BinaryIO) -> None:
         """Cut off a line that was never finished, and put on disk what a killed process left.

@@ -17,6 +17,7 @@ BOUNDS = (2.0**-20, 2.0**20)
 """The bounds within which sums are exact and noise is far coarser than their grid."""
 _HAIR = 1 - 2.0**-40
 """What is clipped ends a hair inside the bound, so that rounding never puts it outside."""
+_GRAIN = 2.0**30
 
 
 class Clipped(NamedTuple):
@@ -107,7 +108,8 @@ class Adaptive:
         """
         made_of = (within, cohort, self.noise.hex())
         source = Noise.for_release(secret, f"{about}: within the bound", *made_of)
-        noisy = within - cohort / 2 + float(source.gaussian((1,), self.noise / 2))
+        extra = round(float(source.gaussian((1,), self.noise / 2)) * _GRAIN) / _GRAIN
+        noisy = within - cohort / 2 + extra
         share = min(max(noisy / over + 0.5, 0.0), 1.0)
         bound = self.bound * exp(self.rate * (self.quantile - share))
         return replace(self, bound=min(max(bound, BOUNDS[0]), BOUNDS[1]))

@@ -149,9 +149,10 @@ def require_apart(subject: Subject) -> None:
     The loss on rows together must be their mean, weighted or not, or their sum.
     """
     _require_no_statistics(subject)
-    rows = torch.arange(min(3, len(subject.rows)))
+    rows = telling(subject.rows)
     if not len(rows):
         return
+    _require_no_memory(subject, rows)
     with at_rest(subject.model), torch.no_grad():
         alone = [subject.loss_of(row).item() for row in cast("tuple[Tensor, ...]", rows.split(1))]
         together, twice = subject.loss_of(rows).item(), subject.loss_of(rows[[0, 0]]).item()
@@ -175,6 +176,30 @@ def _require_no_statistics(subject: Subject) -> None:
                 f"{name} of {subject.name} is a {type(module).__name__}: it takes the mean of a "
                 "batch, so that examples change each other's gradients. Put GroupNorm or LayerNorm "
                 "in its place, or take privacy at the level of clients"
+            )
+
+
+def telling(rows: Examples) -> Tensor:
+    """Up to three rows to try things on: of texts, the shortest and the longest among them."""
+    some = torch.arange(min(1000, len(rows)))
+    if not len(some) or "attention_mask" not in rows.batch(some[:1]):
+        return some[:3]
+    order = rows.batch(some)["attention_mask"].flatten(1).sum(1).argsort(stable=True)
+    return order[[0, -1, len(order) // 2]] if len(order) > 2 else order
+
+
+def _require_no_memory(subject: Subject, rows: Tensor) -> None:
+    """Refuse a model that writes something of its rows into a buffer while it trains."""
+    held = {name: buffer.clone() for name, buffer in subject.model.named_buffers()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        subject.loss_of(rows)
+    for name, buffer in subject.model.named_buffers():
+        was = held.get(name)
+        if was is None or was.shape != buffer.shape or not torch.equal(was, buffer):
+            raise PrivacyError(
+                f"{name} of {subject.name} changes while it trains: it remembers rows, so that "
+                "they change the gradients of those after them. Take privacy at the level of "
+                "clients, or a model without such a memory"
             )
 
 

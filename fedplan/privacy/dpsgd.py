@@ -104,11 +104,13 @@ def train(
 ) -> tuple[Done, Tally]:
     """Train by DP-SGD, and say what was done."""
     with torch.random.fork_rng(devices=[]), mark(job.model, job.roles) as marked:
-        torch.manual_seed(job.seed)
+        # Were masks known, a row that is there would show in the masks of those after it.
+        seed = int(float(_require(uniform(1), (1,))) * 2**53)
+        torch.manual_seed(seed)
         if not list(marked.parameters()):
             return Done(loss=nan, steps=0), Tally()
         job.model.train()
-        noisy = Noisy(_subject(job), privately, marked, normal)
+        noisy = Noisy(_subject(job, seed), privately, marked, normal)
         optimiser = job.pace.start(marked)
         for _ in range(privately.steps):
             drawn = _require(uniform(len(job.rows)), (len(job.rows),))
@@ -120,8 +122,8 @@ def train(
     return Done(loss=nan, steps=noisy.taken), noisy.tally()
 
 
-def _subject(job: Job) -> Subject:
-    rows = job.rows.seeded(job.seed) if isinstance(job.rows, Seeded) else job.rows
+def _subject(job: Job, seed: int) -> Subject:
+    rows = job.rows.seeded(seed) if isinstance(job.rows, Seeded) else job.rows
     subject = Subject(job.model, trained(job.model, job.roles), rows, job.loss, job.pace.bf16)
     require_apart(subject)
     return subject

@@ -6,7 +6,7 @@ Neighbours differ by one unit that is there or not: one client, or one example.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from math import sqrt
 from typing import Any, cast
@@ -15,7 +15,6 @@ from fedplan.privacy.errors import PrivacyError
 
 NOISES = (1e-3, 1e6)
 RATES = (1e-6, 1.0)
-EPSILONS = (1e-9, 500.0)
 LARGEST_COUNT = 10**7
 
 
@@ -51,18 +50,8 @@ class Steps:
             raise _wrong(self, "count", self.count, f"a whole number from 1 to {LARGEST_COUNT}")
 
 
-@dataclass(frozen=True)
-class Vote:
-    """One choice that is epsilon-private without any delta."""
-
-    epsilon: float
-
-    def __post_init__(self) -> None:
-        _require(self, "epsilon", self.epsilon, EPSILONS)
-
-
-Event = Release | Steps | Vote
-_KINDS: dict[str, type[Event]] = {"release": Release, "steps": Steps, "vote": Vote}
+Event = Release | Steps
+_KINDS: dict[str, type[Event]] = {"release": Release, "steps": Steps}
 
 
 @dataclass(frozen=True)
@@ -81,6 +70,17 @@ def together(*noises: float) -> float:
     they would claim that the cohort was drawn anew for each.
     """
     return 1 / sqrt(sum(noise**-2 for noise in noises))
+
+
+def events_of(charges: Iterable[Spent]) -> list[Event]:
+    """What is to be accounted for: sums of one name are over one cohort, whatever they held."""
+    found, sums = list[Event](), dict[tuple[str, float | None], list[float]]()
+    for charge in charges:
+        if isinstance(charge.event, Release):
+            sums.setdefault((charge.about, charge.event.rate), []).append(charge.event.noise)
+        else:
+            found.append(charge.event)
+    return found + [Release(together(*noises), rate) for (_, rate), noises in sums.items()]
 
 
 def written(event: Event) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedplan.attention import at_rest
 from fedplan.privacy.calls import heard
-from fedplan.privacy.contributions import Subject, Sum, Trained, one_by_one, slopes, square
+from fedplan.privacy.contributions import Subject, Sum, Trained, one_by_one, slopes, square, telling
 from fedplan.privacy.factors import Factor, Unfactored, joined, squares
 from fedplan.privacy.replay import losses
 
@@ -70,7 +70,10 @@ def distrust(subject: Subject) -> str:
         return "there are no rows to try"
     if any(getattr(module, "gradient_checkpointing", False) for module in subject.model.modules()):
         return "gradient checkpointing runs layers twice"
-    rows, subject = torch.arange(3) % len(subject.rows), replace(subject, bf16=False)
+    if any(getattr(module, "layerdrop", 0) for module in subject.model.modules()):
+        return "whole layers are left out by chance, for all rows of a batch at once"
+    found, subject = telling(subject.rows), replace(subject, bf16=False)
+    rows = found[torch.arange(3) % len(found)]
     with at_rest(subject.model), _in_steps(), _filled(subject.tensors):
         right = Sum(subject.tensors, _BOUND)
         one_by_one(subject, rows[:1], right)
@@ -84,7 +87,19 @@ def distrust(subject: Subject) -> str:
             if wrong := _apart(subject.tensors, right, tried):
                 return f"the gradient of {wrong} is another when rows run together"
     seen = right.lengths.isfinite() & (right.lengths > 0)
-    return "" if seen.sum() > 1 else "too few rows have a gradient to try"
+    if seen.sum() < 2:
+        return "too few rows have a gradient to try"
+    return "" if _alone_among_others(subject, rows) else "a row's loss is another beside others"
+
+
+def _alone_among_others(subject: Subject, rows: Tensor) -> bool:
+    """Whether the first row's loss, as the model trains, is the same whatever stands beside it."""
+    found = list[Tensor]()
+    for beside in ([0, 1, 2, 2], [0, 1, 2, 1]):
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            found.append(losses(subject, subject.rows.batch(rows[beside]), len(beside))[0])
+    return torch.allclose(found[0], found[1], rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def _apart(tensors: tuple[Trained, ...], one: Sum, other: Sum) -> str:

@@ -7,24 +7,32 @@ before anything that it pays for leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from fedplan.fit import Fit
-from fedplan.privacy.accountant import epsilon
+from fedplan.fit import Examples, Fit
+from fedplan.locks import synced
+from fedplan.params import Block
 from fedplan.privacy.aggregate import Mechanism
 from fedplan.privacy.budget import Budget
-from fedplan.privacy.dpsgd import Privately, dp_sgd
+from fedplan.privacy.clipping import Adaptive
+from fedplan.privacy.dpsgd import Privately, Uniform, dp_sgd
 from fedplan.privacy.errors import PrivacyError
+from fedplan.privacy.events import Spent
 from fedplan.privacy.noise import Noise
-from fedplan.privacy.promise import Promise
+from fedplan.privacy.promise import COUNT_NOISE, Promise, voted
 from fedplan.privacy.sampling import cohort
-from fedplan.privacy.secret import secret_of
+from fedplan.privacy.secret import derived, secret_of
+from fedplan.privacy.vote import Vote, ballot, counted
+from fedplan.probe import Look, Probe
 from fedplan.sums import ExactSum
 
+T = TypeVar("T", bound=Hashable)
 SECRET, CHARGES = "secret", "charges.jsonl"
 
 
@@ -33,23 +41,39 @@ class Guard:
 
     def __init__(self, promise: Promise, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        synced(folder.parent)
         self.promise, self._secret = promise, secret_of(folder / SECRET)
         self.budget = Budget(
             folder / CHARGES, delta=promise.delta, limit=promise.epsilon, unit=promise.unit
         )
 
-    def require_room(self, about: str) -> None:
-        """Refuse what the budget no longer pays for, before any work is done for it."""
-        charges = self.budget.charges
-        if any(charge.about == about for charge in charges):
-            return
-        events = [charge.event for charge in charges]
-        after = epsilon([*events, self.promise.event], self.promise.delta)
+    def require_room(self, round: int, about: str) -> None:
+        """Refuse a round that the budget no longer pays for, before any work is done for it."""
+        paid = {charge.about for charge in self.budget.charges}
+        bill = self.promise.bill(round, about)
+        due = [Spent(event, name) for name, event in bill.items() if name not in paid]
+        after = self.budget.spent(*due) if due else 0.0
         if after > self.promise.epsilon:
             raise PrivacyError(
                 f"{about} would make epsilon {after:.4g}, and {self.promise.epsilon:g} was "
                 f"promised: the run ends here, with epsilon {self.budget.spent():.4g} spent"
             )
+
+    def require_paid(self, count: int) -> None:
+        """Refuse to go on with fewer charges than there once were: a file was lost or put back."""
+        if (found := len(self.budget.charges)) < count:
+            raise PrivacyError(
+                f"{self.budget.file} holds {found} charges, and there were {count}: put the last "
+                "copy of it back; without it nobody knows what was spent"
+            )
+
+    def _count(
+        self, vote: Vote, ballots: Iterable[Collection[T]], blocks: Sequence[T], about: str
+    ) -> dict[T, float]:
+        """The noisy counts of a vote, charged first."""
+        counts = counted(ballots, blocks, vote.k)
+        self.budget.charge(vote.event, about, digest=vote.digest(counts, self._secret, about))
+        return vote.release(counts, self._secret, about)
 
 
 class Veil(Guard):
@@ -60,35 +84,68 @@ class Veil(Guard):
         rate = self.promise.rate
         return list(roster) if rate is None else cohort(roster, rate, self._secret, number)
 
-    def mechanism(self, shared: Mapping[str, Tensor], clients: int) -> Mechanism:
+    def mechanism(self, shared: Mapping[str, Tensor], clients: int, clip: float) -> Mechanism:
         """The mechanism of a round over what any client may share in it."""
         promise = self.promise
         public = {key: (tuple(v.shape), v.dtype) for key, v in shared.items()}
         over = clients * (promise.rate or 1.0)
-        return Mechanism(public, promise.clip, promise.noise, over, promise.rate)
+        return Mechanism(public, clip or promise.clip, promise.noise, over, promise.rate)
 
-    def release(self, mechanism: Mechanism, total: ExactSum, about: str) -> dict[str, Tensor]:
+    def vote(
+        self, ballots: Iterable[Collection[T]], blocks: Sequence[T], k: int, about: str
+    ) -> dict[T, float]:
+        """How many clients named each block, with noise."""
+        return self._count(Vote(k, self.promise.vote), ballots, blocks, voted(about))
+
+    def release(
+        self, mechanism: Mechanism, total: ExactSum, round: int, about: str
+    ) -> dict[str, Tensor]:
         """The mean change with its noise, charged first."""
         digest = mechanism.digest(total, self._secret, about)
-        self.budget.charge(mechanism.event, about, digest=digest)
+        self.budget.charge(self.promise.bill(round, about)[about], about, digest=digest)
         return mechanism.release(total, self._secret, about)
+
+    def moved(self, mechanism: Mechanism, within: int, cohort: int, about: str) -> float:
+        """The clip of the next round. What it costs is in the charge of the release."""
+        quantile = self.promise.quantile
+        if not quantile:
+            return 0.0
+        moving = Adaptive(mechanism.bound, quantile, noise=COUNT_NOISE)
+        after = moving.after(within, cohort, mechanism.over, secret=self._secret, about=about)
+        return after.bound
 
 
 class Cloak(Guard):
     """A site's guard: it hides each example in every step."""
 
-    def fit(self, about: str) -> Fit:
-        """The fit of one turn, charged first. The same turn again draws the same noise."""
+    def vote(
+        self, look: Look, probe: Probe, k: int, about: str, content: str
+    ) -> dict[Block, float]:
+        """How many of the rows drawn named each block by their own scores, with noise.
+
+        `content` tells of all that their scores follow from, as in `fit`.
+        """
+        rate, about = self.promise.rate or 1.0, voted(about)
+        source = Noise.for_release(self._secret, f"{about}: rows", content)
+        drawn = self._uniform(source)(len(look.rows))
+        rows = [_Row(look.rows, int(i)) for i in (drawn < rate).nonzero().flatten()]
+        ballots = [ballot(probe(replace(look, rows=row)), k) for row in rows]
+        return self._count(Vote(k, self.promise.vote, rate), ballots, look.blocks, about)
+
+    def fit(self, round: int, about: str, content: str) -> Fit:
+        """The fit of one turn, charged first.
+
+        The same turn again draws the same noise; if it starts from other values, or trains other
+        params, it is another turn, however the server calls it. `content` tells of both.
+        """
         promise = self.promise
-        self.require_room(about)
-        self.budget.charge(promise.event, about)
-        noise = Noise.for_release(self._secret, about)
+        self.require_room(round, about)
+        digest = derived(self._secret, "digest", about, content).hex()[:32]
+        self.budget.charge(promise.bill(round, about)[about], about, digest=digest)
+        noise = Noise.for_release(self._secret, about, content)
 
         def normal(shape: tuple[int, ...]) -> Tensor:
             return noise.gaussian(shape, 1.0)
-
-        def uniform(count: int) -> Tensor:
-            return noise.uniform(count) if count else torch.empty(0, dtype=torch.float64)
 
         privately = Privately(
             clip=promise.clip,
@@ -97,4 +154,25 @@ class Cloak(Guard):
             rate=promise.rate or 1.0,
             steps=promise.steps,
         )
-        return dp_sgd(privately, normal=normal, uniform=uniform)
+        return dp_sgd(privately, normal=normal, uniform=self._uniform(noise))
+
+    @staticmethod
+    def _uniform(noise: Noise) -> Uniform:
+        def uniform(count: int) -> Tensor:
+            return noise.uniform(count) if count else torch.empty(0, dtype=torch.float64)
+
+        return uniform
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row of a client's, alone."""
+
+    rows: Examples
+    number: int
+
+    def __len__(self) -> int:
+        return 1
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        return self.rows.batch(torch.full_like(indices, self.number))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise: Gaussian and Gumbel numbers from a cryptographic stream."""
+"""Noise: Gaussian numbers from a cryptographic stream."""
 
 from __future__ import annotations
 
@@ -61,10 +61,6 @@ class Noise:
             part[:half] = real
             part[half:] = imaginary[: part.numel() - half]
         return values.mul_(scale)
-
-    def gumbel(self, count: int, scale: float) -> Tensor:
-        """Float64 numbers of the Gumbel distribution around zero."""
-        return self._above_zero(count).log_().neg_().log_().mul_(-scale)
 
     def uniform(self, count: int) -> Tensor:
         """Float64 numbers from 0 to below 1."""

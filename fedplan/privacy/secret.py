@@ -11,8 +11,11 @@ import hashlib
 import hmac
 import os
 import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
+from fedplan.locks import synced
 from fedplan.privacy.errors import PrivacyError
 
 SIZE = 32
@@ -23,6 +26,7 @@ def secret_of(file: Path) -> bytes:
     try:
         if not file.exists():
             _make(file)
+        synced(file.parent)
         mode = file.stat().st_mode
         content = file.read_bytes()
     except OSError as error:
@@ -49,18 +53,13 @@ def derived(secret: bytes, purpose: str, *words: str | int | bytes) -> bytes:
 
 
 def _make(file: Path) -> None:
-    """Write a new secret: the file is there whole or not at all."""
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    opened = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    """Write a new secret: the file is there whole or not at all, and the first one stays."""
+    opened, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
         os.write(opened, os.urandom(SIZE))
         os.fsync(opened)
+        with suppress(FileExistsError):
+            os.link(temporary, file)
     finally:
         os.close(opened)
-    temporary.rename(file)
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        os.unlink(temporary)

@@ -10,23 +10,25 @@ from typing import Any
 
 from fedplan.privacy.accountant import version
 from fedplan.privacy.budget import Budget
-from fedplan.privacy.events import written_spent
+from fedplan.privacy.errors import PrivacyError
+from fedplan.privacy.events import Spent, written_spent
 from fedplan.privacy.guard import CHARGES
-from fedplan.privacy.promise import Promise
+from fedplan.privacy.promise import Promise, voted
 
 NEIGHBOURS = {
-    "client": "two federations, one of which lacks one client with all of its rows",
-    "example": "two federations, one of which lacks one row of one client",
+    "client": "two federations of one public roster, in one of which one client never answers",
+    "example": "two federations, in one of which one client lacks one row",
 }
 TRUST = {
-    "client": "the server sees each client's update without noise, and adds the noise",
+    "client": "the server sees each client's update without noise, adds the noise, and keeps to "
+    "itself who was drawn: its folder, with the ledger, is no part of what is released",
     "example": "nobody but the site sees anything of its rows without noise",
 }
 EXCLUDED = (
     "models that a client keeps for itself: who gets one can learn from it",
     "scores of tests on clients' rows, printed by a simulation",
     "how the settings were found, if private rows were used to find them",
-    "who takes part and when, how long it takes, and the sizes of messages",
+    "how long a turn takes, and the sizes of messages, for who watches the line",
 )
 
 
@@ -45,6 +47,8 @@ class Statement:
         files = sorted(folder.rglob(CHARGES)) if folder else []
         found = [Budget(file, delta=promise.delta, unit=promise.unit) for file in files]
         most = max(found, key=lambda budget: budget.spent(), default=None)
+        for each in most.charges if most else ():
+            _require_promised(promise, each)
         charges = [written_spent(each) for each in most.charges] if most else []
         return Statement(promise, rounds, most.spent() if most else 0.0, charges)
 
@@ -58,6 +62,24 @@ class Statement:
             return f"Poisson: each client of the roster, by a secret, with chance {promise.rate:g}"
         return f"Poisson: each row into each step, by a secret, with chance {promise.rate:.4g}"
 
+    @property
+    def clip(self) -> str:
+        """How long a unit's part may be."""
+        promise = self.promise
+        if promise.quantile:
+            share = f"{promise.quantile:g} of the lengths, counted with noise"
+            return f"starts at {promise.clip:g} and follows the quantile {share}"
+        return f"fixed, {promise.clip:g}, over all that is sent, as one vector"
+
+    @property
+    def vote(self) -> str:
+        """How layers are chosen."""
+        promise = self.promise
+        if not promise.vote:
+            return "no layers are chosen by private rows"
+        each = f"each {promise.unit} has a ballot, every {promise.period} rounds"
+        return f"{each}; counts have noise of {promise.vote:g} times a ballot"
+
     def json(self) -> dict[str, Any]:
         """It as plain values."""
         promise = self.promise
@@ -70,7 +92,9 @@ class Statement:
             "delta": promise.delta,
             "rounds": self.rounds,
             "mechanism": asdict(promise),
-            "clip": f"fixed, {promise.clip:g}, over all that is sent, as one vector",
+            "clip": self.clip,
+            "vote": self.vote,
+            "weights": f"by rows, up to {promise.cap}" if promise.cap else "all alike",
             "sampler": {"used": self.sampler, "assumed": self.sampler},
             "accountant": version(),
             "trust": TRUST[promise.unit],
@@ -89,11 +113,24 @@ class Statement:
                 f"no better than epsilon {promise.epsilon:g} at delta {promise.delta:g} allows.",
                 f"Spent so far: epsilon {self.spent:.4f}, {len(self.charges)} charges. "
                 f"All {self.rounds} rounds: {forecast:.4f}.",
-                f"How: Gaussian noise of {promise.noise:.4g} times the clip, {promise.clip:g}.",
+                f"How: Gaussian noise of {promise.noise:.4g} times the clip, which is {self.clip}.",
+                f"Layers: {self.vote}.",
                 f"Who is drawn: {self.sampler}.",
                 f"Whom one must trust: {TRUST[promise.unit]}.",
                 f"Accounted by {version()}.",
                 "Not covered:",
                 *(f"  - {each}" for each in EXCLUDED),
             )
+        )
+
+
+def _require_promised(promise: Promise, charge: Spent) -> None:
+    """What was drawn and charged is what is stated: another rate or noise is another promise."""
+    votes = charge.about.endswith(voted(""))
+    about = charge.about.removesuffix(voted("")) if votes else charge.about
+    bill = promise.bill(1, about)
+    if charge.event != bill.get(charge.about):
+        raise PrivacyError(
+            f"{charge.about} was charged as {charge.event}, and the study promises "
+            f"{bill.get(charge.about)}: this is the folder of another study, or it was changed"
         )

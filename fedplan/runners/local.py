@@ -15,7 +15,7 @@ from fedplan.fit import Examples, Loss
 from fedplan.journal import Journal, home_of
 from fedplan.ledger import digests
 from fedplan.resolution import permitted
-from fedplan.rounds import Tally, choose
+from fedplan.rounds import Tally
 from fedplan.server import Server
 from fedplan.site import Site, cloak_of, local, poll
 from fedplan.state import take
@@ -53,7 +53,7 @@ class Federation(Server):
                 loss=loss,
                 digests=self.digests,
                 traits=roster[name],
-                cloak=cloak_of(setup, home_of(folder, name).with_name("privacy") / name),
+                cloak=cloak_of(setup, folder / "privacy" / home_of(folder, name).name),
             )
             for name, held in rows.items()
         }
@@ -65,13 +65,19 @@ class Federation(Server):
     def round(self) -> Tally:
         """Play the next round up to its end; `commit` makes it last."""
         tally = self.begin()
-        ask_all(self.setup, tally, self.sites)
+        self.ask(tally)
         for name, down in tally.cohort.items():
             update = local(self.setup, self.sites[name], down)
             reach("round.answered")
             self.take(tally, update)
         self.end(tally)
         return tally
+
+    def ask(self, tally: Tally) -> None:
+        """Where all choose together, hear first what each one would choose."""
+        if self.polls(tally):
+            asked = tally.cohort.items()
+            self.choose(tally, {n: poll(self.setup, self.sites[n], down) for n, down in asked})
 
     def personal_values(self, name: str) -> dict[str, Tensor]:
         """One client's model: its own values over the federation's."""
@@ -80,10 +86,3 @@ class Federation(Server):
         roles = permitted(self.setup.method.plan, self.setup.params, turn)
         own = {p.key for p in self.setup.trainable if roles[p].own}
         return self.world_values() | {k: v for k, v in home.items() if k in own}
-
-
-def ask_all(setup: Setup, tally: Tally, sites: Mapping[str, Site]) -> None:
-    """Where all choose together, hear first what each one's probe says."""
-    downs = tally.cohort
-    if setup.method.together and any(setup.chooses(down.turn) for down in downs.values()):
-        choose(tally, {name: poll(setup, sites[name], down) for name, down in downs.items()})

@@ -14,10 +14,10 @@ from flwr.serverapp import Grid
 
 from fedplan.config import read_study
 from fedplan.errors import FedplanError
-from fedplan.exchange import Down, nbytes
-from fedplan.mail import down_parcel, down_said, opened, parcel_of, scored, update_of
+from fedplan.exchange import Down, nbytes, scored
+from fedplan.mail import down_parcel, down_said, opened, parcel_of, update_of
 from fedplan.parcel import Parcel
-from fedplan.rounds import Tally, choose, push
+from fedplan.rounds import Tally, push
 from fedplan.runners.flower.calls import Calls, Letter, Patience
 from fedplan.runners.flower.records import arrays_of
 from fedplan.runners.flower.submit import FAULT
@@ -180,8 +180,8 @@ class Carrier:
         self.server.take(tally, update)
 
     def _choose_together(self, tally: Tally) -> None:
-        setup, downs = self.server.setup, tally.cohort
-        if not setup.method.together or not any(setup.chooses(d.turn) for d in downs.values()):
+        downs = tally.cohort
+        if not self.server.polls(tally):
             return
         letters = {name: self._letter(tally, name) for name in downs}
         polled = dict[str, Any]()
@@ -195,7 +195,7 @@ class Carrier:
                 polled[name] = scored(said.get("scores"))
             except FedplanError as error:
                 log.warning("%s has no say in this round: %s", name, error)
-        choose(tally, polled)
+        self.server.choose(tally, polled)
         for name in polled:
             # What came with the question is there: it need not come again.
             tally.cohort[name] = replace(tally.cohort[name], values={})

@@ -18,6 +18,30 @@ case $here$data in
 esac
 . "$here/environment.sh"
 export FLWR_HOME="$here/flwr"
-exec flower-supernode --superlink {{address}} --root-certificates "$here/ca.crt" \
+
+# After one broken handshake a SuperNode is deaf and does not end: so it is ended here, and whoever
+# keeps this script running starts it again.
+told=$(mktemp -d)
+mkfifo "$told/log"
+flower-supernode --superlink {{address}} --root-certificates "$here/ca.crt" \
     --auth-supernode-private-key "$here/node" --host 127.0.0.1 --port "${PORT:-{{own}}}" \
-    --node-config "name=\"{{site}}\" home=\"$here/home\" data=\"$data\" key=\"$here/home.key\" ${MORE:-}"
+    --node-config "name=\"{{site}}\" home=\"$here/home\" data=\"$data\" key=\"$here/home.key\" ${MORE:-}" \
+    >"$told/log" 2>&1 &
+node=$!
+while IFS= read -r line; do
+    printf '%s\n' "$line"
+    case $line in
+    *"handshake error detected"*)
+        echo "supernode.sh: the line to the server broke; the node is ended, to start again" >&2
+        kill -KILL $node
+        ;;
+    esac
+done <"$told/log" &
+reader=$!
+trap 'kill -TERM $node' TERM INT
+code=0
+wait $node || code=$?
+sleep 1 # for its last words
+rm -rf "$told"
+kill $reader 2>/dev/null || :
+exit $code

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that a second reader found: each broke a promise, and must not come back."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from clients import Few
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedplan.description import describe
+from fedplan.errors import StoreError
+from fedplan.examples import Masked, Ragged, Sequences
+from fedplan.fit import Job, Pace
+from fedplan.privacy import PrivacyError, budget, ghost
+from fedplan.privacy.accountant import epsilon
+from fedplan.privacy.aggregate import Mechanism
+from fedplan.privacy.budget import Budget
+from fedplan.privacy.contributions import Subject, Sum, Trained, one_by_one, require_apart
+from fedplan.privacy.dpsgd import Privately, train
+from fedplan.privacy.events import Release, together
+from fedplan.privacy.guard import Cloak
+from fedplan.privacy.noise import Noise
+from fedplan.privacy.promise import Promise
+from fedplan.privacy.secret import secret_of
+from fedplan.privacy.vote import Vote
+from fedplan.resolution import resolve
+from fedplan.state import take
+from fedplan.sums import GRID, ExactSum
+from fedplan.text import parse
+from fedplan.turn import Turn
+
+SECRET = bytes(range(32))
+
+
+def texts_of(texts: list[list[int]]) -> Sequences:
+    return Sequences(Ragged.of(texts), 0, torch.zeros(len(texts), dtype=torch.long))
+
+
+def far(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    answer = model(**batch)
+    return 30 * ((answer if isinstance(answer, Tensor) else answer.logits) - 0.3).square().mean()
+
+
+def test_the_same_request_from_other_values_has_another_noise_and_costs(tmp_path: Path) -> None:
+    promise = Promise("example", 900.0, 1e-5, 0.1, 50.0, 0.5, steps=1, batch=4)
+    cloak = Cloak(promise, tmp_path)
+    changes = list[Tensor]()
+    for content in ("a", "a", "b"):
+        torch.manual_seed(0)
+        model = zoo.build("bert")
+        roles = resolve(parse("share()"), describe(model), Turn())
+        before = take(model, roles)
+        fit = cloak.fit(1, "study/1/hospital", content)
+        fit(Job(model, roles, Few("bert", 0, 8), far, Pace("sgd", rate=1.0), 7, before))
+        changes.append(
+            torch.cat([(v - before[k]).flatten() for k, v in take(model, roles).items()])
+        )
+    assert torch.equal(changes[0], changes[1]) and len(cloak.budget.charges) == 2
+    assert (changes[0] - changes[2]).norm() > changes[0].norm()
+
+
+def test_masks_and_dropout_follow_no_public_seed() -> None:
+    privately = Privately(clip=1.0, noise=1.0, expected_batch=4, rate=1.0, steps=1)
+
+    def moved(seed: int, key: bytes) -> Tensor:
+        torch.manual_seed(0)
+        model = zoo.build("bert")
+        roles = resolve(parse("share()"), describe(model), Turn())
+        before, noise = take(model, roles), Noise(key)
+        job = Job(model, roles, Few("bert", 0, 4), far, Pace("sgd", rate=1.0), seed, before)
+        train(job, privately, normal=lambda s: torch.zeros(s).double(), uniform=noise.uniform)
+        return torch.cat([(v - before[k]).flatten() for k, v in take(model, roles).items()])
+
+    one = moved(3, b"a" * 32)
+    assert torch.equal(one, moved(4, b"a" * 32))
+    assert not torch.equal(one, moved(3, b"b" * 32))
+
+
+def test_hidden_tokens_follow_no_public_seed() -> None:
+    """The rows that a fit draws its masks for are seeded from the secret source too."""
+    rows = Masked(texts_of([[5] * 30] * 8), 4, torch.tensor([0]), 60)
+    seen = list[int]()
+
+    class Spy:
+        def __len__(self) -> int:
+            return len(rows)
+
+        def batch(self, indices: Tensor) -> dict[str, Tensor]:
+            return rows.batch(indices)
+
+        def seeded(self, seed: int) -> Masked:
+            seen.append(seed)
+            return rows.seeded(seed)
+
+    model = zoo.build("bert-mlm")
+    roles = resolve(parse("share()"), describe(model), Turn())
+    privately = Privately(clip=1.0, noise=1.0, expected_batch=4, rate=1.0, steps=1)
+    noise = Noise(b"a" * 32)
+    job = Job(model, roles, Spy(), lambda m, b: m(**b).loss, Pace("sgd"), 7, take(model, roles))
+    train(job, privately, normal=lambda s: torch.zeros(s).double(), uniform=noise.uniform)
+    assert seen and 7 not in seen
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.dense, self.head = nn.Embedding(64, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
+        return self.head(self.pooled(input_ids))
+
+    def pooled(self, input_ids: Tensor) -> Tensor:
+        return self.dense(self.embed(input_ids)).tanh().mean(1)
+
+
+class Normed(Tiny):
+    """Batch statistics by hand, and only when it trains."""
+
+    def pooled(self, input_ids: Tensor) -> Tensor:
+        found = super().pooled(input_ids)
+        return F.batch_norm(found, None, None, training=True) if self.training else found
+
+
+class Remembering(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(6))
+
+    def pooled(self, input_ids: Tensor) -> Tensor:
+        found = super().pooled(input_ids)
+        before = self.memory
+        if self.training:
+            self.memory = before * 0.5 + 0.5 * found.detach()[-1]
+        return found - 5 * before
+
+
+class Dropped(Tiny):
+    layerdrop = 0.1
+
+
+def subject(model: nn.Module, rows: object) -> Subject:
+    model.train()
+    tensors = tuple(Trained(n, p) for n, p in model.named_parameters())
+    return Subject(model, tensors, rows, far)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make, lengths",
+    [(Tiny, [3] * 7 + [30]), (Normed, [5] * 8), (Dropped, [5] * 8)],
+    ids=["padding counts", "statistics in training", "layers left out"],
+)
+def test_rows_that_change_each_other_are_taken_one_by_one(
+    make: type[Tiny], lengths: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in lengths]
+    rows = texts_of(texts)
+    assert ghost.distrust(subject(make(), rows))
+    assert not ghost.distrust(subject(Tiny(), texts_of([t[:3] for t in texts])))
+
+
+def test_a_model_that_remembers_rows_is_refused() -> None:
+    with pytest.raises(PrivacyError, match="memory of Remembering changes while it trains"):
+        require_apart(subject(Remembering(), Few("bert", 0, 8)))
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "gpt2"])
+def test_one_row_moves_a_sum_by_the_bound_at_most(name: str) -> None:
+    """Of whole models as they train, with dropout drawn row by row."""
+    model, bound = zoo.build(name), 0.01
+    made = subject(model, Few(name, 0, 6))
+    model.eval()  # as if the masks of each row were the same in both worlds
+    sums = [Sum(made.tensors, bound), Sum(made.tensors, bound)]
+    for total, rows in zip(sums, (torch.arange(6), torch.arange(1, 6)), strict=True):
+        (one_by_one if ghost.distrust(made) else ghost.ghost)(made, rows, total)
+    squares = [
+        (sums[0].totals[n] - sums[1].totals[n]).double().square().sum() for n in sums[0].totals
+    ]
+    assert math.sqrt(float(sum(squares))) <= bound * (1 + 1e-5)
+
+
+def test_the_bits_of_noisy_counts_tell_nothing() -> None:
+    vote = Vote(1, 1.0)
+    for count in (0, 1):
+        found = [vote.release({"a": count}, SECRET, f"{i}")["a"] for i in range(2000)]
+        assert all(value * 2**30 == round(value * 2**30) for value in found)
+
+
+def test_the_last_bit_of_a_sum_is_no_finer_than_its_noise() -> None:
+    mechanism = Mechanism({"x": ((50_000,), torch.float64)}, 100.0, 1.0, 1.0)
+    odd = list[int]()
+    for victim in (0, 1):
+        total = ExactSum()
+        total.add({"x": torch.full((50_000,), -120.0, dtype=torch.float64)}, 1)
+        mechanism.add(total, {"x": torch.full((50_000,), GRID * victim, dtype=torch.float64)})
+        released = mechanism.release(total, SECRET, "r")["x"]
+        odd.append(int(((released / GRID) % 2 != 0).sum()))
+    assert odd == [0, 0]
+
+
+def test_one_name_twice_is_one_cohort(tmp_path: Path) -> None:
+    held = Budget(tmp_path / "charges.jsonl", delta=1e-5)
+    for digest in ("a" * 32, "b" * 32):
+        held.charge(Release(1.0, 0.05), "round 1", digest=digest)
+    assert held.spent() == epsilon([Release(together(1.0, 1.0), 0.05)], 1e-5)
+    assert held.spent() > epsilon([Release(1.0, 0.05)] * 2, 1e-5)
+
+
+def test_an_interrupt_loses_no_charge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Budget(tmp_path / "charges.jsonl", delta=1e-5, limit=4.5)
+    held.charge(Release(2.0), "round 1")
+
+    def interrupt(name: str) -> None:
+        if name == "budget.synced":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(budget, "reach", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            held.charge(Release(2.0), "round 2")
+    assert [charge.about for charge in held.charges] == ["round 1", "round 2"]
+
+
+def test_a_file_with_fewer_charges_than_there_were_is_refused(tmp_path: Path) -> None:
+    promise = Promise("example", 900.0, 1e-5, 0.1, 5.0, 0.5, steps=1, batch=4)
+    cloak = Cloak(promise, tmp_path)
+    for i in range(3):
+        cloak.fit(i + 1, f"round {i}", "")
+    file = tmp_path / "charges.jsonl"
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:3]))
+    again = Cloak(promise, tmp_path)
+    again.require_paid(2)
+    with pytest.raises(PrivacyError, match="holds 2 charges, and there were 3"):
+        again.require_paid(3)
+
+
+def test_a_disk_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fedplan.locks.fcntl.flock", no_locks)
+    held = Budget(tmp_path / "charges.jsonl", delta=1e-5)
+    with pytest.raises((PrivacyError, StoreError), match="without locks"):
+        held.charge(Release(1.0), "round 1")
+
+
+def test_all_that_start_at_once_have_one_secret(tmp_path: Path) -> None:
+    found = list[bytes]()
+    threads = [
+        threading.Thread(target=lambda: found.append(secret_of(tmp_path / "secret")))
+        for _ in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 16 and len(set(found)) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["secret"]
