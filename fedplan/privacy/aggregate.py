@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import ceil, isfinite, log2
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from fedplan.privacy.clipping import clip, require_bound
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.events import Release
-from fedplan.privacy.noise import Noise
+from fedplan.privacy.noise import Noise, finest, on_grid
 from fedplan.privacy.secret import derived
 from fedplan.sums import GRID, LARGEST_VALUE, ExactSum
 
@@ -99,16 +99,15 @@ class Mechanism:
     def _noises(self, source: Noise) -> dict[str, Tensor]:
         shapes = {name: self.shared[name][0] for name in sorted(self.shared)}
         drawn = {name: source.gaussian(shape, self.scale) for name, shape in shapes.items()}
-        return {name: v.div_(self._step).round_().mul_(self._step) for name, v in drawn.items()}
+        return {name: on_grid(values, self._step) for name, values in drawn.items()}
 
     @property
     def _step(self) -> float:
         """The step of changes and of noise: where the largest noise has no finer bits, no less.
 
-        With bits that no noise has, a sum would show them as they are. No noise is 19 times as
-        large as its scale.
+        Bits that no noise has, a sum would show as they are.
         """
-        return max(GRID, 2.0 ** (ceil(log2(19 * self.scale)) - 52))
+        return max(GRID, finest(self.scale))
 
     def _content(self, total: ExactSum) -> bytes:
         """A digest of all that decides a release: every bit of the sum, the set and the scale."""

@@ -23,6 +23,7 @@ from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.events import Steps
 from fedplan.privacy.factors import Unfactored
 from fedplan.privacy.ghost import distrust, ghost
+from fedplan.privacy.noise import finest, on_grid
 from fedplan.state import Marked, mark
 
 Normal = Callable[[tuple[int, ...]], Tensor]
@@ -170,8 +171,12 @@ class Noisy:
     def _noisy(self, view: Tensor, leaf: nn.Parameter) -> Tensor:
         private, shape = self._privately, tuple(view.shape)
         drawn = _require(self._normal(shape), shape).to(view.device)
-        noisy = torch.add(view, drawn, alpha=private.noise * private.clip)
-        return noisy.div_(private.expected_batch).to(leaf.dtype)
+        noisy, scale = view.double(), private.noise * private.clip
+        if scale:
+            # A step is so fine that rounding, over all coordinates, stays within clipping's hair.
+            step = finest(scale) * 2.0**12
+            noisy = on_grid(noisy.clone(), step).add_(on_grid(drawn.mul_(scale), step))
+        return (noisy / private.expected_batch).to(leaf.dtype)
 
     def tally(self) -> Tally:
         """What went into them."""

@@ -3,34 +3,47 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from math import pi
+from math import ceil, log2, pi
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedplan.privacy.errors import needed
 from fedplan.privacy.secret import SIZE, derived
 
 _CHUNK = 2**16
 """Pairs of numbers made at a time: their scratch stays in a core's cache."""
-_TERMS = 4
+
+
+def on_grid(values: Tensor, step: float) -> Tensor:
+    """Float64 numbers as whole steps, in place.
+
+    The last bits of a Gaussian tell how it was made, and those of a sum with it what it was added
+    to (Mironov 2012; Jin et al., arXiv 2112.05307). So a sum and its noise are both put on one
+    grid, so coarse that every step has noise that leads to it, before they are added.
+    """
+    return values.div_(step).round_().mul_(step)
+
+
+def finest(scale: float) -> float:
+    """The finest step on which all noise of a scale is exact: none is 19 times as large."""
+    return 2.0 ** (ceil(log2(19 * scale)) - 52)
 
 
 class Noise:
     """A stream of random numbers that nobody without its key can foresee.
 
-    The stream is SHAKE-256 of the key and a count, from the standard library, so that the same key
-    gives the same numbers whichever packages are installed; seeds of numpy or torch have no part in
-    it. Numbers are float64 from 63 random bits. Each Gaussian is the sum of four, halved: the bits
-    of one alone tell how it was made, and a sum of floats with it what it was added to (Holohan and
-    Braghin, arXiv 2107.10138; Jin et al., arXiv 2112.05307).
+    The stream is AES-256 in counter mode; seeds of numpy or torch have no part in it. Numbers are
+    float64 from 63 random bits. Who adds them to something takes both `on_grid`.
     """
 
     def __init__(self, key: bytes) -> None:
-        self._key, self._drawn = key, 0
+        ciphers = needed("cryptography.hazmat.primitives.ciphers", "noise")
+        counter = ciphers.modes.CTR(bytes(16))
+        self._stream = ciphers.Cipher(ciphers.algorithms.AES(key), counter).encryptor()
 
     @staticmethod
     def fresh() -> Noise:
@@ -68,11 +81,10 @@ class Noise:
         return torch.from_numpy(words).double().mul_(2.0**-53)
 
     def _pairs(self, count: int) -> tuple[Tensor, Tensor]:
-        """Two independent Gaussians per place, each the half of a sum of four (Box and Muller)."""
-        radius = self._above_zero(_TERMS * count).log_().mul_(-2).sqrt_().mul_(0.5)
-        angle = self._above_zero(_TERMS * count).mul_(2 * pi)
-        real = (radius * angle.cos()).view(_TERMS, count).sum(0)
-        return real, (radius * angle.sin_()).view(_TERMS, count).sum(0)
+        """Two independent Gaussians per place (Box and Muller)."""
+        radius = self._above_zero(count).log_().mul_(-2).sqrt_()
+        angle = self._above_zero(count).mul_(2 * pi)
+        return radius * angle.cos(), angle.sin_().mul_(radius)
 
     def _above_zero(self, count: int) -> Tensor:
         """Numbers above 0 and at most 1, in steps of 2**-63: the tails reach as far as that."""
@@ -81,6 +93,4 @@ class Noise:
 
     def words(self, count: int) -> NDArray[np.uint64]:
         """Random words of 64 bits."""
-        self._drawn += 1
-        stream = hashlib.shake_256(self._key + self._drawn.to_bytes(8, "little"))
-        return np.frombuffer(stream.digest(8 * count), dtype="<u8")
+        return np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8")

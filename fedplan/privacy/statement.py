@@ -100,7 +100,7 @@ class Statement:
             "trust": TRUST[promise.unit],
             "charged": list(self.charges),
             "excluded": list(EXCLUDED),
-            "randomness": "SHAKE-256, keyed by 32 bytes of the system's source",
+            "randomness": "AES-256 in counter mode, keyed by 32 bytes of the system's source",
         }
 
     def text(self) -> str:
