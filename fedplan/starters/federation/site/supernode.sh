@@ -32,8 +32,8 @@ while IFS= read -r line; do
     printf '%s\n' "$line"
     case $line in
     *"handshake error detected"*)
-        echo "supernode.sh: the line to the server broke; the node is ended, to start again" >&2
-        kill -KILL $node
+        echo "supernode.sh: the line to the server broke; the node is ended in 5 s, to start again" >&2
+        (sleep 5 && kill -KILL $node 2>/dev/null) & # it says why before that
         ;;
     esac
 done <"$told/log" &

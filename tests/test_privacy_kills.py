@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A private run killed again and again around its releases: all is charged, and nothing changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_resume import ROUNDS, expected, federation, left, played
+from torch import Tensor
+
+from fedplan.ledger import digest
+from fedplan.privacy.guard import Cloak, Veil
+from fedplan.runners import local as runner
+
+BEFORE = (
+    *("budget.before", "budget.written", "budget.synced", "round.before_close"),
+    *("round.ledger_written", "round.before_commit", "store.tensors_written"),
+)
+"""Points before a round is for good: whoever dies there plays it again."""
+AFTER = ("store.manifest_renamed", "round.committed")
+
+
+def known(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return digest(value)
+    values = getattr(value, "values", None)
+    held = values if isinstance(values, dict) else value
+    return hashlib.sha256(
+        repr([(str(k), known(v)) for k, v in held.items()]).encode()
+        if isinstance(held, dict)
+        else repr(held).encode()
+    ).hexdigest()[:16]
+
+
+def watched(made: Callable[..., Any], file: Path, about: Callable[..., str]) -> Callable[..., Any]:
+    """The same function, that writes down on disk all that it lets out, as it does."""
+
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        found = made(*args, **kwargs)
+        with file.open("a") as out:
+            out.write(json.dumps([about(*args), known(found)]) + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+        return found
+
+    return watching
+
+
+@pytest.mark.parametrize(
+    "kills", [8, pytest.param(50, marks=pytest.mark.nightly)], ids=lambda kills: f"{kills} kills"
+)
+@pytest.mark.parametrize("name", ["veiled", "cloaked"])
+def test_all_that_was_released_was_charged(
+    name: str, kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, _ = expected(name, False)
+    run, out, draw = tmp_path / "run", tmp_path / "out.jsonl", random.Random(name)
+    run.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Veil, "release", watched(Veil.release, out, lambda *a: a[4]))
+        patch.setattr(Veil, "vote", watched(Veil.vote, out, lambda *a: f"{a[4]}: vote"))
+        patch.setattr(Cloak, "vote", watched(Cloak.vote, out, lambda *a: f"{a[4]}: vote"))
+        if name == "cloaked":
+            sent = watched(runner.local, out, lambda setup, site, down: down.request)
+            patch.setattr(runner, "local", sent)
+        done = 0
+        while done < kills:
+            rest = ROUNDS - 1 - federation(run, name, replies=False).world.round
+            some = BEFORE + AFTER if rest * (kills / ROUNDS) > kills - done else BEFORE
+            point, time = draw.choice(some), draw.randint(1, 2 if rest > 1 else 1)
+            ended = played(run, name, replies=False, failpoint=f"{point}:kill@{time}")
+            done += ended == -signal.SIGKILL
+            assert ended == -signal.SIGKILL, (point, time, rest)
+        assert played(run, name, replies=False) == 0
+    assert left(run, name, replies=False) == reference
+    fed = federation(run, name, replies=False)
+    guards = [fed.veil] if fed.veil else [site.cloak for site in fed.sites.values()]
+    charged = Counter(c.about for guard in guards if guard for c in guard.budget.charges)
+    released = {tuple(json.loads(line)) for line in out.read_text().splitlines()}
+    assert released
+    for about, contents in Counter(about for about, _ in released).items():
+        assert charged[about] >= contents
