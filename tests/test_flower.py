@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from clients import few, loss
+from clients import PROMISES, few, know_secrets, loss
 from flwr.app import Context
 from grids import InProcess
 from hypothesis import given, settings
@@ -41,7 +41,7 @@ from fedplan.runners.flower.records import parcel_in, records_of
 from fedplan.runners.flower.server import Carrier
 from fedplan.runners.local import Federation
 from fedplan.server import Server
-from fedplan.site import Site
+from fedplan.site import Site, cloak_of
 from fedplan.state import take
 from fedplan.text import parse
 from fedplan.turn import Turn
@@ -60,12 +60,14 @@ METHODS: dict[str, Method] = {
         parse('chain(freeze(), by("site", {"a": share(blocks(0))}, share(blocks(1))))')
     ),
 }
+HIDDEN = {name: method("safl", {"k": 1, "together": True}) for name in PROMISES}
 TRAITS = {"client-1": {"site": "a"}}
 SOON = Patience(sites=2.0, answers=60.0, absent=1.0, look=0.01)
 
 
 def setup_of(made: Method) -> Setup:
-    return Setup("flower", describe(zoo.build("bert")), made, PACE)
+    promise = next((PROMISES[name] for name, each in HIDDEN.items() if each is made), None)
+    return Setup("flower", describe(zoo.build("bert")), made, PACE, promise)
 
 
 def desk(made: Method, folder: Path, name: str, limits: Limits | None = None) -> Desk:
@@ -81,6 +83,7 @@ def desk(made: Method, folder: Path, name: str, limits: Limits | None = None) ->
         marks=digests(start),
         loss=loss,
         traits=TRAITS.get(name, {}),
+        cloak=cloak_of(setup, folder / "privacy" / name),
     )
     return Desk(setup, site, folder / "sites" / name, limits)
 
@@ -230,10 +233,13 @@ def test_a_site_stops_at_the_limits_it_has_set(tmp_path: Path) -> None:
     assert sum(by_part(lines).values()) == sum(line["up"] for line in lines) == 3 * most
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *HIDDEN])
 def test_the_same_bits_as_in_one_process(name: str, tmp_path: Path) -> None:
+    made = (METHODS | HIDDEN)[name]
+    for where in ("local", "flower"):
+        know_secrets(tmp_path / where, NAMES)
     whole = Federation(
-        setup_of(METHODS[name]),
+        setup_of(made),
         zoo.build("bert"),
         few("bert", 3),
         loss,
@@ -244,9 +250,10 @@ def test_the_same_bits_as_in_one_process(name: str, tmp_path: Path) -> None:
     )
     for _ in range(ROUNDS):
         whole.commit(whole.round())
-    run = Run(METHODS[name], tmp_path / "flower")
+    run = Run(made, tmp_path / "flower")
     server = run.carry()
     assert digests(server.world.values) == digests(whole.world.values)
+    assert (server.world.choice, server.world.clip) == (whole.world.choice, whole.world.clip)
     one, other = (tmp_path / where / "ledger.jsonl" for where in ("local", "flower"))
     assert one.read_bytes() == other.read_bytes()
     for client in NAMES:

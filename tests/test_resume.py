@@ -14,7 +14,7 @@ from tempfile import mkdtemp
 
 import pytest
 import zoo
-from clients import few, loss
+from clients import PROMISES, few, know_secrets, loss
 
 from fedplan import failpoints
 from fedplan.agreement import Setup
@@ -25,18 +25,10 @@ from fedplan.failpoints import POINTS, VARIABLE
 from fedplan.fit import Pace
 from fedplan.ledger import digests
 from fedplan.methods import method
-from fedplan.privacy.guard import CHARGES, SECRET
-from fedplan.privacy.promise import Promise
+from fedplan.privacy.guard import CHARGES
 from fedplan.runners.local import Federation
 
 ROUNDS = 5
-
-
-PROMISES = {
-    "veiled": Promise("client", 900.0, 1e-5, 1.0, 1.0, 0.7, vote=2.0, period=2, quantile=0.5),
-    "cloaked": Promise("example", 900.0, 1e-5, 1.0, 1.0, 0.5, 2, 2, vote=2.0, period=2),
-}
-"""Runs that hide their clients or their examples, and vote on the layers."""
 
 
 def federation(folder: Path, name: str, *, replies: bool) -> Federation:
@@ -44,8 +36,8 @@ def federation(folder: Path, name: str, *, replies: bool) -> Federation:
     made = method("safl", {"k": 1, "together": True}) if promise else method(name)
     pace = Pace(rate=1e-2, batch=2, steps=2)
     setup = Setup("kill", describe(model), made, pace, promise)
-    for place in ["", *rows] if promise else ():
-        _know_secret(folder / "privacy" / place)
+    if promise:
+        know_secrets(folder, rows)
     return Federation(
         setup,
         model,
@@ -56,13 +48,6 @@ def federation(folder: Path, name: str, *, replies: bool) -> Federation:
         attendance=None if promise else Attendance(share=0.7, late=0.2),
         replies=replies,
     )
-
-
-def _know_secret(folder: Path) -> None:
-    """Two runs with the same secrets draw the same noise."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / SECRET).touch(mode=0o600)
-    (folder / SECRET).write_bytes(folder.name.encode().ljust(32)[:32])
 
 
 def play(folder: Path, name: str, *, replies: bool) -> None:
