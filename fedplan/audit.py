@@ -9,12 +9,13 @@ from typing import Any
 
 from fedplan.agreement import Setup
 from fedplan.config import ConfigError, read_study
+from fedplan.explanation import Explanation, explain
 from fedplan.journal import Journal, home_of
 from fedplan.ledger import digest, parted
 from fedplan.privacy.promise import require_sound
 from fedplan.privacy.statement import Statement
 from fedplan.store import Store
-from fedplan.studies import method_of, promise_of, read_run, study_in
+from fedplan.studies import method_of, promise_of, read_run, stage_of, study_in
 from fedplan.verification import verify_lines
 
 
@@ -60,6 +61,15 @@ def _home_faults(folder: Path, setup: Setup, turns: list[dict[str, Any]]) -> lis
             if letter in "KH" and p.key in home and digest(home[p.key]) != after[p.key]:
                 faults.append(f"{client}'s {p.key} is not what its last turn left")
     return faults
+
+
+def foretold(file: Path) -> tuple[Explanation, Statement | None]:
+    """What a study will do with its model, and what that will cost of privacy."""
+    study = read_study(file)
+    setup, rounds = stage_of(study).setup, study.train.rounds
+    phases = study.method.phases
+    explanation = explain(setup.method.plan, setup.params, rounds=rounds, phases=phases)
+    return explanation, Statement.of(setup.promise, rounds) if setup.promise else None
 
 
 def stated(place: Path) -> Statement:

@@ -67,7 +67,7 @@ def parts(
 @app.command()
 def explain(
     model: Model,
-    plan: PlanText,
+    plan: PlanText = "",
     rounds: Annotated[int, typer.Option(help="How long the run is.", min=1)] = 100,
     phase: Annotated[
         list[str] | None,
@@ -78,7 +78,9 @@ def explain(
     dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
-    """Say what a plan will do with a model, before anything runs."""
+    """Say what a plan will do with a model, or a study with its own, before anything runs."""
+    if model.endswith(".toml"):
+        return _explain_study(Path(model), as_json=as_json)
     with told():
         said = parse(plan)
         phases = dict(map(_announced, phase or ()))
@@ -88,6 +90,20 @@ def explain(
         print(json.dumps(explanation.json(), indent=1))
     else:
         Console().print(explanation)
+
+
+def _explain_study(file: Path, *, as_json: bool) -> None:
+    from fedplan.audit import foretold
+
+    with told():
+        explanation, statement = foretold(file)
+    if as_json:
+        privacy = statement.json() if statement else None
+        print(json.dumps({**explanation.json(), "privacy": privacy}, indent=1))
+        return
+    Console().print(explanation)
+    if statement is not None:
+        Console(soft_wrap=True, highlight=False).print("\n" + statement.text(), markup=False)
 
 
 @app.command()
@@ -178,6 +194,27 @@ def ledger(
         else:
             # A table of bytes is read whole, or not at all.
             Console(width=max(Console().width, each.width)).print(each)
+
+
+@app.command()
+def audit(
+    draws: Annotated[int, typer.Option(help="Releases of each world.", min=100)] = 50_000,
+    clients: Annotated[int, typer.Option(help="Clients that are attacked.", min=2)] = 8,
+    as_json: Json = False,
+) -> None:
+    """Attack tiny federations here and now: what leaks, and what privacy buys."""
+    import os
+
+    from fedplan.attacks.leaks import look
+
+    with told(), Console(stderr=True).status("Attacking: this takes about a minute."):
+        found = look(draws, clients, os.urandom(32))
+    if as_json:
+        print(json.dumps(found.json(), indent=1))
+    else:
+        Console(width=max(Console().width, found.width), highlight=False).print(found)
+    if not found.sound:
+        raise typer.Exit(1)
 
 
 @app.command()

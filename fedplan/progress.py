@@ -128,7 +128,7 @@ def _told(trial: Trial, tally: Tally, scores: Mapping[str, Any]) -> str:
         f"{own['mean']:.3f} ± {own['std']:.3f}  {own['worst']:.3f}" if own else " " * 20,
         f"{up:>6}  {down:>7}",
         f"  [yellow]{len(tally.rejected)} not counted[/yellow]" if tally.rejected else "",
-        f"  epsilon {veil.budget.spent():.3f}" if (veil := trial.federation.veil) else "",
+        f"  epsilon {spent:.3f}" if (spent := trial.federation.spent) is not None else "",
     )
     return "  ".join(words)
 

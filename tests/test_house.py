@@ -51,6 +51,7 @@ ORDER = (
     ),
     *("data", "evaluation", "tasks", "config", "loading"),
     *("testing", "studies", "trainer", "flower", "keys", "starter"),
+    "attacks",
     *("audit", "auditor", "export", "progress", "cli"),
 )
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__", "hasattr"}

@@ -200,3 +200,15 @@ def test_the_ledger_and_the_world_hold_no_count_of_rows(here: Path) -> None:
     counts = {len(rows) for rows in stage_of(read_study(here / "run.toml")).shares.train.values()}
     for line in read_lines(out / "ledger.jsonl"):
         assert not counts & {v for v in line.values() if type(v) is int} - {line["round"]}
+
+
+@pytest.mark.parametrize("unit", ["client", "example"])
+def test_explain_forecasts_what_a_run_then_charges(here: Path, unit: str) -> None:
+    privacy, plan = RUNS[f"{unit} and vote"]
+    out = played(here, study_of(privacy, plan=plan), unit)
+    code, told = run("explain", f"{unit}.toml", "--json")
+    assert code == 0, told
+    assert abs(json.loads(told)["privacy"]["forecast"] - spent(out, unit)) < 1e-9
+    code, told = run("explain", f"{unit}.toml")
+    assert code == 0 and "chain(freeze(), share(head), best(1))" in told
+    assert f"This run hides each {unit}" in told

@@ -79,6 +79,12 @@ class Federation(Server):
             asked = tally.cohort.items()
             self.choose(tally, {n: poll(self.setup, self.sites[n], down) for n, down in asked})
 
+    @property
+    def spent(self) -> float | None:
+        """The epsilon of whoever has spent most, if anything was promised."""
+        guards = [self.veil, *(site.cloak for site in self.sites.values())]
+        return max((guard.budget.spent() for guard in guards if guard), default=None)
+
     def personal_values(self, name: str) -> dict[str, Tensor]:
         """One client's model: its own values over the federation's."""
         home, _ = self.sites[name].journal.home()
