@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepare tables of the studies: MedQuAD with a split, PACS and CIFAR-10 as the bridge left them.
+"""Prepare the studies: MedQuAD with a split, PACS and CIFAR-10 as the bridge left them, a small ViT.
 
 They go to a folder outside the repository: the licences of the data do not let us copy them.
 """
@@ -10,7 +10,11 @@ import argparse
 import hashlib
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
+import torch
+from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
+from transformers import ViTConfig, ViTForImageClassification
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 ANSWERS = 200
@@ -55,6 +59,27 @@ def cifar(data: Path) -> pd.DataFrame:
     return table.assign(label=[CIFAR[int(label)] for label in table.label])
 
 
+def clothes(data: Path, out: Path) -> None:
+    """A small ViT that has seen public pictures of clothes, of the size of scikit-learn's digits."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    held = np.load(data / "fashion-mnist" / "fashion_mnist_24k.npz")
+    pictures = torch.tensor(held["x_train"]).float()[:, None] / 255
+    pictures = adaptive_avg_pool2d(pictures, 8).repeat(1, 3, 1, 1) * 2 - 1
+    labels = torch.tensor(held["y_train"]).long()
+    sizes = {"image_size": 8, "patch_size": 2, "hidden_size": 32, "intermediate_size": 64}
+    depth = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_labels": 10}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = ViTForImageClassification(ViTConfig(**sizes, **depth, **still))
+    optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(800):
+        rows = torch.randint(len(pictures), (64,))
+        optimiser.zero_grad()
+        cross_entropy(model(pictures[rows]).logits, labels[rows]).backward()
+        optimiser.step()
+    model.save_pretrained(out / "vit")
+
+
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__)
     ask.add_argument("data", type=Path, help="the folder that holds the data sets")
@@ -65,6 +90,7 @@ def main() -> None:
         table = make(asked.data)
         table.to_parquet(asked.out / f"{name}.parquet", index=False)
         print(name, len(table), dict(table.split.value_counts()))
+    clothes(asked.data, asked.out)
 
 
 if __name__ == "__main__":
