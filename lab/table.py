@@ -130,14 +130,50 @@ def table(study: str) -> str:
                       *lines, ""])  # fmt: skip
 
 
+GRIDS = {"private-digits": "accuracy", "private-medquad": "f1"}
+"""Studies whose variants are methods at several epsilons, and the score of the world."""
+EPSILONS = {"none": "none", "1000": "1000", "8": "8", "4": "4", "2": "2", "1": "1", "05": "0.5"}
+
+
+def scores(study: str) -> dict[str, dict[str, list[float]]]:
+    """The score of each method at each epsilon, over its seeds."""
+    found = dict[str, dict[str, list[float]]]()
+    for variant in variants(study)[0]:
+        method, _, epsilon = variant.rpartition("-")
+        results = _seeds(study, variant).values()
+        if results:
+            held = [last(result)["world"][GRIDS[study]] for result in results]
+            found.setdefault(method, {})[epsilon] = held
+    return found
+
+
+def grid(study: str) -> str:
+    """Methods by epsilons; where there is not the usual number of seeds, it stands in brackets."""
+    found = scores(study)
+    columns = [e for e in EPSILONS if any(e in row for row in found.values())]
+    usual = max(len(held) for row in found.values() for held in row.values())
+    heads = [f"{GRIDS[study]} at epsilon", *(EPSILONS[e] for e in columns)]
+    lines = list[str]()
+    for method, row in found.items():
+        cells = [row.get(e) for e in columns]
+        said = ["" if c is None else spread(c) + _short(c, usual) for c in cells]
+        lines.append(f"| {' | '.join([method, *said])} |")
+    return "\n".join([f"### {study}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|",
+                      *lines, ""])  # fmt: skip
+
+
+def _short(held: list[float], usual: int) -> str:
+    return f" ({len(held)})" if len(held) < usual else ""
+
+
 def _seeds(study: str, variant: str) -> dict[int, Result]:
     files = sorted((RESULTS / study).glob(f"{variant}-[0-9].json"))
     return {int(f.stem.rpartition("-")[2]): json.loads(f.read_text()) for f in files}
 
 
 def main() -> None:
-    asked = sys.argv[1:] or [name for name in TABLES if (RESULTS / name).is_dir()]
-    print("\n".join(map(table, asked)), end="")
+    asked = sys.argv[1:] or [name for name in (*TABLES, *GRIDS) if (RESULTS / name).is_dir()]
+    print("\n".join(grid(name) if name in GRIDS else table(name) for name in asked), end="")
 
 
 if __name__ == "__main__":
