@@ -77,6 +77,7 @@ class Desk:
 
     def _poll(self, parcel: Parcel) -> Parcel:
         down, before = down_of(parcel), self.site.held
+        self._require_epsilon(down)
         scores = poll(self.setup, self.site, down)
         self._remember(before)
         answer = parcel_of({}, {"scores": listed(scores)})
@@ -85,9 +86,24 @@ class Desk:
     def _train(self, parcel: Parcel) -> Parcel:
         down, before = down_of(parcel), self.site.held
         self.outgoing.require(self.site.name, down.request, self._most(down))
+        self._require_epsilon(down)
         update = local(self.setup, self.site, down)
         self._remember(before)
         return self._leave(update_parcel(update), "update", down, self._parts(update))
+
+    def _require_epsilon(self, down: Down) -> None:
+        """Refuse a request that would pass the epsilon that the site itself has set."""
+        limit, cloak, name = self.outgoing.limits.epsilon, self.site.cloak, self.site.name
+        if not limit:
+            return
+        if cloak is None:
+            raise Refused(f"{name} has set a limit of epsilon, and this study hides no examples")
+        after = cloak.after(down.turn.round, down.request)
+        if after > limit:
+            raise Refused(
+                f"{name} has spent epsilon {cloak.budget.spent():.4g}; this round would make it "
+                f"{after:.4g} and pass the limit it has set, {limit:g}"
+            )
 
     def _most(self, down: Down) -> int:
         """The bytes that a request may at most make leave."""

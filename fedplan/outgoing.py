@@ -20,10 +20,14 @@ RECORD, AGREEMENT = "outgoing.jsonl", "agreed.json"
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a site stops by itself: after so many rounds, before so many bytes. 0 is no limit."""
+    """Where a site stops by itself: after so many rounds, before so many bytes or so much epsilon.
+
+    0 is no limit.
+    """
 
     rounds: int = 0
     bytes: int = 0
+    epsilon: float = 0.0
 
 
 class Outgoing:

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 SAID = frozenset(
     (
         *("name", "home", "data", "key", "resident", "idle"),
-        *("limit_rounds", "limit_bytes", "partition-id", "num-partitions"),
+        *("limit_rounds", "limit_bytes", "limit_epsilon", "partition-id", "num-partitions"),
     )
 )
 """What a node may be started with; every other word is a trait of the site."""
@@ -64,7 +65,9 @@ def desk_of(order: Order) -> Desk:
         traits=traits,
         cloak=cloak_of(stage.setup, folder / "privacy"),
     )
-    limits = Limits(_whole(node, "limit_rounds"), _whole(node, "limit_bytes"))
+    limits = Limits(
+        _whole(node, "limit_rounds"), _whole(node, "limit_bytes"), _number(node, "limit_epsilon")
+    )
     opened_run(folder, study, stage.setup.params)
     return Desk(stage.setup, site, folder, limits, start=stage.digest)
 
@@ -110,6 +113,13 @@ def _whole(node: Mapping[str, Any], name: str) -> int:
     if type(said) is not int or said < 0:
         raise ConfigError(f"{name} is {said!r}: it is a whole number")
     return said
+
+
+def _number(node: Mapping[str, Any], name: str) -> float:
+    said = node.get(name, 0.0)
+    if type(said) not in (int, float) or not 0 <= said < inf:
+        raise ConfigError(f"{name} is {said!r}: it is a number, 0 or more")
+    return float(said)
 
 
 def serve(desk: Desk, listener: socket.socket, *, idle: float = IDLE) -> None:

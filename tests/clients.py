@@ -16,6 +16,7 @@ from fedplan.privacy.promise import Promise
 PROMISES = {
     "veiled": Promise("client", 900.0, 1e-5, 1.0, 1.0, 0.7, vote=2.0, period=2, quantile=0.5),
     "cloaked": Promise("example", 900.0, 1e-5, 1.0, 1.0, 0.5, 2, 2, vote=2.0, period=2),
+    "weighed": Promise("client", 900.0, 1e-5, 1.0, 1.0, vote=2.0, cap=4),
 }
 """Runs that hide their clients or their examples, and vote on the layers."""
 

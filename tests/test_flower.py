@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from clients import PROMISES, few, know_secrets, loss
+from clients import PROMISES, Few, few, know_secrets, loss
 from flwr.app import Context
 from grids import InProcess
 from hypothesis import given, settings
@@ -231,6 +232,41 @@ def test_a_site_stops_at_the_limits_it_has_set(tmp_path: Path) -> None:
     )
     lines = read_outgoing(tmp_path / "sites/client-2")
     assert sum(by_part(lines).values()) == sum(line["up"] for line in lines) == 3 * most
+
+
+def test_a_site_stops_at_the_epsilon_it_has_set(tmp_path: Path) -> None:
+    cost = PROMISES["cloaked"].forecast(2)
+    low, none = Limits(epsilon=cost), Limits(epsilon=1.0)
+    Run(HIDDEN["cloaked"], tmp_path / "a", **{"1": low}).carry()
+    run = Run(HIDDEN["cloaked"], tmp_path / "a", **{"1": low})
+    counted = [set(line["counted"]) for line in run.rounds()]
+    assert counted == [set(NAMES)] * 2 + [{NAMES[0], NAMES[2]}] * 3
+    why = run.rounds()[2]["rejected"][NAMES[1]]
+    assert "pass the limit it has set" in why and run.clean()
+    other = Run(METHODS["fedavg"], tmp_path / "b", **{"1": none})
+    other.carry()
+    assert "hides no examples" in other.rounds()[0]["rejected"][NAMES[1]]
+
+
+@pytest.mark.parametrize("name", ["veiled", "weighed"])
+def test_no_number_of_rows_is_in_any_message(name: str, tmp_path: Path) -> None:
+    counts = dict(zip(NAMES, (123_457, 274_177, 380_299), strict=True))
+    run, seen = Run(HIDDEN[name], tmp_path), list[bytes]()
+    for client, count in counts.items():
+        run.desks[client].site.rows = Few("bert", 0, count)
+
+    def answer(context: Context, kind: str, parcel: Parcel) -> Parcel:
+        said = Run.answer(run, context, kind, parcel)
+        seen.extend((parcel.header, *parcel.blobs, said.header, *said.blobs))
+        return said
+
+    run.grid = InProcess(client_app(answer), [{"name": client} for client in NAMES])
+    run.carry()
+    whole = b"".join(seen)
+    assert len(whole) > 10**5
+    for count in counts.values():
+        kinds = (struct.pack(f"<{kind}", count) for kind in "iqfd")
+        assert not any(pattern in whole for pattern in (str(count).encode(), *kinds))
 
 
 @pytest.mark.parametrize("name", [*METHODS, *HIDDEN])

@@ -47,12 +47,16 @@ class Guard:
             folder / CHARGES, delta=promise.delta, limit=promise.epsilon, unit=promise.unit
         )
 
-    def require_room(self, round: int, about: str) -> None:
-        """Refuse a round that the budget no longer pays for, before any work is done for it."""
+    def after(self, round: int, about: str) -> float:
+        """What will have been spent after a round; if it is paid for already, what has been."""
         paid = {charge.about for charge in self.budget.charges}
         bill = self.promise.bill(round, about)
         due = [Spent(event, name) for name, event in bill.items() if name not in paid]
-        after = self.budget.spent(*due) if due else 0.0
+        return self.budget.spent(*due)
+
+    def require_room(self, round: int, about: str) -> None:
+        """Refuse a round that the budget no longer pays for, before any work is done for it."""
+        after = self.after(round, about)
         if after > self.promise.epsilon:
             raise PrivacyError(
                 f"{about} would make epsilon {after:.4g}, and {self.promise.epsilon:g} was "
