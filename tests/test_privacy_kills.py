@@ -21,11 +21,10 @@ from fedplan.ledger import digest
 from fedplan.privacy.guard import Cloak, Veil
 from fedplan.runners import local as runner
 
-BEFORE = (
-    *("budget.before", "budget.written", "budget.synced", "round.before_close"),
-    *("round.ledger_written", "round.before_commit", "store.tensors_written"),
-)
-"""Points before a round is for good: whoever dies there plays it again."""
+ALWAYS = ("round.before_close", "round.ledger_written", "round.before_commit", "store.begun")
+"""Points of every round, before it is for good: whoever dies there plays it again."""
+BEFORE = (*ALWAYS, "budget.before", "budget.written", "budget.synced")
+"""The same, and those of a charge that is not on disk yet."""
 AFTER = ("store.manifest_renamed", "round.committed")
 
 
@@ -76,6 +75,7 @@ def test_all_that_was_released_was_charged(
         while done < kills:
             rest = ROUNDS - 1 - federation(run, name, replies=False).world.round
             some = BEFORE + AFTER if rest * (kills / ROUNDS) > kills - done else BEFORE
+            some = some if rest else ALWAYS
             point, time = draw.choice(some), draw.randint(1, 2 if rest > 1 else 1)
             ended = played(run, name, replies=False, failpoint=f"{point}:kill@{time}")
             done += ended == -signal.SIGKILL

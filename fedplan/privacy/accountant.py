@@ -14,6 +14,7 @@ from importlib.metadata import version as installed
 from math import expm1, fsum, isfinite, log, log1p, sqrt
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedplan.privacy.errors import PrivacyError, needed
@@ -154,7 +155,9 @@ def _by_pld(parts: _Parts, delta: float) -> float:
     found = distributions.identity(interval)
     for piece, count in _pieces(parts, distributions, interval):
         found = found.compose(piece.self_compose(count) if count > 1 else piece)
-    return float(found.get_epsilon_for_delta(delta))
+    with np.errstate(over="ignore"):  # what overflows becomes infinite, and RDP has its bound
+        spent = float(found.get_epsilon_for_delta(delta))
+    return spent if isfinite(spent) else _by_rdp(parts, delta)
 
 
 def _pieces(parts: _Parts, distributions: Any, interval: float) -> Iterable[tuple[Any, int]]:
