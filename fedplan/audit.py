@@ -12,6 +12,7 @@ from fedplan.config import ConfigError, read_study
 from fedplan.explanation import Explanation, explain
 from fedplan.journal import Journal, home_of
 from fedplan.ledger import digest, parted
+from fedplan.phases import Planned
 from fedplan.privacy.promise import require_sound
 from fedplan.privacy.statement import Statement
 from fedplan.store import Store
@@ -67,7 +68,8 @@ def foretold(file: Path) -> tuple[Explanation, Statement | None]:
     """What a study will do with its model, and what that will cost of privacy."""
     study = read_study(file)
     setup, rounds = stage_of(study).setup, study.train.rounds
-    phases = study.method.phases
+    announce = setup.method.announce
+    phases = announce.after if isinstance(announce, Planned) else None
     explanation = explain(setup.method.plan, setup.params, rounds=rounds, phases=phases)
     return explanation, Statement.of(setup.promise, rounds) if setup.promise else None
 

@@ -79,9 +79,13 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Say what a plan will do with a model, or a study with its own, before anything runs."""
-    if model.endswith(".toml"):
+    if model.endswith(".toml") and not plan:
         return _explain_study(Path(model), as_json=as_json)
     with told():
+        if not plan:
+            raise FedplanError(
+                f"say what to do with {model}, as in 'share()', or name a study.toml"
+            )
         said = parse(plan)
         phases = dict(map(_announced, phase or ()))
         params = params_of(model, task=task, labels=labels, dtype=dtype)
@@ -97,13 +101,13 @@ def _explain_study(file: Path, *, as_json: bool) -> None:
 
     with told():
         explanation, statement = foretold(file)
-    if as_json:
-        privacy = statement.json() if statement else None
-        print(json.dumps({**explanation.json(), "privacy": privacy}, indent=1))
-        return
-    Console().print(explanation)
-    if statement is not None:
-        Console(soft_wrap=True, highlight=False).print("\n" + statement.text(), markup=False)
+        if as_json:
+            privacy = statement.json() if statement else None
+            print(json.dumps({**explanation.json(), "privacy": privacy}, indent=1))
+            return
+        Console().print(explanation)
+        if statement is not None:
+            Console(soft_wrap=True, highlight=False).print("\n" + statement.text(), markup=False)
 
 
 @app.command()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -99,7 +100,7 @@ class DataSection(Section):
 
 
 class MethodSection(Section):
-    """A published method with its settings, or a plan of your own.
+    """A published method with its settings, a plan of your own, or both: the plan is said after it.
 
     `inside` is another method, whose local fit and serve this one takes. A plan of your own names
     its `probe`, if it chooses blocks; `phases` are announced once so many rounds are done.
@@ -116,10 +117,10 @@ class MethodSection(Section):
 
     @model_validator(mode="after")
     def _one(self) -> MethodSection:
-        if bool(self.name) == bool(self.plan):
-            raise ValueError("say either name (a published method) or plan (your own)")
+        if not self.name and not self.plan:
+            raise ValueError("say name (a published method), plan (your own) or both")
         if self.name and (self.probe or self.together):
-            raise ValueError("probe and together belong to a plan of your own: see settings")
+            raise ValueError("probe and together are for a plan without a name: see settings")
         return self
 
 
@@ -210,6 +211,20 @@ class PrivacySection(Section):
     cap: Annotated[int, Field(ge=0)] = 0
 
     @model_validator(mode="after")
+    def _possible(self) -> PrivacySection:
+        from fedplan.privacy.clipping import BOUNDS
+        from fedplan.privacy.events import NOISES
+
+        for name, said, (least, most) in (
+            ("clip", self.clip, BOUNDS),
+            ("noise", self.noise or NOISES[0], NOISES),
+            ("vote", self.vote or NOISES[0], NOISES),
+        ):
+            if not least <= said <= most:
+                raise ValueError(f"{name} is {said:g}: give a number from {least:g} to {most:g}")
+        return self
+
+    @model_validator(mode="after")
     def _of_clients(self) -> PrivacySection:
         if self.unit == "example" and (self.quantile or self.cap):
             raise ValueError("quantile and cap are of clients, and this hides examples")
@@ -276,8 +291,15 @@ def study_of(said: dict[str, Any]) -> Study:
     try:
         return Study.model_validate(said)
     except ValidationError as error:
-        faults = [f"{_field(e['loc'])}: {e['msg']}" for e in error.errors()]
+        faults = [f"{_field(e['loc'])}: {e['msg']}{_said(e)}" for e in error.errors()]
         raise ConfigError("the study does not fit:\n  " + "\n  ".join(faults)) from None
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    """The value that does not fit, unless the message is our own, or there is none."""
+    if error["type"] in ("value_error", "missing", "extra_forbidden"):
+        return ""
+    return f", not {str(error['input'])[:60]!r}"
 
 
 def _field(where: tuple[int | str, ...]) -> str:

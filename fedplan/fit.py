@@ -124,9 +124,7 @@ def plain(job: Job) -> Done:
             with torch.autocast(device, torch.bfloat16, enabled=job.pace.bf16):
                 loss = job.loss(job.model, batch)
             loss.backward()
-            _adjust(marked, job.adjust)
-            if job.pace.clip:
-                nn.utils.clip_grad_norm_(trained, job.pace.clip)
+            adjust(marked, job)
             optimiser.step()
             optimiser.zero_grad()
             total, steps = total + loss.item(), steps + 1
@@ -148,10 +146,13 @@ def batches(count: int, pace: Pace, seed: int) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _adjust(marked: Marked, adjust: tuple[Adjust, ...]) -> None:
-    for param, value, gradient in marked.gradients() if adjust else ():
-        for change in adjust:
+def adjust(marked: Marked, job: Job) -> None:
+    """Change gradients as the job says, then clip them as its pace does."""
+    for param, value, gradient in marked.gradients() if job.adjust else ():
+        for change in job.adjust:
             change(param, value, gradient)
+    if job.pace.clip:
+        nn.utils.clip_grad_norm_(list(marked.parameters()), job.pace.clip)
 
 
 def proximal(strength: float) -> Wrap:

@@ -48,8 +48,8 @@ class Server:
         self.attendance = attendance or Attendance()
         self.roster: dict[str, Mapping[str, str]] = dict(roster)
         self.digests = Digests()
-        hidden = setup.promise if setup.promise and setup.promise.unit == "client" else None
-        self.veil = Veil(hidden, folder / "privacy") if hidden else None
+        promise, place = setup.promise, folder / "privacy"
+        self.veil = Veil(promise, place) if promise and promise.unit == "client" else None
         self.store = Store(folder / "world")
         self.store.claim()
         found = self.store.read()

@@ -53,8 +53,8 @@ class Site:
 
 def cloak_of(setup: Setup, folder: Path) -> Cloak | None:
     """What hides a site's rows, in a folder of its own, if that was promised."""
-    hidden = setup.promise is not None and setup.promise.unit == "example"
-    return Cloak(setup.promise, folder) if setup.promise and hidden else None
+    promise = setup.promise
+    return Cloak(promise, folder) if promise and promise.unit == "example" else None
 
 
 def poll(setup: Setup, site: Site, down: Down) -> Mapping[Block, float]:

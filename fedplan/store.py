@@ -32,7 +32,7 @@ from fedplan.failpoints import reach
 from fedplan.generations import LARGEST_MANIFEST, Manifest, Unfit, read_manifest, require_same
 from fedplan.generations import Generation as Generation
 from fedplan.generations import Skipped as Skipped
-from fedplan.locks import alone, claimed
+from fedplan.locks import alone, claimed, synced
 from fedplan.params import ITEMSIZE
 from fedplan.seals import Seal
 
@@ -64,7 +64,7 @@ class Store:
             missing = [each for each in (folder, *folder.parents) if not each.exists()]
             for each in reversed(missing):
                 each.mkdir(mode=0o700, exist_ok=True)
-                _sync(each.parent)
+                synced(each.parent)
             folder.mkdir(exist_ok=True)
 
     def claim(self) -> None:
@@ -101,7 +101,7 @@ class Store:
         """The newest good generation with such a meta; tensors of others are not read."""
         with told(f"{self._folder} cannot be read", "make it readable to this user"):
             # What a killed writer renamed may not be on disk yet: nobody acts on it before it is.
-            _sync(self._folder)
+            synced(self._folder)
             numbers = self.numbers()
             self._unfit = {n: reason for n, reason in self._unfit.items() if n in numbers}
             found = self._newest(numbers, wanted)
@@ -213,7 +213,7 @@ class Store:
         manifest = replace(manifest, sha256=digest, size=size)
         temporary.rename(self._folder / manifest.file)
         reach("store.tensors_renamed")
-        _sync(self._folder)
+        synced(self._folder)
         return manifest
 
     def _write_manifest(self, manifest: Manifest) -> None:
@@ -225,12 +225,12 @@ class Store:
             os.fsync(file.fileno())
         temporary.rename(self._folder / f"{manifest.number}.json")
         reach("store.manifest_renamed")
-        _sync(self._folder)
+        synced(self._folder)
         reach("store.folder_synced")
 
     def _sweep(self) -> None:
         """Remove what no manifest speaks of: the leftovers of writes that failed."""
-        _sync(self._folder)
+        synced(self._folder)
         self._remove(_TEMPORARY)
         names = os.listdir(self._folder)
         spoken = set[str]()
@@ -262,14 +262,6 @@ def told(what: str, remedy: str) -> Generator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise StoreError(f"{what}: {error}; {remedy}") from error
-
-
-def _sync(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _private(file: str, flags: int) -> int:

@@ -30,6 +30,7 @@ from fedplan.method import Method
 from fedplan.methods import method
 from fedplan.params import Params
 from fedplan.phases import Planned
+from fedplan.plan import chain
 from fedplan.privacy.promise import Promise, require_sound
 from fedplan.probe import probe_named
 from fedplan.rounds import Tally
@@ -189,6 +190,7 @@ def method_of(study: Study) -> Method:
 def _method(said: MethodSection) -> Method:
     if said.name:
         made = method(said.name, said.settings)
+        made = replace(made, plan=chain(made.plan, parse(said.plan))) if said.plan else made
     else:
         probe = probe_named(said.probe or "random")
         made = Method(parse(said.plan), probe=probe, together=said.together)

@@ -18,25 +18,35 @@ from transformers import ViTConfig, ViTForImageClassification
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 ANSWERS = 200
-"""Answers of each institute, to train on and to test on."""
+"""Answers of each institute, to train on and to test on; where privacy takes its share, MORE."""
+MORE = 400
 SHOTS = 32
 """Pictures of each class in each domain; a client trains on half of what it has."""
 
 
-def medquad(data: Path) -> pd.DataFrame:
-    """The answers to the eight most frequent types of question; a quarter of the documents test.
+def medquad(data: Path, types: slice = slice(8), most: int = ANSWERS) -> pd.DataFrame:
+    """The answers to the most frequent types of question; a quarter of the documents test.
 
     The two largest institutes would be two thirds of a small sample, so of each so many are kept.
     """
     table = pd.read_parquet(data / "text" / "medquad_answered.parquet")
-    frequent = table.qtype.value_counts().index[:8]
-    table = table[table.qtype.isin(frequent)].copy()
+    table = table[table.qtype.isin(table.qtype.value_counts().index[types])].copy()
     documents = table.collection.astype(str) + "/" + table.doc_id.astype(str)
     marks = [int(hashlib.sha256(str(each).encode()).hexdigest()[:8], 16) for each in documents]
     table["split"] = ["test" if mark % 4 == 0 else "train" for mark in marks]
     table["institute"] = table.collection.str.replace(r"^\d+_|_QA.*$", "", regex=True)
-    kept = table.sample(frac=1, random_state=0).groupby(["institute", "split"]).head(ANSWERS)
+    kept = table.sample(frac=1, random_state=0).groupby(["institute", "split"]).head(most)
     return kept[["institute", "qtype", "answer", "split"]]
+
+
+def medquad_more(data: Path) -> pd.DataFrame:
+    """The same, and more of them."""
+    return medquad(data, most=MORE)
+
+
+def medquad_rare(data: Path) -> pd.DataFrame:
+    """The answers to six rarer types of question: others than those above, to choose rates on."""
+    return medquad(data, slice(8, 14), most=MORE)
 
 
 def pacs(data: Path) -> pd.DataFrame:
@@ -57,6 +67,9 @@ def cifar(data: Path) -> pd.DataFrame:
     table = pd.read_parquet(data / "cifar10" / "cifar10_6k_lossless.parquet")
     table = table[table.split == "test"]
     return table.assign(label=[CIFAR[int(label)] for label in table.label])
+
+
+TABLES = (medquad, medquad_more, medquad_rare, pacs, cifar)
 
 
 def clothes(data: Path, out: Path) -> None:
@@ -86,7 +99,7 @@ def main() -> None:
     ask.add_argument("out", type=Path, help="the folder to write to")
     asked = ask.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    for name, make in {"medquad": medquad, "pacs": pacs, "cifar": cifar}.items():
+    for name, make in {each.__name__: each for each in TABLES}.items():
         table = make(asked.data)
         table.to_parquet(asked.out / f"{name}.parquet", index=False)
         print(name, len(table), dict(table.split.value_counts()))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedplan.config import ConfigError, Study, read_study, study_of
+from fedplan.parts import named
+from fedplan.plan import chain, hold
+from fedplan.studies import method_of
 
 MINIMAL: dict[str, Any] = {
     "model": {"type": "vit"},
@@ -91,7 +95,9 @@ def test_overrides_are_laid_over(tmp_path: Path) -> None:
             read_study(file, [wrong])
 
 
-def test_the_method_is_a_name_or_a_plan() -> None:
-    for method in ({}, {"name": "fedavg", "plan": "share()"}):
-        with pytest.raises(ConfigError, match=r"method: .*either name"):
-            study_of(MINIMAL | {"method": method})
+def test_the_method_is_a_name_or_a_plan_or_both() -> None:
+    with pytest.raises(ConfigError, match=r"method: .*say name"):
+        study_of(MINIMAL | {"method": {}})
+    both = study_of(MINIMAL | {"method": {"name": "head-only", "plan": 'hold(named("*.bias"))'}})
+    alone = method_of(study_of(MINIMAL | {"method": {"name": "head-only"}}))
+    assert method_of(both) == replace(alone, plan=chain(alone.plan, hold(named("*.bias"))))

@@ -31,7 +31,7 @@ from fedplan.parts import query
 from fedplan.plan import Roles
 from fedplan.privacy import contributions, dpsgd, ghost
 from fedplan.privacy.contributions import Subject, Sum, one_by_one, require_apart, square, trained
-from fedplan.privacy.dpsgd import Privately, Tally, dp_sgd, train
+from fedplan.privacy.dpsgd import Privately, Sampled, dp_sgd, train
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.events import Steps
 from fedplan.resolution import resolve
@@ -202,7 +202,7 @@ def job_of(
 
 def run(
     job: Job, privately: Privately = PRIVATELY, seed: int = 0, **sources: Any
-) -> tuple[dict[str, Tensor], Done, Tally]:
+) -> tuple[dict[str, Tensor], Done, Sampled]:
     """What a fit changed, what it leaves, and what it did."""
     before = take(job.model, job.roles)
     normal, uniform = generated(seed)
@@ -308,8 +308,17 @@ def test_texts_are_run_by_length_and_it_does_not_show() -> None:
         job = job_of(without_dropout(zoo.build("bert")), rows=rows, loss=asked.loss)
         privately = replace(PRIVATELY, clip=0.1, noise=0.1, microbatch=size)
         found.append(run(job, privately, uniform=everybody)[0])
-    assert dpsgd._by_length(rows, torch.tensor([0, 1, 3])).tolist() == [3, 1, 0]
+    portions = dpsgd._portions(rows, torch.tensor([0, 1, 3]), 2)
+    assert [each.tolist() for each in portions] == [[3, 1], [0]]
     assert all(apart(found[0], each) < 1e-5 for each in found[1:])
+
+
+def test_few_long_texts_run_at_a_time_and_many_short_ones() -> None:
+    for length, expected in ((8, 64), (64, 64), (512, 8), (5000, 1)):
+        rows = Sequences(Ragged.of([[1] * length] * 100), 0, torch.zeros(100))
+        sizes = {len(each) for each in dpsgd._portions(rows, torch.arange(100), 64)}
+        assert max(sizes) == expected
+        assert not list(dpsgd._portions(rows, torch.arange(0), 64))
 
 
 def test_masked_tokens_are_hidden_row_by_row() -> None:
@@ -457,7 +466,7 @@ def test_a_client_without_rows_takes_its_steps() -> None:
 
 def test_who_trains_nothing_takes_no_step() -> None:
     _, done, tally = run(job_of(zoo.build("bert"), "freeze()"))
-    assert done.steps == 0 and tally == Tally()
+    assert done.steps == 0 and tally == Sampled()
 
 
 def test_tensors_that_the_loss_does_not_reach_get_noise_too() -> None:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import run
+from commands import STUDY, run
 
 from fedplan.runners.local import Federation
 
@@ -35,6 +35,18 @@ def test_a_study_runs_and_is_verified(here: Path) -> None:
     assert "query" in rounds[0]["drift"] and "query" not in rounds[1]["drift"]
     code, out = run("verify", "runs/tiny")
     assert code == 0 and "none of them moved" in out
+
+
+def test_a_study_is_explained_with_its_phases(here: Path) -> None:
+    plan = 'plan = "chain(share(), when(after(1), freeze(query | key)), keep(head))"'
+    for method, held in (
+        ('name = "fedavg"', ["SHARE"]),
+        ('name = "fedfrozen"\nsettings = { warmup = 1 }', ["SHARE", "FREEZE"]),
+    ):
+        (here / "study.toml").write_text(STUDY.replace(plan, method))
+        code, out = run("explain", "study.toml")
+        query = next(line for line in out.splitlines() if line.startswith("query"))
+        assert code == 0 and [word for word in query.split() if word.isupper()] == held
 
 
 def test_a_stopped_study_resumes_to_the_same_files(

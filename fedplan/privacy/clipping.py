@@ -11,13 +11,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.noise import Noise, on_grid
+from fedplan.privacy.noise import COUNTS, Noise, on_grid
 
 BOUNDS = (2.0**-20, 2.0**20)
 """The bounds within which sums are exact and noise is far coarser than their grid."""
 _HAIR = 1 - 2.0**-40
 """What is clipped ends a hair inside the bound, so that rounding never puts it outside."""
-_STEP = 2.0**-30
 
 
 class Clipped(NamedTuple):
@@ -108,7 +107,7 @@ class Adaptive:
         """
         made_of = (within, cohort, self.noise.hex())
         source = Noise.for_release(secret, f"{about}: within the bound", *made_of)
-        extra = float(on_grid(source.gaussian((1,), self.noise / 2), _STEP))
+        extra = float(on_grid(source.gaussian((1,), self.noise / 2), COUNTS))
         noisy = within - cohort / 2 + extra
         share = min(max(noisy / over + 0.5, 0.0), 1.0)
         bound = self.bound * exp(self.rate * (self.quantile - share))

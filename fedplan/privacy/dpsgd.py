@@ -9,7 +9,7 @@ not said, since that would be a release of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import cast
@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fedplan.fit import Done, Examples, Fit, Job, Seeded
+from fedplan.fit import Done, Examples, Fit, Job, Seeded, adjust
 from fedplan.privacy.contributions import Subject, Sum, one_by_one, require_apart, trained
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.events import Steps
@@ -30,6 +30,10 @@ Normal = Callable[[tuple[int, ...]], Tensor]
 """Gives float64 numbers of N(0, 1) in a shape, from a source that nobody can foresee."""
 Uniform = Callable[[int], Tensor]
 """Gives so many float64 numbers of [0, 1), from a source that nobody can foresee."""
+_TOKENS = 2**12
+"""How many tokens run at a time: of more, the factors of all layers would need much memory."""
+_USUAL = 2**8
+"""The tokens of an example that does not say them, such as a picture."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Privately:
 
     `noise` is a multiple of `clip`. `rate` is the chance of each example to be in a step and
     `expected_batch` what the noisy sum is divided by: neither may be worked out from the number of
-    rows that a client really has. `microbatch` is how many examples run at a time.
+    rows that a client really has. `microbatch` is how many examples run at a time, at most: fewer
+    of long texts.
     """
 
     clip: float
@@ -46,7 +51,7 @@ class Privately:
     expected_batch: int
     rate: float
     steps: int
-    microbatch: int = 8
+    microbatch: int = 64
 
     def __post_init__(self) -> None:
         wholes = {
@@ -71,7 +76,7 @@ class Privately:
 
 
 @dataclass(frozen=True)
-class Tally:
+class Sampled:
     """What a fit did. Only `steps`, the noisy steps it took, is public; the rest stays at home.
 
     `examples` counts those drawn over all steps, `clipped` those that were too long, `spoiled`
@@ -102,25 +107,25 @@ def dp_sgd(privately: Privately, *, normal: Normal, uniform: Uniform) -> Fit:
 
 def train(
     job: Job, privately: Privately, *, normal: Normal, uniform: Uniform
-) -> tuple[Done, Tally]:
+) -> tuple[Done, Sampled]:
     """Train by DP-SGD, and say what was done."""
     with torch.random.fork_rng(devices=[]), mark(job.model, job.roles) as marked:
         # Were masks known, a row that is there would show in the masks of those after it.
         seed = int(float(_require(uniform(1), (1,))) * 2**53)
         torch.manual_seed(seed)
         if not list(marked.parameters()):
-            return Done(loss=nan, steps=0), Tally()
+            return Done(loss=nan, steps=0), Sampled()
         job.model.train()
         noisy = Noisy(_subject(job, seed), privately, marked, normal)
         optimiser = job.pace.start(marked)
         for _ in range(privately.steps):
             drawn = _require(uniform(len(job.rows)), (len(job.rows),))
             noisy.write_gradients((drawn < privately.rate).nonzero().flatten())
-            _adjust(marked, job)
+            adjust(marked, job)
             optimiser.step()
             optimiser.zero_grad()
         job.model.eval()
-    return Done(loss=nan, steps=noisy.taken), noisy.tally()
+    return Done(loss=nan, steps=noisy.taken), noisy.sampled()
 
 
 def _subject(job: Job, seed: int) -> Subject:
@@ -147,11 +152,8 @@ class Noisy:
     def write_gradients(self, drawn: Tensor) -> None:
         """Give each leaf the noisy mean over the rows drawn; there may be none."""
         found = Sum(self._subject.tensors, self._privately.clip)
-        size = self._privately.microbatch
-        ordered = _by_length(self._subject.rows, drawn) if len(drawn) > size else drawn
-        for indices in cast("tuple[Tensor, ...]", ordered.split(size)):
-            if len(indices):
-                self._add(indices, found)
+        for indices in _portions(self._subject.rows, drawn, self._privately.microbatch):
+            self._add(indices, found)
         for each in self._subject.tensors:
             for key, view in each.views(found.totals[each.name]).items():
                 self._leaves[key].grad = self._noisy(view, self._leaves[key])
@@ -178,16 +180,20 @@ class Noisy:
             noisy = on_grid(noisy.clone(), step).add_(on_grid(drawn.mul_(scale), step))
         return (noisy / private.expected_batch).to(leaf.dtype)
 
-    def tally(self) -> Tally:
+    def sampled(self) -> Sampled:
         """What went into them."""
-        return Tally(self.taken, self._examples, self._clipped, self._spoiled, self.slow)
+        return Sampled(self.taken, self._examples, self._clipped, self._spoiled, self.slow)
 
 
-def _by_length(rows: Examples, drawn: Tensor) -> Tensor:
-    """Texts of like length next to each other, so that little is filled up."""
-    if "attention_mask" not in rows.batch(drawn[:1]):
-        return drawn
-    return drawn[rows.batch(drawn)["attention_mask"].sum(1).argsort(stable=True)]
+def _portions(rows: Examples, drawn: Tensor, most: int) -> Iterator[Tensor]:
+    """The rows drawn, in portions of at most so many tokens; texts of like length go together."""
+    if not len(drawn):
+        return
+    mask = rows.batch(drawn).get("attention_mask")
+    if mask is not None:
+        drawn = drawn[mask.flatten(1).sum(1).argsort(stable=True)]
+    size = _TOKENS // (_USUAL if mask is None else mask[0].numel())
+    yield from cast("tuple[Tensor, ...]", drawn.split(max(1, min(most, size))))
 
 
 def _require(drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -196,12 +202,3 @@ def _require(drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
         found = f"{tuple(drawn.shape)} of {drawn.dtype}"
         raise PrivacyError(f"a source of chance gave {found}, and {shape} of float64 was asked for")
     return drawn
-
-
-@torch.no_grad()
-def _adjust(marked: Marked, job: Job) -> None:
-    for param, value, gradient in marked.gradients() if job.adjust else ():
-        for change in job.adjust:
-            change(param, value, gradient)
-    if job.pace.clip:
-        nn.utils.clip_grad_norm_(list(marked.parameters()), job.pace.clip)

@@ -16,6 +16,8 @@ from fedplan.privacy.secret import SIZE, derived
 
 _CHUNK = 2**16
 """Pairs of numbers made at a time: their scratch stays in a core's cache."""
+COUNTS = 2.0**-30
+"""The step of noisy counts."""
 
 
 def on_grid(values: Tensor, step: float) -> Tensor:

@@ -15,11 +15,10 @@ from typing import TypeVar
 
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.events import Release
-from fedplan.privacy.noise import Noise, on_grid
+from fedplan.privacy.noise import COUNTS, Noise, on_grid
 from fedplan.privacy.secret import derived
 
 T = TypeVar("T", bound=Hashable)
-_STEP = 2.0**-30
 
 
 def ballot(scores: Mapping[T, float], k: int) -> frozenset[T]:
@@ -75,7 +74,7 @@ class Vote:
     def release(self, counts: Mapping[T, int], secret: bytes, about: str) -> dict[T, float]:
         """The noisy counts, the same for the same counts, secret and name. Charge before."""
         source = Noise.for_release(secret, about, *self._content(counts))
-        noise = on_grid(source.gaussian((len(counts),), self.scale), _STEP)
+        noise = on_grid(source.gaussian((len(counts),), self.scale), COUNTS)
         return {block: counts[block] + float(n) for block, n in zip(counts, noise, strict=True)}
 
     def digest(self, counts: Mapping[T, int], secret: bytes, about: str) -> str:
