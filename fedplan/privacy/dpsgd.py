@@ -32,6 +32,8 @@ Uniform = Callable[[int], Tensor]
 """Gives so many float64 numbers of [0, 1), from a source that nobody can foresee."""
 _TOKENS = 2**12
 """How many tokens run at a time: of more, the factors of all layers would need much memory."""
+_CHUNK = 2**15
+"""Coordinates that get their noise at a time: their scratch stays in a core's cache."""
 _USUAL = 2**8
 """The tokens of an example that does not say them, such as a picture."""
 
@@ -173,16 +175,24 @@ class Noisy:
     def _noisy(self, view: Tensor, leaf: nn.Parameter) -> Tensor:
         private, shape = self._privately, tuple(view.shape)
         drawn = _require(self._normal(shape), shape).to(view.device)
-        noisy, scale = view.double(), private.noise * private.clip
-        if scale:
-            # A step is so fine that rounding, over all coordinates, stays within clipping's hair.
-            step = finest(scale) * 2.0**12
-            noisy = on_grid(noisy.clone(), step).add_(on_grid(drawn.mul_(scale), step))
-        return (noisy / private.expected_batch).to(leaf.dtype)
+        made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+        scale = private.noise * private.clip
+        # A step is so fine that rounding, over all coordinates, stays within clipping's hair.
+        step = finest(scale) * 2.0**12 if scale else 0.0
+        for into, exact, noise in zip(*map(_chunks, (made, view, drawn)), strict=True):
+            noisy = exact.to(torch.float64, copy=True)
+            if step:
+                noisy = on_grid(noisy, step).add_(on_grid(noise.mul_(scale), step))
+            into.copy_(noisy.div_(private.expected_batch))
+        return made
 
     def sampled(self) -> Sampled:
         """What went into them."""
         return Sampled(self.taken, self._examples, self._clipped, self._spoiled, self.slow)
+
+
+def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    return cast("tuple[Tensor, ...]", tensor.reshape(-1).split(_CHUNK))
 
 
 def _portions(rows: Examples, drawn: Tensor, most: int) -> Iterator[Tensor]:

@@ -21,13 +21,13 @@ COUNTS = 2.0**-30
 
 
 def on_grid(values: Tensor, step: float) -> Tensor:
-    """Float64 numbers as whole steps, in place.
+    """Float64 numbers as whole steps, which are a power of two, in place.
 
     The last bits of a Gaussian tell how it was made, and those of a sum with it what it was added
     to (Mironov 2012; Jin et al., arXiv 2112.05307). So a sum and its noise are both put on one
     grid, so coarse that every step has noise that leads to it, before they are added.
     """
-    return values.div_(step).round_().mul_(step)
+    return values.mul_(1 / step).round_().mul_(step)
 
 
 def finest(scale: float) -> float:
