@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +117,11 @@ HEADING = "round    loss  world   own ± spread   worst   MB up  MB down"
 def _told(trial: Trial, tally: Tally, scores: Mapping[str, Any]) -> str:
     """One round in one line under the heading."""
     lines = list(tally.lines.values())
-    weight = sum(line["weight"] for line in lines) or 1
-    loss = sum((line["loss"] or 0) * line["weight"] for line in lines) / weight
     up, down = (megabytes(sum(line[way] for line in lines)) for way in ("up", "down"))
     own = scores.get("personal")
     words = (
         f"{trial.federation.world.round:5d}",
-        f"{loss:6.3f}",
+        f"{_mean(lines):>6}",
         _score(scores.get("world", {})),
         f"{own['mean']:.3f} ± {own['std']:.3f}  {own['worst']:.3f}" if own else " " * 20,
         f"{up:>6}  {down:>7}",
@@ -131,6 +129,13 @@ def _told(trial: Trial, tally: Tally, scores: Mapping[str, Any]) -> str:
         f"  epsilon {spent:.3f}" if (spent := trial.federation.spent) is not None else "",
     )
     return "  ".join(words)
+
+
+def _mean(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The loss over the rows of the clients that tell it: where there is privacy, none does."""
+    told = [(line["loss"], line["weight"]) for line in lines if line["loss"] is not None]
+    weight = sum(weight for _, weight in told)
+    return f"{sum(loss * each for loss, each in told) / weight:.3f}" if weight else "-"
 
 
 def _score(scores: Mapping[str, float]) -> str:

@@ -48,6 +48,8 @@ def played(here: Path, study: str, name: str) -> Path:
     Path(f"{name}.toml").write_text(study)
     code, told = run("run", f"{name}.toml", "--output", name)
     assert code == 0, told
+    rounds = [line.split() for line in told.splitlines() if " epsilon " in line]
+    assert all(words[1] == "-" for words in rounds if words[0].isdigit()), "a loss is told"
     return here / name
 
 

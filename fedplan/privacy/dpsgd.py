@@ -199,11 +199,12 @@ def _portions(rows: Examples, drawn: Tensor, most: int) -> Iterator[Tensor]:
     """The rows drawn, in portions of at most so many tokens; texts of like length go together."""
     if not len(drawn):
         return
-    mask = rows.batch(drawn).get("attention_mask")
-    if mask is not None:
-        drawn = drawn[mask.flatten(1).sum(1).argsort(stable=True)]
-    size = _TOKENS // (_USUAL if mask is None else mask[0].numel())
-    yield from cast("tuple[Tensor, ...]", drawn.split(max(1, min(most, size))))
+    width = _USUAL
+    if "attention_mask" in rows.batch(drawn[:1]):
+        mask = rows.batch(drawn)["attention_mask"].flatten(1)
+        drawn, width = drawn[mask.sum(1).argsort(stable=True)], mask.shape[1]
+    size = max(1, min(most, _TOKENS // width))
+    yield from cast("tuple[Tensor, ...]", drawn.split(size))
 
 
 def _require(drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
