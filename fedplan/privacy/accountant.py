@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.metadata import version as installed
 from math import expm1, fsum, isfinite, log, log1p, sqrt
 from typing import Any
@@ -76,7 +77,8 @@ def epsilon(events: Iterable[Event], delta: float, accountant: str = "pld") -> f
     if accountant == "rdp":
         return _by_rdp(parts, delta)
     if parts.sampled:
-        return _by_pld(parts, delta)
+        plain, sampled = (tuple(sorted(each.items())) for each in (parts.plain, parts.sampled))
+        return _by_pld(plain, sampled, delta)
     return _by_gaussian(parts.gaussian, delta) if parts.gaussian else 0.0
 
 
@@ -146,7 +148,14 @@ def _by_rdp(parts: _Parts, delta: float) -> float:
     return float(found.get_epsilon(delta)) if parts.gaussian or parts.sampled else 0.0
 
 
-def _by_pld(parts: _Parts, delta: float) -> float:
+@lru_cache(256)
+def _by_pld(
+    plain: tuple[tuple[float, int], ...],
+    sampled: tuple[tuple[tuple[float, float], int], ...],
+    delta: float,
+) -> float:
+    """Kept, because all sites of a federation ask for the same at every turn."""
+    parts = _Parts(Counter(dict(plain)), Counter(dict(sampled)))
     distributions = needed("dp_accounting.pld.privacy_loss_distribution", _PURPOSE)
     width = _width(parts)
     if width > _WIDEST:
