@@ -21,7 +21,7 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee")
 
 
 def main() -> None:
-    ticks = [e for e in reversed(EPSILONS) if e != "1000"]
+    ticks = list(reversed(EPSILONS))
     figure, axes = plt.subplots(1, len(GRIDS), figsize=(10, 3.6), layout="constrained")
     for axis, study in zip(axes, GRIDS, strict=True):
         for (method, row), colour in zip(scores(study).items(), COLOURS, strict=False):

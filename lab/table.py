@@ -132,7 +132,7 @@ def table(study: str) -> str:
 
 GRIDS = {"private-digits": "accuracy", "private-medquad": "f1"}
 """Studies whose variants are methods at several epsilons, and the score of the world."""
-EPSILONS = {"none": "none", "1000": "1000", "8": "8", "4": "4", "2": "2", "1": "1", "05": "0.5"}
+EPSILONS = {"none": "none", "8": "8", "4": "4", "2": "2", "1": "1", "05": "0.5"}
 
 
 def scores(study: str) -> dict[str, dict[str, list[float]]]:
