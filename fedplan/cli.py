@@ -86,6 +86,8 @@ def explain(
             raise FedplanError(
                 f"say what to do with {model}, as in 'share()', or name a study.toml"
             )
+        if model.endswith(".toml"):
+            raise FedplanError(f"{model} is a study, with a plan of its own: leave out {plan!r}")
         said = parse(plan)
         phases = dict(map(_announced, phase or ()))
         params = params_of(model, task=task, labels=labels, dtype=dtype)
