@@ -21,23 +21,25 @@ from fedplan.turn import Turn
 
 @dataclass(frozen=True)
 class Setup:
-    """What both ends agree on before a federation starts."""
+    """What both ends agree on before a federation starts; `study` is the digest of all it says."""
 
     experiment: str
     params: Params
     method: Method
     pace: Pace
     promise: Promise | None = None
+    study: str = ""
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells two ends with different plans, wires or models apart."""
+        """Tells two ends with different studies, plans, wires or models apart."""
         said = (
             self.method.plan.fingerprint,
             self.method.wire.text,
             *self.method.riders,
             *(("together",) if self.method.together else ()),
             *((self.promise.text,) if self.promise else ()),
+            *((self.study,) if self.study else ()),
         )
         text = "\n".join((*said, written(self.params)))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +17,16 @@ from fedplan.errors import FedplanError
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Scalar = str | int | float | bool
+
+
+PLACES = {
+    "model": {"path", "vision", "text", "bridge"},
+    "task": {"tokenizer"},
+    "data": {"path", "test_path"},
+}
+"""Where files lie: what is in them is told apart by digests of its own."""
+ASIDE: dict[str, Any] = {"evaluate": True, "patience": True, "threads": True, "train": {"rounds"}}
+"""What changes no turn: when is tested, how long is waited, when to stop."""
 
 
 class ConfigError(FedplanError):
@@ -246,6 +258,12 @@ class Study(Section):
     evaluate: EvaluateSection = EvaluateSection()
     patience: PatienceSection = PatienceSection()
     privacy: PrivacySection | None = None
+
+    @property
+    def digest(self) -> str:
+        """Tells two studies apart by all that changes a turn, wherever their files lie."""
+        said = self.model_dump(mode="json", exclude=PLACES | ASIDE)
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
 
     @model_validator(mode="after")
     def _private(self) -> Study:

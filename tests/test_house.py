@@ -49,7 +49,7 @@ ORDER = (
         "verification",
         "runners",
     ),
-    *("data", "evaluation", "tasks", "config", "loading"),
+    *("data", "evaluation", "tasks", "config", "loading", "shares"),
     *("testing", "studies", "trainer", "flower", "keys", "starter"),
     "attacks",
     *("audit", "auditor", "export", "progress", "cli"),
