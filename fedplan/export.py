@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fedplan.config import ConfigError
 from fedplan.desk import own_values
-from fedplan.examples import Images
-from fedplan.fit import Examples
+from fedplan.examples import centre_of
+from fedplan.hub import bare, is_hub_id
 from fedplan.loading import quiet
 from fedplan.models.dual import Dual
 from fedplan.models.folder import Picture, save
@@ -19,7 +19,6 @@ from fedplan.outgoing import AGREEMENT
 from fedplan.server import Server
 from fedplan.state import put
 from fedplan.studies import Shares, Trial, read_run, stage_of, study_in
-from fedplan.tables import is_hub_id
 from fedplan.tasks import Task
 
 
@@ -36,7 +35,7 @@ def export_run(folder: Path, out: Path, client: str = "", key: Path | None = Non
     else:
         model, shares = _of_run(folder, client)
     with quiet():
-        return _written(model.eval(), shares.task, shares.test, out)
+        return _written(model.eval(), shares.task, out)
 
 
 def _of_run(folder: Path, client: str) -> tuple[nn.Module, Shares]:
@@ -65,9 +64,9 @@ def _of_site(folder: Path, key: Path | None) -> tuple[nn.Module, Shares]:
     return stage.model, stage.shares
 
 
-def _written(model: nn.Module, task: Task, rows: Examples | None, out: Path) -> str:
+def _written(model: nn.Module, task: Task, out: Path) -> str:
     if isinstance(model, Dual):
-        save(model, out, picture=_picture(task, rows))
+        save(model, out, picture=_picture(task))
         return f"fedplan.models.folder.predict({str(out)!r}, [picture, ...])"
     whole = cast("Any", model)
     whole = whole.merge_and_unload() if _is_peft(model) else whole
@@ -77,10 +76,9 @@ def _written(model: nn.Module, task: Task, rows: Examples | None, out: Path) -> 
     return f"transformers.{task.model_class}.from_pretrained({str(out)!r})"
 
 
-def _picture(task: Task, rows: Examples | None) -> Picture:
-    if not isinstance(rows, Images):
-        return Picture(task.image_size)
-    return Picture(task.image_size, _colours(rows.mean), _colours(rows.std))
+def _picture(task: Task) -> Picture:
+    mean, std = centre_of(task.source)
+    return Picture(task.image_size, _colours(mean), _colours(std))
 
 
 def _colours(side: Tensor) -> tuple[float, ...]:
@@ -95,5 +93,5 @@ def _tokenizer(source: str) -> Any:
     import transformers
 
     return cast("Any", transformers.AutoTokenizer).from_pretrained(
-        source, local_files_only=not is_hub_id(source), trust_remote_code=False
+        bare(source), local_files_only=not is_hub_id(source), trust_remote_code=False
     )

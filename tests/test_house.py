@@ -18,7 +18,7 @@ FILES = [file for files in MODULES.values() for file in files]
 
 # Imports flow one way: each module, or folder of them, may use those that stand before it.
 ORDER = (
-    *("errors", "parcel", "errands", "params", "anatomy", "architectures", "description"),
+    *("errors", "hub", "parcel", "errands", "params", "anatomy", "architectures", "description"),
     *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
     *("manifest", "catalog", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
@@ -31,6 +31,7 @@ ORDER = (
         "attention",
         "probe",
         "tables",
+        "content",
         "examples",
         "models",
         "method",
@@ -49,7 +50,7 @@ ORDER = (
         "verification",
         "runners",
     ),
-    *("data", "evaluation", "tasks", "config", "loading", "shares"),
+    *("data", "evaluation", "tokens", "tasks", "foresight", "config", "loading", "shares"),
     *("testing", "studies", "trainer", "flower", "keys", "starter"),
     "attacks",
     *("audit", "auditor", "export", "progress", "cli"),
