@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from fedplan import streams
-from fedplan.content import chances, contents, told_apart
+from fedplan.content import chances, contents
 from fedplan.tables import DataError as DataError
 from fedplan.tables import label_order, label_text, labels_of, rows, values
 from fedplan.tables import load as load
@@ -89,8 +89,9 @@ def division(
 ) -> dict[str, list[int]]:
     """The numbers of each client's rows.
 
-    Where a row goes follows from what it holds and from the seed, not from the other rows. Clients
-    are called client-00 and so on, or by their value of the column, with -0, -1 and so on after it
+    Where a row goes follows from what it holds and from the seed, not from the other rows: so equal
+    rows are at one client, and neither a row nor a client that is gone moves any other. Clients are
+    called client-00 and so on, or by their value of the column, with -0, -1 and so on after it
     if there are several for each. Every row is at some client, except where a partition by column
     leaves values out. `label` names the column that dirichlet and pathological divide by, unless
     the partition names its own `column`.
@@ -103,7 +104,7 @@ def division(
         return _by_column(table, partition, seed=seed, label=label, public=public)
     if public is None:
         _require_enough(len(table), partition)
-    marks = told_apart(contents(table))
+    marks = contents(table)
     texts = _texts(table, _label_column(partition, label)) if partition.by != "iid" else []
     names = list(public) if public is not None else sorted(set(texts), key=label_order)
     kinds = {"iid": _iid, "dirichlet": _dirichlet, "pathological": _pathological}
@@ -271,7 +272,7 @@ def _each_divided(
     """The rows of each value among its clients, by a draw that no other value changes."""
     if not label:
         raise DataError(f"each = {partition.each} divides by labels: name their column")
-    marks, texts = told_apart(contents(table)), _texts(table, label)
+    marks, texts = contents(table), _texts(table, label)
     inner = replace(partition, by="dirichlet", clients=partition.each, each=1)
     shares = dict[str, list[int]]()
     for value, own in held.items():
@@ -312,5 +313,5 @@ def some(table: Dataset, most: int, *, seed: int) -> Dataset:
     """So many rows of a table at most, drawn by what they hold, in the table's order."""
     if len(table) <= most:
         return table
-    order = chances(told_apart(contents(table)), "limit", seed).argsort(kind="stable")
+    order = chances(contents(table), "limit", seed).argsort(kind="stable")
     return rows(table, sorted(order[:most].tolist()))

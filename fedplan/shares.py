@@ -57,33 +57,44 @@ def mark_of(examples: Examples) -> str:
     return found.hexdigest()[:32]
 
 
+NO_TEST = (
+    "No common test, so no score of the world: say data.test_split, data.test or data.test_path to "
+    "have one."
+)
+CUT = "Each text is one example: of a longer one, its first {} tokens."
+
+
 def shares_of(study: Study, own: tuple[str, Dataset] | None) -> Shares:
     """The rows of a study; `own` is a site's name with the table that it brings."""
     test, table = _test(study), _table(study, own[1] if own else None)
     made = _task(study, _labels(study, [t for t in (table, test) if t is not None]))
     notes = [] if test is not None else [NO_TEST]
-    if made.single and made.kind.endswith("-lm"):
-        notes.append(
-            f"Each text is one example: of a longer one, its first {made.max_length} tokens."
-        )
+    notes += [CUT.format(made.max_length)] if made.single and made.kind.endswith("-lm") else []
     train, tests = dict[str, Examples](), dict[str, Examples]()
     if table is not None:
         table, marks, left = _untested(table, test, made)
-        notes += left if study.privacy is None else []
-        first = to_train(marks, share=1 - study.data.own_test, seed=study.seed)
-        for name, numbers in _held(study, table, own, made).items():
-            sides = ([i for i in numbers if first[i] == side] for side in (True, False))
-            train[name], tests[name] = (made.prepare(rows(table, side)) for side in sides)
-    if study.privacy is None:
-        notes += _without_rows(train, own)
-    kept = {name: held for name, held in tests.items() if len(held) and name in train}
+        train, tests = _prepared(study, table, marks, own, made)
+        # What is counted of the rows is not said where they are hidden, nor is who has none.
+        notes += [] if study.privacy else [*left, *_without_rows(train, own)]
+    kept = {name: rows for name, rows in tests.items() if len(rows) and name in train}
     return Shares(train, kept, made.prepare(test) if test else None, made, tuple(notes))
 
 
-NO_TEST = (
-    "No common test, so no score of the world: say data.test_split, data.test or data.test_path to "
-    "have one."
-)
+def _prepared(
+    study: Study, table: Dataset, marks: list[bytes], own: tuple[str, Dataset] | None, made: Task
+) -> tuple[dict[str, Examples], dict[str, Examples]]:
+    """Each client's rows to train on, and those held out for its own test."""
+    first = to_train(marks, share=1 - study.data.own_test, seed=study.seed)
+    slim, train, tests = table.select_columns(_columns(made)), {}, {}
+    for name, numbers in _held(study, table, own).items():
+        sides = ([row for row in numbers if first[row] == side] for side in (True, False))
+        train[name], tests[name] = (made.prepare(rows(slim, side)) for side in sides)
+    return train, tests
+
+
+def _columns(made: Task) -> list[str]:
+    """What a task sees of a row."""
+    return [*made.columns, *([made.label] if made.label else [])]
 
 
 def _test(study: Study) -> Dataset | None:
@@ -126,7 +137,7 @@ def _untested(
     They are told by what the task sees of them. It is they that give way, and not the test, because
     a site knows the test and nobody knows the rows of all sites.
     """
-    columns = [*made.columns, *([made.label] if made.label else [])]
+    columns = _columns(made)
     marks = contents(table, columns)
     tested = set(contents(test, columns)) if test is not None else set[bytes]()
     kept = [row for row, mark in enumerate(marks) if mark not in tested]
@@ -188,9 +199,7 @@ def _task(study: Study, labels: Iterable[str | int]) -> Task:
     )
 
 
-def _held(
-    study: Study, table: Dataset, own: tuple[str, Dataset] | None, made: Task
-) -> dict[str, list[int]]:
+def _held(study: Study, table: Dataset, own: tuple[str, Dataset] | None) -> dict[str, list[int]]:
     """The numbers of each client's rows."""
     if own is not None:
         return {own[0]: list(range(len(table)))}
@@ -204,19 +213,18 @@ def _held(
         least=said.least,
         each=said.each,
     )
-    public = _public(study, partition, made) if study.privacy is not None else None
+    public = _public(study, partition) if study.privacy is not None else None
     return division(table, partition, seed=study.seed, label=study.task.label, public=public)
 
 
-def _public(study: Study, partition: Partition, made: Task) -> list[str]:
+def _public(study: Study, partition: Partition) -> list[str]:
     """What is known of a column that clients are made by, without a look at the rows."""
-    column = partition.column or made.label
+    column = partition.column or study.task.label
     if partition.by in ("iid", "dirichlet"):
         return []
-    if column in study.data.only:
-        return list(dict.fromkeys(label_text(value) for value in study.data.only[column]))
-    if column == made.label:
-        return list(made.labels)
+    known = study.task.labels if column == study.task.label else []
+    if known := study.data.only.get(column, known):
+        return list(dict.fromkeys(label_text(value) for value in known))
     raise DataError(
         f"which values there are in column {column!r} would follow from its rows, and privacy "
         f"cannot hide that: say all of them in data.only, as only = {{ {column} = [...] }}"
