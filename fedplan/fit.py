@@ -135,8 +135,9 @@ def plain(job: Job) -> Done:
 def batches(count: int, pace: Pace, seed: int) -> Iterator[Tensor]:
     """Indices of each batch: epochs in fresh orders, or a number of steps if the pace says so."""
     generator = torch.Generator().manual_seed(seed)
-    done = 0
-    for _ in range(pace.epochs if not pace.steps else pace.steps):
+    done, times = 0, pace.steps or pace.epochs
+    # Where rows are hidden a client may have none: then there is no batch, and not an empty one.
+    for _ in range(times if count else 0):
         order = torch.randperm(count, generator=generator)
         for indices in cast("tuple[Tensor, ...]", order.split(pace.batch)):
             if pace.steps and done == pace.steps:

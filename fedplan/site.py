@@ -24,7 +24,7 @@ from fedplan.plan import Role, Roles
 from fedplan.privacy.clipping import capped
 from fedplan.privacy.guard import Cloak
 from fedplan.privacy.vote import ballot
-from fedplan.probe import Look
+from fedplan.probe import Look, at_random
 from fedplan.resolution import permitted, resolve
 from fedplan.state import Tensors, put, take
 from fedplan.turn import Turn
@@ -69,7 +69,8 @@ def poll(setup: Setup, site: Site, down: Down) -> Mapping[Block, float]:
     if site.cloak is not None:
         said = down.request, _content(site, before)
         return site.cloak.vote(look, setup.method.probe, setup.most, *said)
-    named = ballot(setup.method.probe(look), setup.most)
+    # Who has no rows votes too, by chance: that it has none is not told.
+    named = ballot((setup.method.probe if len(site.rows) else at_random)(look), setup.most)
     return {block: float(block in named) for block in look.blocks}
 
 
