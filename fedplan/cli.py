@@ -28,7 +28,7 @@ app = typer.Typer(
 )
 
 Model = Annotated[
-    str, typer.Argument(help="A short name (vit-base-16), a folder, a hub id, or a manifest.")
+    str, typer.Argument(help="A short name (vit-base-16), a folder, hub:org/name, or a manifest.")
 ]
 PlanText = Annotated[str, typer.Argument(help="A plan, in quotes: 'chain(share(), keep(head))'.")]
 Task = Annotated[str, typer.Option(help="Another head: text-classification, causal-lm, ...")]
