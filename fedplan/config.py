@@ -40,7 +40,7 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """The model: a folder or hub:org/name with weights, or a type and settings to start from scratch.
+    """The model: a folder or hub:org/name with weights, or a type and settings to start from.
 
     A model of two towers may also be made of two: `vision` and `text`, joined by a `bridge`.
     `digest` pins it: every end refuses a model whose `fedplan digest` is another.
