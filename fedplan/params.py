@@ -36,12 +36,19 @@ class Kind(StrEnum):
     OUT = "out"
     POSITION = "position"
     MLP = "mlp"
+    ROUTER = "router"
+    EXPERT = "expert"
     NORM = "norm"
     SCALE = "scale"
     EMBED = "embed"
     HEAD = "head"
     PROMPT = "prompt"
     ADAPTER = "adapter"
+    UNKNOWN = "unknown"
+
+
+PLACES = frozenset({"body", "encoder", "decoder", "text", "vision", "fusion"})
+"""The words that say where a param stands."""
 
 
 class Block(NamedTuple):
@@ -80,7 +87,8 @@ class Param:
     """A named tensor, or named rows of one, with its kind, block and stack.
 
     `on` holds the kinds that an adapter or a norm acts on; `tied` the other names of the tensor;
-    `depth` the number of blocks of its stack; `tags` further words, such as bias or lora_a.
+    `depth` the number of blocks of its stack; `tags` further words, such as bias or lora_a;
+    `perhaps` the words of which nobody knows whether they are true of it.
     """
 
     name: str
@@ -94,6 +102,7 @@ class Param:
     tags: frozenset[str] = frozenset()
     on: frozenset[Kind] = frozenset()
     tied: tuple[str, ...] = ()
+    perhaps: frozenset[str] = frozenset()
 
     @cached_property
     def key(self) -> str:
@@ -119,7 +128,7 @@ class Param:
     @cached_property
     def words(self) -> frozenset[str]:
         """The words of the plan language that are true of it."""
-        words = {"everything", str(self.kind), *self.tags}
+        words = {"everything", str(self.kind), *self.tags} - {str(Kind.UNKNOWN)}
         if self.stack:
             words.add(self.stack)
         if self.block is not None:
