@@ -171,7 +171,9 @@ class _Body:
             return frozenset()
         where = frozenset[str]() if placed else PLACES
         if kind is not Kind.UNKNOWN:
-            return where and where | ({"kernel"} if kind in (Kind.NORM, Kind.ADAPTER) else set())
+            known, _ = self._row(name)
+            acts = {"kernel"} if kind in (Kind.NORM, Kind.ADAPTER) else set[str]()
+            return frozenset() if known else where | acts
         owner = self._owner(name)
         if isinstance(owner, nn.Embedding):
             return where | {"embed", "position", "kernel", "prompt"}

@@ -31,7 +31,7 @@ class PlanError(FedplanError):
 
 
 class UnknownArchitecture(PlanError):
-    """A plan that speaks of parts which no anatomy of the model tells. The message says what to do."""
+    """A plan that speaks of parts which no anatomy of the model tells, or one that is wrong."""
 
 
 class UnknownModel(FedplanError):

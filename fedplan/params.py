@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -77,6 +77,10 @@ class Rows:
         groups = cast("Tensor", tensor.unflatten(self.dim, (self.count, self.step)))
         return groups.narrow(self.dim + 1, self.start, self.size)
 
+    def over(self, rows: Tensor) -> Tensor:
+        """These rows of what a layer gives, whose first dimension counts its outputs."""
+        return replace(self, dim=0).view(rows)
+
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the view of a tensor of shape `whole`."""
         return (*whole[: self.dim], self.count, self.size, *whole[self.dim + 1 :])
@@ -136,6 +140,11 @@ class Param:
         if self._decides_attention():
             words.add("kernel")
         return frozenset(words)
+
+    @cached_property
+    def doubts(self) -> frozenset[str]:
+        """The words in doubt: what acts on something unknown may be of the kernel."""
+        return self.perhaps | {"kernel"} if Kind.UNKNOWN in self.on else self.perhaps
 
     def _decides_attention(self) -> bool:
         kernel = {Kind.QUERY, Kind.KEY, Kind.POSITION}

@@ -59,7 +59,7 @@ class Placed(PartAtom):
     """A part by place: in doubt where nobody knows the blocks."""
 
     def doubtful(self, subject: Param) -> bool:
-        return "body" in subject.perhaps
+        return "body" in subject.doubts
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Word(PartAtom):
         return self.name in subject.words
 
     def doubtful(self, subject: Param) -> bool:
-        return self.name in subject.perhaps
+        return self.name in subject.doubts
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class On(PartAtom):
 
     def doubtful(self, subject: Param) -> bool:
         """What acts on something unknown may act on the kernel."""
-        return "kernel" in subject.perhaps
+        return "kernel" in subject.doubts
 
 
 def a_part(value: Any, name: str) -> Part:

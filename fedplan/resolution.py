@@ -9,8 +9,8 @@ from math import isnan, nan
 from fedplan.errors import PlanError, UnknownArchitecture
 from fedplan.params import Block, Param, Params
 from fedplan.parts import Part
-from fedplan.predicates import quoted
 from fedplan.plan import Assign, Best, Plan, Role, Roles, Step
+from fedplan.predicates import quoted
 from fedplan.turn import Turn
 
 Choose = Callable[[Best, tuple[Block, ...]], frozenset[Block]]
@@ -75,7 +75,7 @@ class Resolver:
 
 def check(plan: Plan, params: Params) -> None:
     """Raise unless every part that a plan speaks of is in the model, in whatever turn."""
-    unsure = [param for param in params if param.perhaps]
+    unsure = [param for param in params if param.doubts]
     for step in plan.within():
         if isinstance(step, Assign | Best):
             for param in unsure:
@@ -133,7 +133,7 @@ def _fold(steps: Iterable[Step], params: Params, choose: Choose) -> Roles:
 
 def _homeless(best: Best, param: Param) -> bool:
     """Whether a param may stand in a block that a `best` chooses from."""
-    return "body" in param.perhaps and best.part.holds(param)
+    return "body" in param.doubts and best.part.holds(param)
 
 
 def _untold(text: str, part: Part, param: Param) -> str:
