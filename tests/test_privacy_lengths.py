@@ -206,7 +206,7 @@ def test_wide_layers_whose_tokens_cancel_are_not_taken_for_short(width: int) -> 
 
 
 @settings(max_examples=200)
-@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 300), st.integers(1, 300))
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(8, 300), st.integers(8, 300))
 def test_bounds_are_hardly_longer_than_gradients(
     seed: int, tokens: int, width: int, height: int
 ) -> None:

@@ -86,8 +86,8 @@ class Sum:
     """Clipped gradients of examples, added up, and the length that each had before.
 
     Lengths and sums are in float64, so that a sum of any order is that of the clipped gradients but
-    for a share of 2**-53 of each number in it. A gradient that is not finite adds nothing. What is added to the frozen rows of a tensor is
-    nobody's: only the views of `Trained` count.
+    for a share of 2**-53 of each number in it. A gradient that is not finite adds nothing. What is
+    added to the frozen rows of a tensor is nobody's: only the views of `Trained` count.
     """
 
     def __init__(self, tensors: Iterable[Trained], bound: float) -> None:
