@@ -47,8 +47,8 @@ SOON = Patience(sites=0.2, answers=60.0, absent=0.1, look=0.005)
 ALL = Promise("client", 900.0, 1e-5, 1.0, 1.0)
 PROMISES = {
     "all": ALL,
-    "drawn": replace(ALL, rate=0.6),
-    "moving": replace(ALL, rate=0.6, quantile=0.5, cap=4),
+    "drawn": replace(ALL, rate=0.9),
+    "moving": replace(ALL, rate=0.9, quantile=0.5, cap=4),
 }
 METHODS: dict[str, Method] = {
     "fedavg": method("fedavg"),
