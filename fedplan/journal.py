@@ -27,11 +27,19 @@ class Journal:
 
     Before a client works on a request it asks `answered`; what stands there it sends again. Without
     `replies` only what it keeps is written: the same request is then worked out again, from what
-    was kept before it. With a `seal` nothing of it can be read from the disk.
+    was kept before it. With a `seal` nothing of it can be read from the disk. Who is only `reading`
+    changes nothing on it.
     """
 
-    def __init__(self, folder: Path, *, replies: bool = True, seal: Seal | None = None) -> None:
-        self._store = Store(folder, seal=seal)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        replies: bool = True,
+        seal: Seal | None = None,
+        reading: bool = False,
+    ) -> None:
+        self._store = Store(folder, seal=seal, reading=reading)
         self._folder, self._replies = folder, replies
 
     @property
