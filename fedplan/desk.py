@@ -16,6 +16,7 @@ from fedplan.agreement import Setup
 from fedplan.errors import FedplanError
 from fedplan.exchange import Down, Lacking, Refused, Update, listed, nbytes
 from fedplan.files import keep_file
+from fedplan.identity import is_id
 from fedplan.journal import Journal
 from fedplan.mail import down_of, parcel_of, run_of, update_parcel
 from fedplan.message import JSON
@@ -177,15 +178,24 @@ def place_of(folder: Path, run: str) -> Path:
     return folder / run if run else folder
 
 
-def journal_in(folder: Path, seal: Seal | None = None) -> Journal:
+def last_of(folder: Path) -> Path:
+    """Where a site keeps its only run of a study, or the run that this folder is of."""
+    runs = [each for each in sorted(folder.iterdir()) if is_id(each.name)]
+    if len(runs) > 1:
+        names = ", ".join(str(each) for each in runs)
+        raise FedplanError(f"{folder} holds {len(runs)} runs: name one of {names}")
+    return runs[0] if runs else folder
+
+
+def journal_in(folder: Path, seal: Seal | None = None, *, reading: bool = False) -> Journal:
     """The journal of a site's folder."""
-    return Journal(folder / "home", replies=True, seal=seal)
+    return Journal(folder / "home", replies=True, seal=seal, reading=reading)
 
 
 def own_values(setup: Setup, folder: Path, key: Path | None = None) -> dict[str, Tensor]:
     """A site's own model: what it keeps, over what it last saw of the world."""
     seal = Seal.from_file(key) if key is not None else None
-    home, _ = journal_in(folder, seal).home()
-    seen = Store(folder / "seen", keep=1).read()
+    home, _ = journal_in(folder, seal, reading=True).home()
+    seen = Store(folder / "seen", keep=1, reading=True).read()
     keys = {p.key for p in setup.trainable}
     return {k: v for k, v in ({**(seen.tensors if seen else {}), **home}).items() if k in keys}

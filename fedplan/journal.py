@@ -47,6 +47,15 @@ class Journal:
         """The generations that the last look passed over, and why."""
         return self._store.skipped
 
+    def faults(self) -> list[str]:
+        """What is damaged or lost of it, in words."""
+        return self._store.faults()
+
+    def last(self, before: str = "") -> str:
+        """The last request that was answered: now, or before another one. Nothing at first."""
+        found = self._store.find(lambda meta: meta.get("request") != before)
+        return str(found.meta.get("request")) if found else ""
+
     def answered(self, request: str) -> Read | None:
         """The reply that was committed for this very request, if it was one of the last two."""
         if not self._replies:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedplan.audit import stated
+from fedplan.audit import state
 from fedplan.config import ConfigError, Study, read_study
 from fedplan.explanation import megabytes, millions
 from fedplan.record import TurnRecord
@@ -47,7 +47,7 @@ def follow(file: Path, changes: list[str], output: Path | None, *, resume: bool)
             console.print(f"Stopped in round {done + 1}. Go on: {again}", markup=False)
             raise SystemExit(130) from None
     if study.privacy is not None:
-        console.print(stated(folder).text(), markup=False, soft_wrap=True)
+        console.print(state(folder).text(), markup=False, soft_wrap=True)
     console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
 
 

@@ -21,7 +21,7 @@ from fedplan.identity import RUN, Identity, identified, read_identity
 from fedplan.ledger import Digests, Ledger, digests, joined
 from fedplan.params import Block
 from fedplan.plan import Role
-from fedplan.privacy.guard import Veil
+from fedplan.privacy.guard import CHARGES, SECRET, Veil
 from fedplan.record import RoundRecord, read_round
 from fedplan.resolution import permitted, resolve
 from fedplan.rounds import Tally, World, announced, close, pull, push, settle, summed
@@ -238,8 +238,10 @@ class Server:
 
     def _files(self) -> dict[str, list[int | str]]:
         """The length and the digest of every file beside the world, for `verify`."""
-        small = [self.folder / name for name in SMALL if (self.folder / name).exists()]
-        marks = {file.name: mark_of_file(file) for file in small}
+        files = [self.folder / name for name in SMALL if (self.folder / name).exists()]
+        for name in (SECRET, CHARGES) if self.setup.promise else ():
+            files += sorted((self.folder / "privacy").rglob(name))
+        marks = {str(file.relative_to(self.folder)): mark_of_file(file) for file in files}
         return marks | {LEDGER: self.ledger.mark, METRICS: self.metrics.mark}
 
     def world_values(self) -> dict[str, Tensor]:

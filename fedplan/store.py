@@ -119,6 +119,20 @@ class Store:
             )
         return found
 
+    def faults(self) -> list[str]:
+        """All generations that are damaged, and the one before the newest if it is not there."""
+        with told(f"{self._folder} cannot be read", "make it readable to this user"):
+            numbers, faults = self.numbers(), list[str]()
+            for number in numbers:
+                try:
+                    self._tensors(self._manifest(number))
+                except Unfit as error:
+                    faults.append(f"generation {number}: {error}")
+        newest = max(numbers, default=0)
+        if self._keep > 1 and newest > 1 and newest - 1 not in numbers:
+            faults.append(f"generation {newest - 1} is lost, or a newer one than {newest}")
+        return faults
+
     def _look(self, wanted: Wanted) -> tuple[list[int], Generation | None]:
         """The numbers that were there, and the newest good one that is wanted."""
         while True:

@@ -23,11 +23,10 @@ from fedplan.evaluation import spread
 from fedplan.files import keep_file
 from fedplan.fit import Pace
 from fedplan.forecast import phases_in
-from fedplan.identity import read_identity
 from fedplan.ledger import digests, joined
 from fedplan.loading import starting_model
 from fedplan.locks import Claim, claimed
-from fedplan.manifest import read, written
+from fedplan.manifest import written
 from fedplan.method import Method
 from fedplan.methods import method
 from fedplan.params import Params
@@ -37,7 +36,6 @@ from fedplan.privacy.promise import Promise, require_sound
 from fedplan.probe import probe_named
 from fedplan.rounds import Tally
 from fedplan.runners.local import Federation
-from fedplan.server import LEDGER, read_world
 from fedplan.shares import Shares, mark_of, shares_of
 from fedplan.state import Tensors, put, take
 from fedplan.store import told
@@ -90,7 +88,7 @@ def stage_of(study: Study, own: tuple[str, Dataset] | None = None) -> Stage:
     torch.set_num_threads(study.threads)
     shares, made = shares_of(study, own), method_of(study)
     model = starting_model(study, shares.task, made)
-    stage = Stage(shares, model, _setup(study, describe(model)))
+    stage = Stage(shares, model, setup_of(study, describe(model)))
     pinned = study.model.digest
     if pinned and stage.digest != pinned:
         raise ConfigError(f"model.digest is {pinned}, and this model's is {stage.digest}")
@@ -227,24 +225,8 @@ def study_in(folder: Path) -> Study:
         raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
 
 
-def read_run(folder: Path) -> tuple[Study, Setup, list[dict[str, Any]]]:
-    """A run as its folder tells it: the study, the agreement, and the lines of its ledger.
-
-    Nothing is written, and lines after the last round that was committed are left out.
-    """
-    study, identity, found = study_in(folder), read_identity(folder), read_world(folder)
-    try:
-        params = read(folder / MANIFEST)
-        length = found[1]["files"][LEDGER][0] if found else 0
-        lines = (folder / LEDGER).read_bytes()[:length].splitlines()
-        said = [json.loads(line) for line in lines]
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
-    agreed = replace(_setup(study, params), start=identity.start, run=identity.id)
-    return study, agreed, said
-
-
-def _setup(study: Study, params: Params) -> Setup:
+def setup_of(study: Study, params: Params) -> Setup:
+    """What a study says to both ends, of a model with these params."""
     pace = Pace(**study.train.model_dump(exclude={"rounds"}))
     made, promise = method_of(study), promise_of(study)
     if promise is not None:

@@ -16,7 +16,7 @@ from fedplan.resolution import permitted, resolve
 from fedplan.turn import Turn
 
 
-def verify_lines(setup: Setup, lines: Iterable[Mapping[str, Any]], start: str = "") -> list[str]:
+def verify_lines(setup: Setup, lines: Iterable[object], start: str = "") -> list[str]:
     """Every fault of a ledger, in words; an empty list is a clean one.
 
     `start` are the digests of all that the model starts with, one after the other.
@@ -37,7 +37,7 @@ class _Checker:
         self.scores: tuple[int, Any] = (0, None)
         self.round, self.turns = 0, dict[str, TurnRecord]()
 
-    def check(self, line: Mapping[str, Any]) -> Iterator[str]:
+    def check(self, line: object) -> Iterator[str]:
         """The faults of one line."""
         try:
             record = read_record(line)

@@ -54,7 +54,7 @@ ORDER = (
     *("data", "evaluation", "tasks", "config", "loading", "shares"),
     *("testing", "studies", "trainer", "flower", "keys", "starter"),
     "attacks",
-    *("audit", "auditor", "export", "progress", "cli"),
+    *("archive", "audit", "auditor", "export", "progress", "cli"),
 )
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__", "hasattr"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "random", "yaml"}
