@@ -23,7 +23,7 @@ ORDER = (
     *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
     *("manifest", "catalog", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
-    *("locks", "seals", "generations", "store", "journal"),
+    *("locks", "files", "identity", "seals", "generations", "store", "journal"),
     *(
         "serve",
         "drift",
@@ -40,8 +40,10 @@ ORDER = (
         "methods",
         "privacy",
         "ledger",
+        "record",
         "agreement",
         "exchange",
+        "claims",
         "mail",
         "outgoing",
         "site",
@@ -55,7 +57,7 @@ ORDER = (
     *("data", "evaluation", "tasks", "config", "loading", "shares"),
     *("testing", "studies", "trainer", "flower", "keys", "starter"),
     "attacks",
-    *("audit", "auditor", "export", "progress", "cli"),
+    *("archive", "audit", "auditor", "export", "progress", "cli"),
 )
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__", "hasattr"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "random", "yaml"}
