@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fedplan.config import ConfigError
 from fedplan.desk import last_of, own_values
-from fedplan.examples import Images
-from fedplan.fit import Examples
+from fedplan.examples import centre_of
+from fedplan.hub import bare, is_hub_id
 from fedplan.journal import Journal, home_of
 from fedplan.loading import quiet
 from fedplan.models.dual import Dual
@@ -23,7 +23,6 @@ from fedplan.server import read_world
 from fedplan.shares import Shares
 from fedplan.state import put
 from fedplan.studies import stage_of, study_in
-from fedplan.tables import is_hub_id
 from fedplan.tasks import Task
 from fedplan.turn import Turn
 
@@ -41,7 +40,7 @@ def export_run(folder: Path, out: Path, client: str = "", key: Path | None = Non
     else:
         model, shares = _of_run(folder, client)
     with quiet():
-        return _written(model.eval(), shares.task, shares.test, out)
+        return _written(model.eval(), shares.task, out)
 
 
 def _of_run(folder: Path, client: str) -> tuple[nn.Module, Shares]:
@@ -72,9 +71,9 @@ def _of_site(folder: Path, key: Path | None) -> tuple[nn.Module, Shares]:
     return stage.model, stage.shares
 
 
-def _written(model: nn.Module, task: Task, rows: Examples | None, out: Path) -> str:
+def _written(model: nn.Module, task: Task, out: Path) -> str:
     if isinstance(model, Dual):
-        save(model, out, picture=_picture(task, rows))
+        save(model, out, picture=_picture(task))
         return f"fedplan.models.folder.predict({str(out)!r}, [picture, ...])"
     whole = cast("Any", model)
     whole = whole.merge_and_unload() if _is_peft(model) else whole
@@ -84,10 +83,9 @@ def _written(model: nn.Module, task: Task, rows: Examples | None, out: Path) -> 
     return f"transformers.{task.model_class}.from_pretrained({str(out)!r})"
 
 
-def _picture(task: Task, rows: Examples | None) -> Picture:
-    if not isinstance(rows, Images):
-        return Picture(task.image_size)
-    return Picture(task.image_size, _colours(rows.mean), _colours(rows.std))
+def _picture(task: Task) -> Picture:
+    mean, std = centre_of(task.source)
+    return Picture(task.image_size, _colours(mean), _colours(std))
 
 
 def _colours(side: Tensor) -> tuple[float, ...]:
@@ -102,5 +100,5 @@ def _tokenizer(source: str) -> Any:
     import transformers
 
     return cast("Any", transformers.AutoTokenizer).from_pretrained(
-        source, local_files_only=not is_hub_id(source), trust_remote_code=False
+        bare(source), local_files_only=not is_hub_id(source), trust_remote_code=False
     )

@@ -108,6 +108,7 @@ def _opening(trial: Trial, folder: Path) -> str:
         f"[bold]{escape(trial.study.name)}[/bold]  {escape(setup.method.plan.text)}\n"
         f"{millions(sum(p.numel for p in setup.params))} params, {len(rows)} clients with "
         f"{sizes[0]} to {sizes[-1]} rows, seed {trial.study.seed}, in {escape(str(folder))}"
+        + "".join(f"\n{escape(note)}" for note in trial.shares.notes)
     )
 
 

@@ -18,7 +18,7 @@ FILES = [file for files in MODULES.values() for file in files]
 
 # Imports flow one way: each module, or folder of them, may use those that stand before it.
 ORDER = (
-    *("errors", "parcel", "errands", "params", "anatomy", "teaching", "architectures"),
+    *("errors", "hub", "parcel", "errands", "params", "anatomy", "teaching", "architectures"),
     "description",
     *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
     *("manifest", "catalog", "forecast", "explanation", "pictures"),
@@ -34,6 +34,7 @@ ORDER = (
         "behaviour",
         "probe",
         "tables",
+        "content",
         "examples",
         "models",
         "method",
@@ -54,7 +55,7 @@ ORDER = (
         "verification",
         "runners",
     ),
-    *("data", "evaluation", "tasks", "config", "loading", "shares"),
+    *("data", "evaluation", "tokens", "tasks", "foresight", "config", "loading", "shares"),
     *("testing", "studies", "trainer", "flower", "keys", "starter"),
     "attacks",
     *("archive", "audit", "auditor", "export", "progress", "cli"),
