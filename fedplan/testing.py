@@ -93,8 +93,8 @@ class _Case:
 
 
 def law_sent_is_shared_and_own_is_in_no_message(case: _Case) -> None:
-    """What goes up is SHARE; what a client keeps or holds is in no message, either way."""
-    federation = case.federation()
+    """What goes up is SHARE; of what is a client's own, the federation's value comes down once."""
+    federation, settled = case.federation(), {name: set[str]() for name in case.rows}
     for _ in range(ROUNDS):
         tally = federation.round()
         assert not tally.rejected, tally.rejected
@@ -107,7 +107,9 @@ def law_sent_is_shared_and_own_is_in_no_message(case: _Case) -> None:
             assert sent == {k for k, role in roles.items() if role is Role.SHARE}
             assert sent <= {k for k, role in may.items() if role is Role.SHARE}
             own = {k for k, role in roles.items() if role.own}
-            assert not own & {k.split("#")[0] for k in down.values}
+            came = own & {k.split("#")[0] for k in down.values}
+            assert not came & settled[client] and all(down.versions[k] > 0 for k in came)
+            settled[client] |= own
         federation.commit(tally)
 
 
@@ -155,7 +157,7 @@ def law_each_gets_what_it_lacks(case: _Case) -> None:
     down = push(setup, announced(setup, world), late, {})
     roles, lacking = case.roles(down.turn), set(down.values)
     assert {k for k in lacking if "#" not in k} == {
-        p.key for p in setup.movable if not roles[p.key].own
+        p.key for p in setup.movable if not roles[p.key].own or world.versions[p.key]
     }
     for name in rest:
         for key, version in push(setup, world, name, {}).versions.items():

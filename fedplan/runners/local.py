@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from fedplan.agreement import Setup
 from fedplan.attendance import Attendance
+from fedplan.exchange import Down, Lacking
 from fedplan.failpoints import reach
 from fedplan.fit import Examples, Loss
 from fedplan.journal import Journal, home_of
@@ -20,6 +22,8 @@ from fedplan.server import Server
 from fedplan.site import Site, cloak_of, local, poll
 from fedplan.state import take
 from fedplan.turn import Turn
+
+Said = TypeVar("Said")
 
 
 class Federation(Server):
@@ -66,8 +70,8 @@ class Federation(Server):
         """Play the next round up to its end; `commit` makes it last."""
         tally = self.begin()
         self.ask(tally)
-        for name, down in tally.cohort.items():
-            update = local(self.setup, self.sites[name], down)
+        for name in tally.cohort:
+            update = self._asked(local, tally, name)
             reach("round.answered")
             self.take(tally, update)
         self.end(tally)
@@ -76,8 +80,15 @@ class Federation(Server):
     def ask(self, tally: Tally) -> None:
         """Where all choose together, hear first what each one would choose."""
         if self.polls(tally):
-            asked = tally.cohort.items()
-            self.choose(tally, {n: poll(self.setup, self.sites[n], down) for n, down in asked})
+            self.choose(tally, {name: self._asked(poll, tally, name) for name in tally.cohort})
+
+    def _asked(self, turn: Callable[[Setup, Site, Down], Said], tally: Tally, name: str) -> Said:
+        """What a site says; one that has lost what it had is asked anew."""
+        try:
+            return turn(self.setup, self.sites[name], tally.cohort[name])
+        except Lacking:
+            self.anew(tally, name)
+            return turn(self.setup, self.sites[name], tally.cohort[name])
 
     @property
     def spent(self) -> float | None:
