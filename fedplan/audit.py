@@ -34,7 +34,7 @@ def verify_run(folder: Path) -> tuple[list[str], str]:
         f"{len(lines) - len(turns)} rounds, {clients} clients, {len(turns)} turns: "
         f"{rested} params rested and none of them moved; "
         f"{up} bytes went up and {down} came down, all of them explained by the plan "
-        f"{setup.method.plan.fingerprint}; no client's own param was in a message."
+        f"{setup.method.plan.fingerprint}; no client's own param went up."
     )
 
 
