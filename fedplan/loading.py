@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fedplan import streams
+from fedplan.buffers import stilled
 from fedplan.config import Study
 from fedplan.errors import FedplanError
 from fedplan.method import Method
@@ -38,6 +39,7 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(streams.seed(study.name, "model", study.seed))
         model = _made(study, task)
+        model = stilled(model) if study.model.still else model
         return method.adapt(model) if method.adapt is not None else model
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fedplan import streams
 from fedplan.agreement import Setup, basis
+from fedplan.buffers import buffers_of, require_rest
 from fedplan.errors import FedplanError
 from fedplan.exchange import Down, Lacking, Refused, Update, listed, nbytes
 from fedplan.fit import Done, Examples, Job, Loss
@@ -134,13 +135,14 @@ def _train(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if site.cloak is not None:
         site.cloak.require_paid(notes.get("charges", 0))
-    turn = _own_turn(site, down)
+    turn, still = _own_turn(site, down), buffers_of(site.model)
     before = _values(setup, site, turn, home)
     if setup.chooses(turn):
         alone = None if setup.method.together else setup.method.probe(_look(setup, site, turn))
         turn = replace(turn, scores=alone or down.turn.scores)
     roles = resolve(setup.method.plan, setup.params, turn)
     done = _fit(setup, site, turn, roles, before, home)
+    require_rest(site.model, still)
     after = take(site.model, setup.trainable)
     marks = _require_still(setup, site, roles, before, after, notes.get("marks", {}))
     shared = {p.key: after[p.key] for p in setup.trainable if roles[p] is Role.SHARE}
@@ -178,6 +180,8 @@ def _values(setup: Setup, site: Site, turn: Turn, home: Tensors) -> dict[str, Te
     values = {p.key: site.start[p.key] for p in setup.trainable}
     values |= {key: site.seen[key] for key in values if key in site.seen} | own
     put(site.model, values, setup.trainable)
+    # A probe must not find the mode in which some other turn has left the model.
+    site.model.eval()
     return values
 
 

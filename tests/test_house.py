@@ -19,7 +19,7 @@ FILES = [file for files in MODULES.values() for file in files]
 # Imports flow one way: each module, or folder of them, may use those that stand before it.
 ORDER = (
     *("errors", "parcel", "errands", "params", "anatomy", "architectures", "description"),
-    *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
+    *("predicates", "parts", "turn", "plan", "resolution", "text", "state", "buffers"),
     *("manifest", "catalog", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
     *("locks", "seals", "generations", "store", "journal"),

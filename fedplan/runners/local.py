@@ -42,7 +42,7 @@ class Federation(Server):
         traits: Mapping[str, Mapping[str, str]] | None = None,
         replies: bool = False,
     ) -> None:
-        self.model, start = model, take(model, setup.params)
+        self.model, start = model.eval(), take(model, setup.params)
         roster = {name: dict((traits or {}).get(name, {})) for name in rows}
         super().__init__(setup, start, folder, rounds=rounds, roster=roster, attendance=attendance)
         marks = digests(start)
