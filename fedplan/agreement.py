@@ -17,6 +17,8 @@ from fedplan.plan import Best, Role
 from fedplan.privacy.promise import Promise
 from fedplan.resolution import permitted, touched
 from fedplan.turn import Turn
+from fedplan.views import Fare
+from fedplan.wire import plain
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,14 @@ class Setup:
     def request(self, number: int, client: str) -> str:
         """The name of what a client is asked for in one round."""
         return f"{self.experiment}/{self.fingerprint}/{number}/{client}"
+
+
+def fare_of(setup: Setup) -> Fare:
+    """What travel costs in a federation."""
+    method = setup.method
+    words = [f"wire {method.wire.text}"] if method.wire.text != plain().text else []
+    words += [f"beside each shared param rides {', '.join(method.riders)}"] if method.riders else []
+    return Fare(setup.up, len(method.riders), "; ".join(words))
 
 
 def basis(versions: Mapping[str, int]) -> str:

@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fedplan.agreement import Setup
-from fedplan.config import ConfigError, read_study
+from fedplan.agreement import Setup, fare_of
+from fedplan.attendance import Attendance
+from fedplan.config import ConfigError, Study, read_study
+from fedplan.crowds import Crowd
 from fedplan.explanation import Explanation, explain
 from fedplan.journal import Journal, home_of
 from fedplan.ledger import digest, parted
@@ -16,7 +18,15 @@ from fedplan.phases import Planned
 from fedplan.privacy.promise import require_sound
 from fedplan.privacy.statement import Statement
 from fedplan.store import Store
-from fedplan.studies import method_of, promise_of, read_run, stage_of, study_in
+from fedplan.studies import (
+    Stage,
+    attendance_of,
+    method_of,
+    promise_of,
+    read_run,
+    stage_of,
+    study_in,
+)
 from fedplan.verification import verify_lines
 
 
@@ -67,11 +77,25 @@ def _home_faults(folder: Path, setup: Setup, turns: list[dict[str, Any]]) -> lis
 def foretold(file: Path) -> tuple[Explanation, Statement | None]:
     """What a study will do with its model, and what that will cost of privacy."""
     study = read_study(file)
-    setup, rounds = stage_of(study).setup, study.train.rounds
-    announce = setup.method.announce
-    phases = announce.after if isinstance(announce, Planned) else None
-    explanation = explain(setup.method.plan, setup.params, rounds=rounds, phases=phases)
+    stage, rounds = stage_of(study), study.train.rounds
+    setup, announce = stage.setup, stage.setup.method.announce
+    explanation = explain(
+        setup.method.plan,
+        setup.params,
+        rounds=rounds,
+        phases=announce.after if isinstance(announce, Planned) else None,
+        crowd=_crowd(study, stage) if study.data.path else None,
+        fare=fare_of(setup),
+    )
     return explanation, Statement.of(setup.promise, rounds) if setup.promise else None
+
+
+def _crowd(study: Study, stage: Stage) -> Crowd:
+    """Who takes part in a study that says it all; sites of their own may say more of themselves."""
+    promise, said = stage.setup.promise, attendance_of(study)
+    drawn = promise is not None and promise.unit == "client" and promise.rate is not None
+    roster = {name: study.clients.traits.get(name, {}) for name in stage.shares.train}
+    return Crowd(roster, everyone=said == Attendance() and not drawn)
 
 
 def stated(place: Path) -> Statement:

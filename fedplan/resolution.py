@@ -42,9 +42,13 @@ def permitted(plan: Plan, params: Params, turn: Turn) -> Roles:
 
 
 def certain(plan: Plan, params: Params, turn: Turn) -> Roles:
-    """The roles if scores chose no block at all: what is trained whatever the scores."""
+    """What is trained whatever the scores: a `best` that may leave blocks out may leave out any."""
     check(plan, params)
-    return _fold(plan.settle(turn), params, lambda best, candidates: frozenset())
+
+    def choose(best: Best, among: tuple[Block, ...]) -> frozenset[Block]:
+        return frozenset(among) if best.count >= len(among) else frozenset()
+
+    return _fold(plan.settle(turn), params, choose)
 
 
 def touched(plan: Plan, params: Params, *roles: Role) -> Params:

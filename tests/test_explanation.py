@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 import fedplan as fp
 from fedplan.catalog import SHORT, skeleton
 from fedplan.cli import app
-from fedplan.forecast import Stage, forecast
+from fedplan.forecast import forecast
 from fedplan.plan import Role
+from fedplan.views import Stage
 
 FEDFROZEN = "chain(share(), when(after(20), freeze(query | key)))"
 SAFL = "chain(freeze(), best(8))"

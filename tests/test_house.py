@@ -20,7 +20,7 @@ FILES = [file for files in MODULES.values() for file in files]
 ORDER = (
     *("errors", "parcel", "errands", "params", "anatomy", "architectures", "description"),
     *("predicates", "parts", "turn", "plan", "resolution", "text", "state", "buffers"),
-    *("manifest", "catalog", "forecast", "explanation", "pictures"),
+    *("manifest", "catalog", "crowds", "views", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
     *("locks", "seals", "generations", "store", "journal"),
     *(
