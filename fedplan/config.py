@@ -43,7 +43,8 @@ class ModelSection(Section):
     """The model: a folder or hub id with weights, or a type and settings to start from scratch.
 
     A model of two towers may also be made of two: `vision` and `text`, joined by a `bridge`.
-    `digest` pins it: every end refuses a model whose `fedplan digest` is another.
+    `digest` pins it: every end refuses a model whose `fedplan digest` is another. `still` has batch
+    norms use the statistics that they have: a run moves params, and nothing else.
     """
 
     path: str = ""
@@ -53,6 +54,7 @@ class ModelSection(Section):
     text: str = ""
     bridge: str = ""
     digest: str = ""
+    still: bool = False
 
     @model_validator(mode="after")
     def _one(self) -> ModelSection:

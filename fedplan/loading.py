@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fedplan import streams
+from fedplan.buffers import stilled
 from fedplan.config import Study
 from fedplan.errors import FedplanError
 from fedplan.foresight import require_sight
@@ -40,6 +41,7 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
         torch.manual_seed(streams.seed(study.name, "model", study.seed))
         model = _made(study, task)
         require_sight(model, task.kind)
+        model = stilled(model) if study.model.still else model
         return method.adapt(model) if method.adapt is not None else model
 
 

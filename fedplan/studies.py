@@ -18,11 +18,11 @@ from fedplan.agreement import Setup
 from fedplan.attendance import Attendance
 from fedplan.attention import moved
 from fedplan.config import ConfigError, MethodSection, Study, study_of
+from fedplan.crowds import phases_in
 from fedplan.description import describe
 from fedplan.evaluation import spread
 from fedplan.files import keep_file
 from fedplan.fit import Pace
-from fedplan.forecast import phases_in
 from fedplan.ledger import digests, joined
 from fedplan.loading import starting_model
 from fedplan.locks import Claim, claimed

@@ -20,8 +20,8 @@ FILES = [file for files in MODULES.values() for file in files]
 ORDER = (
     *("errors", "hub", "parcel", "errands", "params", "anatomy", "teaching", "architectures"),
     "description",
-    *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
-    *("manifest", "catalog", "forecast", "explanation", "pictures"),
+    *("predicates", "parts", "turn", "plan", "resolution", "text", "state", "buffers"),
+    *("manifest", "catalog", "crowds", "views", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
     *("locks", "files", "identity", "seals", "generations", "store", "journal"),
     *(

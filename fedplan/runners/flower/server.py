@@ -19,7 +19,7 @@ from fedplan.files import put_file
 from fedplan.mail import down_parcel, down_said, opened, parcel_of, update_of
 from fedplan.parcel import Parcel
 from fedplan.privacy.errors import PrivacyError
-from fedplan.rounds import Tally, push
+from fedplan.rounds import Tally
 from fedplan.runners.flower.calls import Calls, Guest, Letter, Patience
 from fedplan.runners.flower.records import arrays_of
 from fedplan.runners.flower.submit import FAULT
@@ -177,10 +177,7 @@ class Carrier:
         """Whether a site has lost what it was sent before; it is then asked anew, with all."""
         if not _said(answer).get("lacking") or tally.cohort[name].anew:
             return False
-        scores, server = tally.cohort[name].turn.scores, self.server
-        tally.vain += tally.cohort[name].nbytes
-        down = push(server.setup, server.world, name, server.roster[name], anew=True)
-        tally.cohort[name] = replace(down, turn=replace(down.turn, scores=scores))
+        self.server.anew(tally, name)
         log.warning("%s has lost what it was sent before, and is sent all of it", name)
         return True
 
