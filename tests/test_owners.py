@@ -213,7 +213,7 @@ class Flower(Played):
     """It over a grid; `killed`, every site and, after each round, the server begins anew."""
 
     def play(self, *, killed: bool) -> None:
-        self.killed = killed
+        self.killed, self.setup = killed, self.server(1).setup
         self.desks = {name: self.desk(name) for name in self.clients}
         grid = InProcess(client_app(self.answer), [{"name": name} for name in self.clients])
         for number in range(1, ROUNDS + 1):

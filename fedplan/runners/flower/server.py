@@ -129,7 +129,9 @@ class Carrier:
                 f"starts from the model {guest.start[:40]} and not from {setup.start}: give it the "
                 "same weights, and start it again"
             )
-        if guest.agreed != setup.fingerprint or guest.run != setup.run:
+        if guest.run != setup.run:
+            return f"is in the run {guest.run[:40]} and this is {setup.run}: start it again"
+        if guest.agreed != setup.fingerprint:
             return (
                 f"agreed to {guest.agreed[:40]} and this study is {setup.fingerprint}: give it the "
                 "same study, and start it again"
