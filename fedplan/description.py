@@ -150,7 +150,8 @@ class _Body:
         tags |= {tag for p, tag in row.tags.items() if occurs(p, where)} if row else set()
         acts_on = {k for p, k in row.acts_on.items() if occurs(p, where)} if row else set[Kind]()
         shape = tuple(tensor.shape)
-        placed = block is not None or bool(row and row.blocks)
+        told = self._told(name, where)
+        placed = block is not None or bool(row and row.blocks and told)
         return Param(
             name=name,
             kind=kind,
@@ -162,22 +163,21 @@ class _Body:
             rows=rows,
             tags=frozenset(tags),
             on=frozenset(acts_on),
-            perhaps=self._perhaps(name, kind, placed=placed),
+            perhaps=self._perhaps(name, kind, placed=placed, told=told),
         )
 
-    def _perhaps(self, name: str, kind: Kind, *, placed: bool) -> frozenset[str]:
+    def _perhaps(self, name: str, kind: Kind, *, placed: bool, told: bool) -> frozenset[str]:
         """The words that nobody knows to be true or not, of a param whose row is not known."""
         if kind is Kind.PROMPT or self._outside_backbone(name):
             return frozenset()
-        where = frozenset[str]() if placed else PLACES
+        places = frozenset[str]() if placed else PLACES
         if kind is not Kind.UNKNOWN:
-            known, _ = self._row(name)
             acts = {"kernel"} if kind in (Kind.NORM, Kind.ADAPTER) else set[str]()
-            return frozenset() if known else where | acts
+            return frozenset() if told else places | acts
         owner = self._owner(name)
         if isinstance(owner, nn.Embedding):
-            return where | {"embed", "position", "kernel", "prompt"}
-        words = ANATOMY | where
+            return places | {"embed", "position", "kernel", "prompt"}
+        words = ANATOMY | places
         words -= set() if _may_be_norm(owner) else {"norm"}
         listed = any(isinstance(self.modules.get(above), LISTS) for above in _ancestors(name))
         # Within a backbone only a linear layer beside the blocks may be head: a pooler.
@@ -191,7 +191,9 @@ class _Body:
             return Kind.HEAD
         if row is None:
             return self._by_type(owner)
-        matching = [p for p in (*row.kinds, *row.fused) if occurs(p, where)]
+        foreign = self._foreign(name)
+        said = where if foreign is None else foreign
+        matching = [p for p in (*row.kinds, *row.fused) if occurs(p, said)]
         if any(row.kinds.get(p) is Kind.HEAD for p in matching):
             return Kind.HEAD
         if _is_norm(owner):
@@ -199,9 +201,9 @@ class _Body:
         if matching:
             longest = max(matching, key=len)
             return row.kinds.get(longest, longest)
-        if isinstance(owner, nn.Embedding):
-            return Kind.EMBED
-        return Kind.UNKNOWN
+        if not self._told(name, where):
+            return self._by_type(owner)
+        return Kind.EMBED if isinstance(owner, nn.Embedding) else Kind.UNKNOWN
 
     def _by_type(self, owner: nn.Module) -> Kind:
         """What is sure of a tensor without any anatomy."""
@@ -223,6 +225,26 @@ class _Body:
                 if key in KNOWN:
                     return KNOWN[key], config
         return None, None
+
+    def _foreign(self, name: str) -> Path | None:
+        """The path of a model of an unknown type within a known one, if this stands in one."""
+        found: Path | None = None
+        for above in _ancestors(name):
+            module = self.modules.get(above)
+            model_type = getattr(getattr(module, "config", None), "model_type", None)
+            if model_type in KNOWN or type(module).__name__ in KNOWN:
+                return found
+            found = path(above) if isinstance(model_type, str) else found
+        return None
+
+    def _told(self, name: str, where: Path) -> bool:
+        """Whether a row tells of the model that this stands in, or of this by its path."""
+        row, _ = self._row(name)
+        foreign = self._foreign(name)
+        if row is None or (foreign is None and (row.blocks or row.towers)):
+            return row is not None
+        said = where if foreign is None else foreign
+        return any(occurs(p, said) for p in (*row.kinds, *row.fused))
 
     def _tower(self, name: str) -> str:
         """The stack that a model of several models gives to the one that holds this name."""
@@ -303,6 +325,7 @@ def _entry(module: nn.Module) -> nn.Module | None:
 
 def _may_be_norm(owner: nn.Module) -> bool:
     """Whether a module of somebody's own class holds nothing but vectors."""
-    held = [tuple(tensor.shape) for tensor in owner.parameters(recurse=False)]
-    ours = type(owner).__module__.startswith("torch.")
-    return not ours and all(prod(shape) == max(shape, default=1) for shape in held)
+    if type(owner).__module__.startswith("torch.") or any(True for _ in owner.children()):
+        return False
+    held = (tuple(tensor.shape) for tensor in owner.parameters(recurse=False))
+    return all(prod(shape) == max(shape, default=0) for shape in held)

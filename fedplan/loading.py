@@ -18,6 +18,7 @@ from fedplan.foresight import require_sight
 from fedplan.hub import bare, is_hub_id
 from fedplan.method import Method
 from fedplan.models.dual import load_dual
+from fedplan.proposal import learn
 from fedplan.tasks import Task
 
 
@@ -42,6 +43,8 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
         model = _made(study, task)
         require_sight(model, task.kind)
         model = stilled(model) if study.model.still else model
+        if said := study.model.anatomy or ({"like": study.model.like} if study.model.like else {}):
+            learn(model, said)
         return method.adapt(model) if method.adapt is not None else model
 
 
