@@ -285,19 +285,6 @@ teach(
 )
 teach("TransformerDecoder", like="TransformerEncoder", blocks={"decoder": "layers"})
 
-# peft: where an adapter stands within its host, the wrappers to see through, the copies nobody runs
-ADAPTERS = {
-    "lora_A": "lora_a",
-    "lora_B": "lora_b",
-    "lora_embedding_A": "lora_a",
-    "lora_embedding_B": "lora_b",
-    "lora_magnitude_vector": "lora_m",
-}
-WRAPPED = "base_layer"
-SAVED = "modules_to_save"
-DORMANT = "original_module"
-PROMPTS = "prompt_encoder"
-
 EAGER = "_attn_implementation"
 GIVES_ATTENTION = {"output_attentions": True, "need_weights": True, "average_attn_weights": False}
 """What to say to an attention module that gives its probabilities only if it is asked."""

@@ -5,12 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
+from fedplan.adapters import (
+    ROWED,
+    TAGS,
+    WRAPPED,
+    Graft,
+    graft_of,
+    is_dormant,
+    without_wrappers,
+)
 from fedplan.anatomy import Anatomy, Path, ends, occurs, path
-from fedplan.architectures import ADAPTERS, DORMANT, KNOWN, PROMPTS, SAVED, WRAPPED
+from fedplan.architectures import KNOWN
 from fedplan.errors import UnknownArchitecture
 from fedplan.params import Block, Kind, Param, Params, Rows
 
@@ -18,7 +27,8 @@ from fedplan.params import Block, Kind, Param, Params, Rows
 def describe(model: nn.Module) -> Params:
     """List every parameter of a model, in the model's order, rows of fused tensors one by one.
 
-    Works on the meta device too. Tied tensors appear once, under their first owner's kind.
+    Works on the meta device too. Tied tensors appear once, under their first owner's kind. Copies
+    that nobody runs (an adapter of peft that is not active, what a saved module replaced) are none.
 
     >>> from transformers import BertConfig, BertModel
     >>> model = BertModel(BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9))
@@ -28,12 +38,11 @@ def describe(model: nn.Module) -> Params:
     body = _Body(dict(model.named_modules()))
     names: dict[Tensor, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
-        if DORMANT not in name.split("."):
-            names.setdefault(tensor, []).append(name)
+        names.setdefault(tensor, []).append(name)
     return tuple(
-        replace(param, tied=tuple(others))
-        for tensor, (name, *others) in names.items()
-        for param in body.explain(name, tensor)
+        replace(param, name=all_names[0], tied=tuple(all_names[1:]))
+        for tensor, all_names in names.items()
+        for param in body.explain(all_names, tensor)
     )
 
 
@@ -78,15 +87,20 @@ class _Body:
                 self.lists[name] = _Place(stack, self.depths.get(stack, 0))
                 self.depths[stack] = self.depths.get(stack, 0) + size
 
-    def explain(self, name: str, tensor: Tensor) -> Iterator[Param]:
-        """The params that one tensor holds: one, or one per kind where it is fused."""
-        where = _without_wrappers(name)
-        if PROMPTS in where:
-            yield self._param(name, tensor, where, Kind.PROMPT)
-        elif adapter := next((s for s in where if s in ADAPTERS), None):
-            yield from self._adapters(name, tensor, where, adapter)
-        else:
-            yield from self._plain(name, tensor, where)
+    def explain(self, names: list[str], tensor: Tensor) -> Iterator[Param]:
+        """The params that one tensor holds: one, or one per kind where it is fused.
+
+        The first name that somebody runs says what it is; nothing of it is a param if none does.
+        """
+        live = [name for name in names if not is_dormant(self.modules, name)]
+        graft = graft_of(self.modules, live[0]) if live else None
+        if graft and graft.kind is Kind.ADAPTER:
+            yield from self._adapters(live, tensor, graft)
+        elif graft:
+            kind, tag = graft.kind, TAGS.get(graft.place, "")
+            yield self._param(live[0], tensor, without_wrappers(live[0]), kind, tag=tag)
+        elif live:
+            yield from self._plain(live[0], tensor, without_wrappers(live[0]))
 
     def _plain(self, name: str, tensor: Tensor, where: Path) -> Iterator[Param]:
         found = self._find(name, where, self._owner(name))
@@ -97,23 +111,41 @@ class _Body:
         for kind, rows in self._fused(found, name, tensor.shape[dim]).items():
             yield self._param(name, tensor, where, kind, replace(rows, dim=dim))
 
-    def _adapters(self, name: str, tensor: Tensor, where: Path, adapter: str) -> Iterator[Param]:
-        """An adapter acts on its host's kind; of a fused host, its output side has rows too."""
-        host = name.split(f".{adapter}")[0]
-        inner = f"{host}.{WRAPPED}"
-        owner = self.modules[inner if inner in self.modules else host]
-        found = self._find(name, (*_without_wrappers(host), "weight"), owner)
-        param = self._param(name, tensor, where, Kind.ADAPTER, tag=ADAPTERS[adapter])
-        if isinstance(found, Kind):
-            yield replace(param, on=frozenset({found}))
+    def _adapters(self, names: list[str], tensor: Tensor, graft: Graft) -> Iterator[Param]:
+        """An adapter acts on its host's kind; of a fused host, LoRA's output side has rows too."""
+        name, tag = names[0], TAGS.get(graft.place, "")
+        param = self._param(name, tensor, without_wrappers(name), Kind.ADAPTER, tag=tag)
+        found = self._host(name)
+        layout = self._fused(found, name, tensor.numel()) if isinstance(found, tuple) else {}
+        if len(names) > 1 or not layout or tag not in ROWED:
+            yield self._acting(param, names)
             return
-        layout = self._fused(found, name, tensor.shape[0])
-        if ADAPTERS[adapter] == "lora_a":
-            yield replace(param, on=frozenset(layout))
-            return
-        for kind, rows in layout.items():
+        for kind, rows in self._fused(cast("Path", found), name, tensor.shape[0]).items():
             shape = rows.shape(tuple(tensor.shape))
             yield replace(param, on=frozenset({kind}), rows=rows, shape=shape)
+
+    def _acting(self, param: Param, names: list[str]) -> Param:
+        """An adapter with all that it acts on; one that serves several blocks stands in none."""
+        hosts = {name: self._host(name) for name in names}
+        on = {
+            kind
+            for name, host in hosts.items()
+            for kind in (self._fused(host, name, 0) if isinstance(host, tuple) else (host,))
+        }
+        places = {self._block(name, self._row(name)[0]) for name in names}
+        block = param.block if len(places) == 1 else None
+        return replace(param, on=frozenset(kind for kind in on if kind), block=block)
+
+    def _host(self, name: str) -> Kind | Path | None:
+        """The kind of what an adapter's layer changes; None where it serves the whole model."""
+        graft = graft_of(self.modules, name)
+        inner = graft.inner if graft else ""
+        if not graft or inner not in self.modules:
+            return None
+        while f"{inner}.{WRAPPED}" in self.modules:
+            inner = f"{inner}.{WRAPPED}"
+        leaf = str(getattr(self.modules[graft.layer], "parameter_name", "weight"))
+        return self._find(name, (*without_wrappers(graft.layer), leaf), self.modules[inner])
 
     def _param(
         self,
@@ -241,15 +273,6 @@ def _ancestors(name: str) -> Iterator[str]:
         yield name
         name = name.rpartition(".")[0]
     yield ""
-
-
-def _without_wrappers(name: str) -> Path:
-    """A name's segments as they would be without peft: no base_layer, no modules_to_save."""
-    segments = [s for s in name.split(".") if s != WRAPPED]
-    if SAVED in segments:
-        at = segments.index(SAVED)
-        del segments[at : at + 2]
-    return tuple(segments)
 
 
 def _is_norm(module: nn.Module) -> bool:

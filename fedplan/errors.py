@@ -34,6 +34,10 @@ class UnknownArchitecture(FedplanError):
     """A model, or a parameter of it, that no anatomy explains. The message says how to teach it."""
 
 
+class UnknownAdapter(FedplanError):
+    """An adapter of peft that is not checked, or not in use. The message says what is."""
+
+
 class UnknownModel(FedplanError):
     """A model name that is neither a folder, nor a hub id, nor a short name."""
 

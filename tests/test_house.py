@@ -18,7 +18,8 @@ FILES = [file for files in MODULES.values() for file in files]
 
 # Imports flow one way: each module, or folder of them, may use those that stand before it.
 ORDER = (
-    *("errors", "parcel", "errands", "params", "anatomy", "architectures", "description"),
+    *("errors", "parcel", "errands", "params", "anatomy", "architectures"),
+    *("adapters", "description"),
     *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
     *("manifest", "catalog", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
