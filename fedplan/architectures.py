@@ -40,6 +40,7 @@ def teach(
 ) -> Anatomy:
     """Teach fedplan an architecture: a `config.model_type`, or the class name of a plain module.
 
+    A class name may be given with its module, as in `torch.nn.modules.transformer.Transformer`.
     `blocks` says per stack where its list of blocks is; each further word is a kind. Either takes
     paths separated by spaces: several, or several spellings of one. `like` starts from another row.
 
@@ -61,9 +62,10 @@ def teach(
 
 def _over(old: Anatomy, new: Anatomy) -> Anatomy:
     """A row laid over another: what the new one says is added, or heard instead."""
-    said = {f.name: getattr(old, f.name) | getattr(new, f.name) for f in fields(Anatomy)}
+    maps = [f.name for f in fields(Anatomy) if f.name != "of"]
+    said = {name: getattr(old, name) | getattr(new, name) for name in maps}
     said["blocks"] = new.blocks or old.blocks
-    return replace(old, **said)
+    return replace(new, **said)
 
 
 # Text encoders
@@ -73,7 +75,7 @@ teach(
     query="self.query",
     key="self.key",
     value="self.value",
-    out="attention.output.dense",
+    out="attention.output.dense crossattention.output.dense",
     mlp="intermediate.dense output.dense",
     head="pooler",
     cross="crossattention",
@@ -110,6 +112,7 @@ teach(
     value="self.value_proj",
     position="encoder.rel_embeddings",
     embed="embed_proj",
+    acts_on={"encoder.LayerNorm": "position"},
 )
 teach(
     "modernbert",
@@ -161,10 +164,10 @@ teach(
     blocks={"vision": "encoder.layers"},
     embed="embeddings",
 )
-teach("clip", head="visual_projection text_projection", scale="logit_scale")
+teach("clip", head="visual_projection text_projection classifier", scale="logit_scale")
 teach("siglip_text_model", like="clip_text_model", head="head")
 teach("siglip_vision_model", like="clip_vision_model", head="head")
-teach("siglip", scale="logit_scale logit_bias")
+teach("siglip", scale="logit_scale logit_bias", head="classifier")
 teach(
     "vision-text-dual-encoder",
     like="clip",
@@ -180,14 +183,14 @@ RESIZED = frozenset({"clip_vision_model", "vit", "deit"})
 
 # Our own: prompts of two towers, and what fuses their levels
 teach(
-    "DualPrompts",
+    "fedplan.models.prompts.DualPrompts",
     towers={"text": "text", "vision": "vision"},
     beside={"text": "text", "vision": "vision"},
     tags={"common": "common", "own": "own"},
     prompt="common own",
 )
 teach(
-    "DualFusion",
+    "fedplan.models.fusion.DualFusion",
     towers={"text": "fusion", "vision": "fusion"},
     tags={"text": "text", "vision": "vision"},
     query="query",
@@ -255,7 +258,7 @@ teach(
     out="SelfAttention.o EncDecAttention.o",
     position="relative_attention_bias",
     mlp="DenseReluDense",
-    head="lm_head",
+    head="lm_head qa_outputs",
     cross="EncDecAttention",
 )
 teach(
@@ -268,22 +271,32 @@ teach(
     mlp="fc1 fc2",
     cross="encoder_attn",
 )
-teach("whisper", like="bart", embed="conv1 conv2")
+teach("whisper", like="bart", embed="conv1 conv2", head="projector classifier layer_weights")
+
+# Whatever two models are joined: each is the stack that its place says
+for name in ("encoder-decoder", "vision-encoder-decoder", "speech-encoder-decoder"):
+    towers = {"encoder": "encoder", "decoder": "decoder"}
+    teach(name, towers=towers, embed="enc_to_dec_proj")
+
+for name, row in KNOWN.items():
+    if not name.startswith("fedplan."):
+        KNOWN[name] = replace(row, of="transformers")
 
 # Plain torch. An adapter of peft on the attention itself acts on its packed weight.
 PACKED = ("in_proj_weight", "in_proj_bias", "self_attn.weight", "multihead_attn.weight")
-teach(
-    "TransformerEncoder",
-    blocks={"encoder": "layers"},
-    fused=dict.fromkeys(PACKED, thirds),
-    query="q_proj_weight",
-    key="k_proj_weight bias_k",
-    value="v_proj_weight bias_v",
-    out="self_attn.out_proj multihead_attn.out_proj",
-    mlp="linear1 linear2",
-    cross="multihead_attn",
-)
-teach("TransformerDecoder", like="TransformerEncoder", blocks={"decoder": "layers"})
+for name in ("EncoderLayer", "DecoderLayer"):
+    teach(
+        f"torch.nn.modules.transformer.Transformer{name}",
+        fused=dict.fromkeys(PACKED, thirds),
+        query="q_proj_weight",
+        key="k_proj_weight bias_k",
+        value="v_proj_weight bias_v",
+        out="self_attn.out_proj multihead_attn.out_proj",
+        mlp="linear1 linear2",
+        cross="multihead_attn",
+    )
+teach("torch.nn.modules.transformer.TransformerEncoder", blocks={"encoder": "layers"})
+teach("torch.nn.modules.transformer.TransformerDecoder", blocks={"decoder": "layers"})
 
 EAGER = "_attn_implementation"
 GIVES_ATTENTION = {"output_attentions": True, "need_weights": True, "average_attn_weights": False}

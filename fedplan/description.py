@@ -23,6 +23,9 @@ from fedplan.architectures import KNOWN
 from fedplan.errors import UnknownArchitecture
 from fedplan.params import Block, Kind, Param, Params, Rows
 
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""What may hold a model's blocks."""
+
 
 def describe(model: nn.Module) -> Params:
     """List every parameter of a model, in the model's order, rows of fused tensors one by one.
@@ -73,8 +76,9 @@ class _Body:
         self.beside: dict[str, _Place] = {}
         self.depths: dict[str, int] = {}
         for name, module in modules.items():
-            if isinstance(module, nn.ModuleList):
+            if isinstance(module, LISTS):
                 self._count(name, len(module))
+        self._require_blocks()
 
     def _count(self, name: str, size: int) -> None:
         row, _ = self._row(name)
@@ -83,9 +87,20 @@ class _Body:
                 self.beside[name] = _Place(stack, 0)
         for stack, where in row.blocks.items() if row else ():
             if any(ends(path(each), path(name)) for each in where.split()):
-                stack = self._tower(name) or stack
+                stack = self._stack(name, stack)
                 self.lists[name] = _Place(stack, self.depths.get(stack, 0))
                 self.depths[stack] = self.depths.get(stack, 0) + size
+
+    def _require_blocks(self) -> None:
+        """A row that somebody taught for this class must find the blocks that it speaks of."""
+        root = type(self.modules[""]).__name__
+        if root in KNOWN and KNOWN[root].blocks and not self.lists:
+            where = ", ".join(KNOWN[root].blocks.values())
+            lists = [name for name, module in self.modules.items() if isinstance(module, LISTS)]
+            raise UnknownArchitecture(
+                f"the row of {root!r} says that its blocks are in {where!r}, and there is no list "
+                f"of modules there; there are {', '.join(lists) or 'none'}: teach it blocks= anew"
+            )
 
     def explain(self, names: list[str], tensor: Tensor) -> Iterator[Param]:
         """The params that one tensor holds: one, or one per kind where it is fused.
@@ -206,10 +221,18 @@ class _Body:
         for above in _ancestors(name):
             module = self.modules.get(above)
             config = getattr(module, "config", None)
-            for key in (getattr(config, "model_type", None), type(module).__name__):
-                if key in KNOWN:
+            kind = type(module)
+            exact = f"{kind.__module__}.{kind.__qualname__}"
+            for key in (getattr(config, "model_type", None), exact, kind.__name__):
+                if key in KNOWN and KNOWN[key].fits(kind):
                     return KNOWN[key], config
         return None, None
+
+    def _stack(self, name: str, stack: str) -> str:
+        """The stack of a name: as a model of several models says, or as it is used."""
+        _, config = self._row(name)
+        used = "decoder" if getattr(config, "is_decoder", False) is True else stack
+        return self._tower(name) or (used if stack == "encoder" else stack)
 
     def _tower(self, name: str) -> str:
         """The stack that a model of several models gives to the one that holds this name."""
@@ -228,11 +251,11 @@ class _Body:
             above = ".".join(segments[:i])
             place = self.lists.get(above) or self.beside.get(above)
             if place:
-                return place.stack, place.offset + int(segment)
+                return place.stack, place.offset + _position(self.modules[above], segment)
         if row is None or self._outside_backbone(name):
             return "", None
         named = [stack for stack in row.blocks if len(row.blocks) == 1 or stack in segments]
-        return self._tower(name) or (named[0] if named else ""), None
+        return self._stack(name, named[0] if named else ""), None
 
     def _outside_backbone(self, name: str) -> bool:
         """Whether a Hugging Face model with a backbone holds this beside it: then it is head."""
@@ -273,6 +296,14 @@ def _ancestors(name: str) -> Iterator[str]:
         yield name
         name = name.rpartition(".")[0]
     yield ""
+
+
+def _position(holder: nn.Module, segment: str) -> int:
+    """Which of a list's modules a segment names; they may have names of their own."""
+    if isinstance(holder, nn.ModuleDict):
+        return list(holder.keys()).index(segment)
+    names = [name for name, _ in holder.named_children()]
+    return int(segment) if segment.isdigit() else names.index(segment)
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of heads: a head comes after the blocks and gives the answer, in every class of the zoo."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+import zoo
+from torch import Tensor, nn
+
+from fedplan.description import blocks_of, describe
+from fedplan.params import Kind
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "BeitForMaskedImageModeling": {"use_mask_token": True},
+    "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "DeiTForMaskedImageModeling": {"encoder_stride": 4},
+    "SwinForMaskedImageModeling": {"encoder_stride": 4},
+    "T5ForSequenceClassification": {"decoder_start_token_id": 0},
+    "ViTForMaskedImageModeling": {"encoder_stride": 4},
+}
+AFTER = {Kind.HEAD, Kind.NORM, Kind.SCALE}
+"""What may stand behind the last block."""
+
+
+@functools.cache
+def classes() -> dict[str, tuple[str, type[hf.PreTrainedModel]]]:
+    """Every class that transformers has for a configuration of the zoo, with the zoo's name."""
+    found = dict[str, tuple[str, type[hf.PreTrainedModel]]]()
+    for name in zoo.ARCHITECTURES:
+        model = zoo.build(name)
+        if isinstance(model, hf.PreTrainedModel):
+            for each in vars(sys.modules[type(model).__module__]).values():
+                if _is_model_of(each, type(model.config)):
+                    found.setdefault(each.__name__, (name, each))
+    return found
+
+
+def _is_model_of(each: Any, config: type) -> bool:
+    if not inspect.isclass(each) or not issubclass(each, hf.PreTrainedModel):
+        return False
+    public = getattr(hf, each.__name__, None) is each
+    runs = each.forward.__name__ == "forward"
+    return public and runs and each.config_class is config
+
+
+def built(name: str) -> tuple[nn.Module, zoo.Inputs]:
+    """A tiny model of one class, without zeros that would hide an influence, and a batch for it."""
+    home, wanted = classes()[name]
+    torch.manual_seed(0)
+    config = copy.deepcopy(zoo.build(home).config)
+    config.update(SETTINGS.get(name, {}))
+    if getattr(config.get_text_config(), "pad_token_id", 0) is None:
+        config.pad_token_id = 0
+    model = wanted(config).eval()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if not tensor.any():
+                tensor.normal_(0, 0.1)
+    return model, batch_of(name, home)
+
+
+def batch_of(name: str, home: str) -> zoo.Inputs:
+    """A batch of what a class takes, taken from the zoo's."""
+    batch, wanted = zoo.feed(home), inspect.signature(classes()[name][1].forward).parameters
+    batch = {k: v for k, v in batch.items() if k in wanted} or zoo.tokens()
+    if "MultipleChoice" in name:
+        batch = {k: v[:, None].repeat(1, 2, 1) for k, v in batch.items()}
+    if "SequenceClassification" in name and batch.pop("decoder_input_ids", None) is not None:
+        batch["input_ids"][:, -1] = zoo.build(home).config.eos_token_id
+    if "MaskedImage" in name:
+        patches = 64 if home == "swin" else 16
+        batch["bool_masked_pos"] = torch.arange(2 * patches).reshape(2, patches) % 3 == 0
+    return batch
+
+
+def influences(model: nn.Module, batch: zoo.Inputs) -> tuple[set[str], set[str]]:
+    """The names of what some block's output depends on, and of what the answer depends on."""
+    given = list[Tensor]()
+    hooks = [
+        block.register_forward_hook(lambda _, __, out: given.append(_first(out)))
+        for block in blocks_of(model).values()
+    ]
+    out = model(**batch)
+    answer = zoo.loss({k: v for k, v in out.items() if k != "loss"})
+    for hook in hooks:
+        hook.remove()
+    inner = torch.stack([each.double().square().sum() for each in given]).sum()
+    return _reached(model, inner), _reached(model, answer)
+
+
+def _first(out: Any) -> Tensor:
+    return out if isinstance(out, Tensor) else _first(out[0])
+
+
+def _reached(model: nn.Module, goal: Tensor) -> set[str]:
+    model.zero_grad()
+    goal.backward(retain_graph=True)
+    return {n for n, t in model.named_parameters() if t.grad is not None and t.grad.any()}
+
+
+@pytest.mark.parametrize("name", sorted(classes()))
+def test_a_head_stands_behind_the_blocks_and_nothing_else_does(name: str) -> None:
+    model, batch = built(name)
+    params = describe(model)
+    assert sum(p.numel for p in params) == sum(t.numel() for t in model.parameters())
+    inner, outer = influences(model, batch)
+    for p in params:
+        if p.kind is Kind.HEAD:
+            assert p.name not in inner and p.block is None, p.name
+        elif p.name in outer - inner:
+            assert p.kind in AFTER or p.at, p.name
