@@ -123,6 +123,11 @@ class _Body:
             yield self._param(name, tensor, where, found)
             return
         dim = self._out_dim(name, tensor)
+        if getattr(self._owner(name), "out_features", tensor.shape[dim]) != tensor.shape[dim]:
+            raise UnknownArchitecture(
+                f"{name!r} holds several kinds and is packed ({tuple(tensor.shape)} of "
+                f"{tensor.dtype}), so that its rows cannot be told: load the model unpacked"
+            )
         for kind, rows in self._fused(found, name, tensor.shape[dim]).items():
             yield self._param(name, tensor, where, kind, replace(rows, dim=dim))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from math import isnan, nan
 
 from fedplan.errors import PlanError
-from fedplan.params import Block, Params
+from fedplan.params import TRAINED, Block, Params
 from fedplan.parts import Part
 from fedplan.plan import Assign, Best, Plan, Role, Roles, Step
 from fedplan.turn import Turn
@@ -116,7 +116,17 @@ def _fold(steps: Iterable[Step], params: Params, choose: Choose) -> Roles:
         else:
             chosen = choose(step, candidates(step, params))
             roles |= {p: roles[p].awake for p in params if p.at in chosen and step.part.holds(p)}
+    _require_trainable(roles)
     return roles
+
+
+def _require_trainable(roles: Roles) -> None:
+    for param, role in roles.items():
+        if role.trained and param.dtype not in TRAINED:
+            raise PlanError(
+                f"the plan trains {param.key}, whose numbers are {param.dtype} and cannot be "
+                f"trained: freeze it, as in freeze(named({param.name!r})) at the plan's end"
+            )
 
 
 def _missing(step: Step, part: Part, params: Params) -> str:

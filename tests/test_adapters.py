@@ -71,7 +71,23 @@ SECOND_HOST = {"ADAPTION_PROMPT": "llama"} | dict.fromkeys(
     "gpt2",
 )
 NOT_CONV1D = frozenset(
-    "BEFT BOFT C3A DELORA GLORA HRA LILY LOHA LOKR MISS OFT PEANUT ROAD SHIRA SUPERTUNING".split()
+    [
+        "BEFT",
+        "BOFT",
+        "C3A",
+        "DELORA",
+        "GLORA",
+        "HRA",
+        "LILY",
+        "LOHA",
+        "LOKR",
+        "MISS",
+        "OFT",
+        "PEANUT",
+        "ROAD",
+        "SHIRA",
+        "SUPERTUNING",
+    ]
 )
 """What peft does not put on GPT-2's layers."""
 
@@ -84,8 +100,8 @@ def host_of(kind: str) -> str:
 def hosts_of(kind: str) -> list[str]:
     if kind in SECOND_HOST:
         return [SECOND_HOST[kind]]
-    without = {"TRAINABLE_TOKENS": {"vit"}} | dict.fromkeys(NOT_CONV1D, {"gpt2"})
-    return [host for host in PLACES if host not in without.get(kind, set())]
+    without = {"TRAINABLE_TOKENS": "vit"} | dict.fromkeys(NOT_CONV1D, "gpt2")
+    return [host for host in PLACES if host != without.get(kind)]
 
 
 def config_of(kind: str, host: str, **extra: Any) -> Any:

@@ -20,7 +20,11 @@ from fedplan.params import Kind
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "BeitForMaskedImageModeling": {"use_mask_token": True},
-    "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "BeitForSemanticSegmentation": {
+        "num_hidden_layers": 4,
+        "stage_names": ["stem", "stage1", "stage2", "stage3", "stage4"],
+        "out_indices": [1, 2, 3, 4],
+    },
     "DeiTForMaskedImageModeling": {"encoder_stride": 4},
     "SwinForMaskedImageModeling": {"encoder_stride": 4},
     "T5ForSequenceClassification": {"decoder_start_token_id": 0},
