@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe: every parameter of a model as a param, or an error that says how to teach it."""
+"""Describe: every parameter of a model as a param; what no anatomy explains is unknown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -21,7 +22,10 @@ from fedplan.adapters import (
 from fedplan.anatomy import Anatomy, Path, ends, occurs, path
 from fedplan.architectures import KNOWN
 from fedplan.errors import UnknownArchitecture
-from fedplan.params import Block, Kind, Param, Params, Rows
+from fedplan.params import PLACES, Block, Kind, Param, Params, Rows
+
+ANATOMY = frozenset(map(str, Kind)) - {"adapter", "unknown"} | {"kernel", "cross", "common", "own"}
+"""The words that an anatomy decides."""
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """What may hold a model's blocks."""
@@ -32,6 +36,8 @@ def describe(model: nn.Module) -> Params:
 
     Works on the meta device too. Tied tensors appear once, under their first owner's kind. Copies
     that nobody runs (an adapter of peft that is not active, what a saved module replaced) are none.
+    Of a model without an anatomy it tells what is sure: norms by type, biases, a head beside a
+    backbone.
 
     >>> from transformers import BertConfig, BertModel
     >>> model = BertModel(BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9))
@@ -79,6 +85,19 @@ class _Body:
             if isinstance(module, LISTS):
                 self._count(name, len(module))
         self._require_blocks()
+        entries = {name: _entry(module) for name, module in modules.items()}
+        self.tables = {e for e in entries.values() if isinstance(e, nn.Embedding)}
+        self.backbones = dict(self._backbones(entries))
+
+    def _backbones(self, entries: dict[str, nn.Module | None]) -> Iterator[tuple[str, str]]:
+        """Hugging Face models by path, each with the path of the backbone that its input enters."""
+        for name, module in self.modules.items():
+            backbone = str(getattr(module, "base_model_prefix", ""))
+            inside = f"{name}.{backbone}" if name else backbone
+            if backbone and inside in self.modules:
+                entry = entries[name]
+                if entry is None or any(entry is m for m in self.modules[inside].modules()):
+                    yield name, inside
 
     def _count(self, name: str, size: int) -> None:
         row, _ = self._row(name)
@@ -94,8 +113,9 @@ class _Body:
     def _require_blocks(self) -> None:
         """A row that somebody taught for this class must find the blocks that it speaks of."""
         root = type(self.modules[""]).__name__
-        if root in KNOWN and KNOWN[root].blocks and not self.lists:
-            where = ", ".join(KNOWN[root].blocks.values())
+        row = _known(self.modules[""]) if root in KNOWN else None
+        if row and row.blocks and not self.lists:
+            where = ", ".join(row.blocks.values())
             lists = [name for name, module in self.modules.items() if isinstance(module, LISTS)]
             raise UnknownArchitecture(
                 f"the row of {root!r} says that its blocks are in {where!r}, and there is no list "
@@ -179,11 +199,13 @@ class _Body:
         row, _ = self._row(name)
         stack, block = self._block(name, row)
         tags = {tag} if tag else set[str]()
-        if where[-1] == "bias" or where[-1].endswith("_bias"):
+        if where[-1] == "bias" or where[-1].endswith("_bias") or self._recurrent_bias(name):
             tags.add("bias")
         tags |= {tag for p, tag in row.tags.items() if occurs(p, where)} if row else set()
         acts_on = {k for p, k in row.acts_on.items() if occurs(p, where)} if row else set[Kind]()
         shape = tuple(tensor.shape)
+        told = self._told(name, where)
+        placed = block is not None or bool(row and row.blocks and told)
         return Param(
             name=name,
             kind=kind,
@@ -195,7 +217,26 @@ class _Body:
             rows=rows,
             tags=frozenset(tags),
             on=frozenset(acts_on),
+            perhaps=self._perhaps(name, kind, placed=placed, told=told),
         )
+
+    def _perhaps(self, name: str, kind: Kind, *, placed: bool, told: bool) -> frozenset[str]:
+        """The words that nobody knows to be true or not, of a param whose row is not known."""
+        if kind is Kind.PROMPT or self._outside_backbone(name):
+            return frozenset()
+        places = frozenset[str]() if placed else PLACES
+        if kind is not Kind.UNKNOWN:
+            acts = {"kernel"} if kind in (Kind.NORM, Kind.ADAPTER) else set[str]()
+            return frozenset() if told else places | acts
+        owner = self._owner(name)
+        if isinstance(owner, nn.Embedding):
+            return places | {"embed", "position", "kernel", "prompt"}
+        words = ANATOMY | places
+        words -= set() if _may_be_norm(owner) else {"norm"}
+        listed = any(isinstance(self.modules.get(above), LISTS) for above in _ancestors(name))
+        # Within a backbone only a linear layer beside the blocks may be head: a pooler.
+        inside = self._inside_backbone(name) and (listed or not isinstance(owner, nn.Linear))
+        return words - {"head"} if inside else words
 
     def _find(self, name: str, where: Path, owner: nn.Module) -> Kind | Path:
         """The kind of a tensor, or the path of its fused layout: by type first, then by name."""
@@ -203,8 +244,10 @@ class _Body:
         if self._outside_backbone(name):
             return Kind.HEAD
         if row is None:
-            raise self._untaught(name)
-        matching = [p for p in (*row.kinds, *row.fused) if occurs(p, where)]
+            return self._by_type(owner)
+        foreign = self._foreign(name)
+        said = where if foreign is None else foreign
+        matching = [p for p in (*row.kinds, *row.fused) if occurs(p, said)]
         if any(row.kinds.get(p) is Kind.HEAD for p in matching):
             return Kind.HEAD
         if _is_norm(owner):
@@ -212,9 +255,15 @@ class _Body:
         if matching:
             longest = max(matching, key=len)
             return row.kinds.get(longest, longest)
-        if isinstance(owner, nn.Embedding):
-            return Kind.EMBED
-        raise self._untaught(name)
+        if not self._told(name, where):
+            return self._by_type(owner)
+        return Kind.EMBED if isinstance(owner, nn.Embedding) else Kind.UNKNOWN
+
+    def _by_type(self, owner: nn.Module) -> Kind:
+        """What is sure of a tensor without any anatomy."""
+        if _is_norm(owner):
+            return Kind.NORM
+        return Kind.EMBED if owner in self.tables else Kind.UNKNOWN
 
     def _fused(self, found: Path, name: str, size: int) -> dict[Kind, Rows]:
         row, config = self._row(name)
@@ -225,12 +274,8 @@ class _Body:
         """The anatomy of the nearest module that has one, and that module's configuration."""
         for above in _ancestors(name):
             module = self.modules.get(above)
-            config = getattr(module, "config", None)
-            kind = type(module)
-            exact = f"{kind.__module__}.{kind.__qualname__}"
-            for key in (getattr(config, "model_type", None), exact, kind.__name__):
-                if key in KNOWN and KNOWN[key].fits(kind):
-                    return KNOWN[key], config
+            if row := _known(module):
+                return row, getattr(module, "config", None)
         return None, None
 
     def _stack(self, name: str, stack: str) -> str:
@@ -238,6 +283,26 @@ class _Body:
         _, config = self._row(name)
         used = "decoder" if getattr(config, "is_decoder", False) is True else stack
         return self._tower(name) or (used if stack == "encoder" else stack)
+
+    def _foreign(self, name: str) -> Path | None:
+        """The path of a model of an unknown type within a known one, if this stands in one."""
+        found: Path | None = None
+        for above in _ancestors(name):
+            module = self.modules.get(above)
+            if _known(module):
+                return found
+            model_type = getattr(getattr(module, "config", None), "model_type", None)
+            found = path(above) if isinstance(model_type, str) else found
+        return None
+
+    def _told(self, name: str, where: Path) -> bool:
+        """Whether a row tells of the model that this stands in, or of this by its path."""
+        row, _ = self._row(name)
+        foreign = self._foreign(name)
+        if row is None or (foreign is None and (row.blocks or row.towers or row.fused)):
+            return row is not None
+        said = where if foreign is None else foreign
+        return any(occurs(p, said) for p in (*row.kinds, *row.fused))
 
     def _tower(self, name: str) -> str:
         """The stack that a model of several models gives to the one that holds this name."""
@@ -265,11 +330,18 @@ class _Body:
     def _outside_backbone(self, name: str) -> bool:
         """Whether a Hugging Face model with a backbone holds this beside it: then it is head."""
         for above in _ancestors(name):
-            backbone = getattr(self.modules.get(above), "base_model_prefix", "")
-            inside = f"{above}.{backbone}" if above else str(backbone)
-            if backbone and inside in self.modules:
+            if inside := self.backbones.get(above):
                 return not name.startswith(f"{inside}.")
         return False
+
+    def _inside_backbone(self, name: str) -> bool:
+        """Whether a Hugging Face model holds this in its backbone, or is nothing but one."""
+        above = (self.modules.get(each) for each in _ancestors(name))
+        return any(getattr(module, "base_model_prefix", "") for module in above)
+
+    def _recurrent_bias(self, name: str) -> bool:
+        last = name.rpartition(".")[2]
+        return last.startswith("bias_") and isinstance(self._owner(name), nn.RNNBase)
 
     def _owner(self, name: str) -> nn.Module:
         return self.modules[name.rpartition(".")[0]]
@@ -278,22 +350,6 @@ class _Body:
         """The dimension that counts outputs: Conv1D of GPT-2 stores its weight transposed."""
         return 1 if type(self._owner(name)).__name__ == "Conv1D" and tensor.dim() == 2 else 0
 
-    def _untaught(self, name: str) -> UnknownArchitecture:
-        root = self.modules[""]
-        kind = getattr(getattr(root, "config", None), "model_type", type(root).__name__)
-        lists = [
-            f"{n} ({len(m)} of {type(m[0]).__name__})"
-            for n, m in self.modules.items()
-            if isinstance(m, nn.ModuleList) and len(m) > 0
-        ]
-        return UnknownArchitecture(
-            f"no anatomy says what {name!r} of {type(root).__name__} is.\n"
-            f"Lists of modules in it: {', '.join(lists[:6]) or 'none'}.\n"
-            "Teach it, with paths as they stand in the parameter names:\n"
-            f'  fedplan.teach("{kind}", blocks={{"encoder": "encoder.layer"}}, '
-            'query="self.query", key=..., value=..., out=..., mlp=..., embed=..., head=...)'
-        )
-
 
 def _ancestors(name: str) -> Iterator[str]:
     """The path itself and each one above it, nearest first, down to the root's empty path."""
@@ -301,6 +357,15 @@ def _ancestors(name: str) -> Iterator[str]:
         yield name
         name = name.rpartition(".")[0]
     yield ""
+
+
+def _known(module: nn.Module | None) -> Anatomy | None:
+    """The row of a module: by its configuration's type, its class, or its class's bare name."""
+    kind, config = type(module), getattr(module, "config", None)
+    exact = f"{kind.__module__}.{kind.__qualname__}"
+    keys = (getattr(config, "model_type", None), exact, kind.__name__)
+    rows = (KNOWN[key] for key in keys if key in KNOWN)
+    return next((row for row in rows if row.fits(kind)), None)
 
 
 def _position(holder: nn.Module, segment: str) -> int:
@@ -313,3 +378,20 @@ def _position(holder: nn.Module, segment: str) -> int:
 
 def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith(("Norm", "Norm1d", "Norm2d"))
+
+
+def _entry(module: nn.Module) -> nn.Module | None:
+    """The module that a Hugging Face model says its input enters by, if it says one."""
+    ask = getattr(module, "get_input_embeddings", None)
+    try:
+        return ask() if callable(ask) else None
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+def _may_be_norm(owner: nn.Module) -> bool:
+    """Whether a module of somebody's own class holds nothing but vectors."""
+    if type(owner).__module__.startswith("torch.") or any(True for _ in owner.children()):
+        return False
+    held = (tuple(tensor.shape) for tensor in owner.parameters(recurse=False))
+    return all(prod(shape) == max(shape, default=0) for shape in held)

@@ -18,7 +18,7 @@ FILES = [file for files in MODULES.values() for file in files]
 
 # Imports flow one way: each module, or folder of them, may use those that stand before it.
 ORDER = (
-    *("errors", "parcel", "errands", "params", "anatomy", "architectures"),
+    *("errors", "parcel", "errands", "params", "anatomy", "teaching", "architectures"),
     *("adapters", "description"),
     *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
     *("manifest", "catalog", "forecast", "explanation", "pictures"),
@@ -30,6 +30,8 @@ ORDER = (
         "phases",
         "fit",
         "attention",
+        "hearing",
+        "behaviour",
         "probe",
         "tables",
         "examples",
@@ -122,6 +124,8 @@ def test_every_kind_and_call_of_the_language_has_a_word() -> None:
     from fedplan import parts
     from fedplan.params import Kind
 
-    assert set(Kind) <= set(parts.WORDS)
+    # What no anatomy explains has a kind, and no word: no plan can mean it.
+    assert set(Kind) - {Kind.UNKNOWN} <= set(parts.WORDS)
+    assert Kind.UNKNOWN not in parts.WORDS
     for word in parts.WORDS:
         assert getattr(parts, word) == parts.Word(word)
