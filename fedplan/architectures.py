@@ -179,7 +179,7 @@ teach(
     fused={"self_attn.qkv": thirds},
     out="self_attn.projection",
 )
-teach("blip", like="clip")
+teach("blip", like="clip", head="itm_head vision_proj text_proj")
 teach(
     "vision-text-dual-encoder",
     like="clip",

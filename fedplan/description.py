@@ -10,19 +10,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from fedplan.adapters import (
-    ROWED,
-    TAGS,
-    WRAPPED,
-    Graft,
-    graft_of,
-    is_dormant,
-    without_wrappers,
-)
+from fedplan.adapters import ROWED, TAGS, WRAPPED, Graft, graft_of, is_dormant, without_wrappers
 from fedplan.anatomy import Anatomy, Path, ends, occurs, path
 from fedplan.architectures import KNOWN
 from fedplan.errors import UnknownArchitecture
 from fedplan.params import PLACES, Block, Kind, Param, Params, Rows
+from fedplan.teaching import row_of
 
 ANATOMY = frozenset(map(str, Kind)) - {"adapter", "unknown"} | {"kernel", "cross", "common", "own"}
 """The words that an anatomy decides."""
@@ -34,10 +27,10 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def describe(model: nn.Module) -> Params:
     """List every parameter of a model, in the model's order, rows of fused tensors one by one.
 
-    Works on the meta device too. Tied tensors appear once, under their first owner's kind. Copies
-    that nobody runs (an adapter of peft that is not active, what a saved module replaced) are none.
-    Of a model without an anatomy it tells what is sure: norms by type, biases, a head beside a
-    backbone.
+    Works on the meta device too. Tied tensors appear once; a table that is the head too is embed.
+    Copies that nobody runs (peft's adapters that are not active, what a saved module replaced) are
+    no params. Of a model without an anatomy it tells what is sure: norms by type, biases, a head
+    beside a backbone.
 
     >>> from transformers import BertConfig, BertModel
     >>> model = BertModel(BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9))
@@ -113,7 +106,7 @@ class _Body:
     def _require_blocks(self) -> None:
         """A row that somebody taught for this class must find the blocks that it speaks of."""
         root = type(self.modules[""]).__name__
-        row = _known(self.modules[""]) if root in KNOWN else None
+        row = row_of(self.modules[""]) if root in KNOWN else None
         if row and row.blocks and not self.lists:
             where = ", ".join(row.blocks.values())
             lists = [name for name, module in self.modules.items() if isinstance(module, LISTS)]
@@ -125,9 +118,12 @@ class _Body:
     def explain(self, names: list[str], tensor: Tensor) -> Iterator[Param]:
         """The params that one tensor holds: one, or one per kind where it is fused.
 
-        The first name that somebody runs says what it is; nothing of it is a param if none does.
+        The first name that somebody runs says what it is, but a head's only if it is nothing else;
+        nothing of it is a param if nobody runs it.
         """
         live = [name for name in names if not is_dormant(self.modules, name)]
+        if len(live) > 1:
+            live.sort(key=self._is_head)
         graft = graft_of(self.modules, live[0]) if live else None
         if graft and graft.kind is Kind.ADAPTER:
             yield from self._adapters(live, tensor, graft)
@@ -136,6 +132,11 @@ class _Body:
             yield self._param(live[0], tensor, without_wrappers(live[0]), kind, tag=tag)
         elif live:
             yield from self._plain(live[0], tensor, without_wrappers(live[0]))
+
+    def _is_head(self, name: str) -> bool:
+        """Whether a name of a tied tensor is a head's, or a second path to one module."""
+        owner = self.modules.get(name.rpartition(".")[0])
+        return owner is None or self._find(name, without_wrappers(name), owner) is Kind.HEAD
 
     def _plain(self, name: str, tensor: Tensor, where: Path) -> Iterator[Param]:
         found = self._find(name, where, self._owner(name))
@@ -274,7 +275,7 @@ class _Body:
         """The anatomy of the nearest module that has one, and that module's configuration."""
         for above in _ancestors(name):
             module = self.modules.get(above)
-            if row := _known(module):
+            if row := row_of(module):
                 return row, getattr(module, "config", None)
         return None, None
 
@@ -289,7 +290,7 @@ class _Body:
         found: Path | None = None
         for above in _ancestors(name):
             module = self.modules.get(above)
-            if _known(module):
+            if row_of(module):
                 return found
             model_type = getattr(getattr(module, "config", None), "model_type", None)
             found = path(above) if isinstance(model_type, str) else found
@@ -359,15 +360,6 @@ def _ancestors(name: str) -> Iterator[str]:
     yield ""
 
 
-def _known(module: nn.Module | None) -> Anatomy | None:
-    """The row of a module: by its configuration's type, its class, or its class's bare name."""
-    kind, config = type(module), getattr(module, "config", None)
-    exact = f"{kind.__module__}.{kind.__qualname__}"
-    keys = (getattr(config, "model_type", None), exact, kind.__name__)
-    rows = (KNOWN[key] for key in keys if key in KNOWN)
-    return next((row for row in rows if row.fits(kind)), None)
-
-
 def _position(holder: nn.Module, segment: str) -> int:
     """Which of a list's modules a segment names; they may have names of their own."""
     if isinstance(holder, nn.ModuleDict):
@@ -384,9 +376,10 @@ def _entry(module: nn.Module) -> nn.Module | None:
     """The module that a Hugging Face model says its input enters by, if it says one."""
     ask = getattr(module, "get_input_embeddings", None)
     try:
-        return ask() if callable(ask) else None
+        found = ask() if callable(ask) else None
     except (NotImplementedError, AttributeError):
         return None
+    return found if isinstance(found, nn.Module) else None
 
 
 def _may_be_norm(owner: nn.Module) -> bool:

@@ -47,6 +47,15 @@ def teach(
     return KNOWN[name]
 
 
+def row_of(module: object) -> Anatomy | None:
+    """The row of a module: by its configuration's type, its class, or its class's bare name."""
+    kind, config = type(module), getattr(module, "config", None)
+    exact = f"{kind.__module__}.{kind.__qualname__}"
+    keys = (getattr(config, "model_type", None), exact, kind.__name__)
+    rows = (KNOWN[key] for key in keys if key in KNOWN)
+    return next((row for row in rows if row.fits(kind)), None)
+
+
 def _over(old: Anatomy, new: Anatomy) -> Anatomy:
     """A row laid over another: what the new one says is added, or heard instead."""
     maps = [f.name for f in fields(Anatomy) if f.name != "of"]

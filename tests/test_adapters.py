@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -358,3 +359,11 @@ def test_a_merged_or_disabled_adapter_is_refused_with_the_remedy() -> None:
         describe(model)
     model.unmerge_adapter()
     assert describe(model)
+
+
+def test_the_documents_name_every_family_and_every_refusal() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "architectures.md").read_text()
+    checked, refused = text.split("## Adapters")[1].split("Every other family")
+    words = {kind.lower() for kind in TYPES}
+    assert {word for word in words if word in re.findall(r"\w+", checked)} == set(FAMILIES) & words
+    assert {word for word in words if word in re.findall(r"\w+", refused)} == words - set(FAMILIES)
