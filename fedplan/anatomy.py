@@ -124,3 +124,9 @@ def ranges(query: int, key: int, value: int) -> dict[Kind, Rows]:
     return {
         kind: Rows(0, start, size, total) for kind, (start, size) in zip(QKV, spans, strict=True)
     }
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.__name__: layout for layout in (thirds, per_head, grouped, falcon, key_value, latent)
+}
+"""The layouts by name, as a study says them."""

@@ -15,6 +15,7 @@ from fedplan.config import Study
 from fedplan.errors import FedplanError
 from fedplan.method import Method
 from fedplan.models.dual import load_dual
+from fedplan.proposal import learn
 from fedplan.tables import is_hub_id
 from fedplan.tasks import Task
 
@@ -38,6 +39,8 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(streams.seed(study.name, "model", study.seed))
         model = _made(study, task)
+        if said := study.model.anatomy or ({"like": study.model.like} if study.model.like else {}):
+            learn(model, said)
         return method.adapt(model) if method.adapt is not None else model
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, replace
 
 from fedplan.anatomy import Anatomy, Layout, path
@@ -33,6 +34,33 @@ def teach(
 
     >>> row = teach("my_vit", like="vit", query="attn.to_q", key="attn.to_k", value="attn.to_v")
     """
+    KNOWN[name] = row_of(
+        like=like,
+        blocks=blocks,
+        fused=fused,
+        towers=towers,
+        cross=cross,
+        acts_on=acts_on,
+        tags=tags,
+        beside=beside,
+        **kinds,
+    )
+    return KNOWN[name]
+
+
+def row_of(
+    *,
+    like: str = "",
+    blocks: Mapping[str, str] | None = None,
+    fused: Mapping[str, Layout] | None = None,
+    towers: Mapping[str, str] | None = None,
+    cross: str = "",
+    acts_on: Mapping[str, str] | None = None,
+    tags: Mapping[str, str] | None = None,
+    beside: Mapping[str, str] | None = None,
+    **kinds: str,
+) -> Anatomy:
+    """The row that the words of `teach` say."""
     words = dict.fromkeys(cross.split(), "cross") | dict(tags or {})
     row = Anatomy(
         blocks=dict(blocks or {}),
@@ -43,8 +71,21 @@ def teach(
         tags={path(p): tag for p, tag in words.items()},
         beside=dict(beside or {}),
     )
-    KNOWN[name] = _over(KNOWN[like], row) if like else row
-    return KNOWN[name]
+    return _over(KNOWN[like], row) if like else row
+
+
+@contextmanager
+def trying(name: str, row: Anatomy) -> Generator[None]:
+    """An architecture known by a row, for as long as it is tried."""
+    was = KNOWN.get(name)
+    KNOWN[name] = row
+    try:
+        yield
+    finally:
+        if was is None:
+            del KNOWN[name]
+        else:
+            KNOWN[name] = was
 
 
 def row_of(module: object) -> Anatomy | None:
