@@ -8,7 +8,7 @@ from functools import reduce
 from math import isnan, nan
 
 from fedplan.errors import PlanError, UnknownArchitecture
-from fedplan.params import Block, Param, Params
+from fedplan.params import TRAINED, Block, Param, Params
 from fedplan.parts import Part
 from fedplan.plan import Assign, Best, By, Chain, Cycle, Plan, Role, Roles, Step, When
 from fedplan.predicates import quoted
@@ -158,7 +158,17 @@ def _fold(steps: Iterable[Step], params: Params, choose: Choose) -> Roles:
         else:
             chosen = choose(step, candidates(step, params))
             roles |= {p: roles[p].awake for p in params if p.at in chosen and step.part.holds(p)}
+    _require_trainable(roles)
     return roles
+
+
+def _require_trainable(roles: Roles) -> None:
+    for param, role in roles.items():
+        if role.trained and param.dtype not in TRAINED:
+            raise PlanError(
+                f"the plan trains {param.key}, whose numbers are {param.dtype} and cannot be "
+                f"trained: freeze it, as in freeze(named({param.name!r})) at the plan's end"
+            )
 
 
 def _homeless(best: Best, param: Param) -> bool:

@@ -28,6 +28,7 @@ def teach(
 ) -> Anatomy:
     """Teach fedplan an architecture: a `config.model_type`, or the class name of a plain module.
 
+    A class name may be given with its module, as in `torch.nn.modules.transformer.Transformer`.
     `blocks` says per stack where its list of blocks is; each further word is a kind. Either takes
     paths separated by spaces: several, or several spellings of one. `like` starts from another row.
 
@@ -87,8 +88,18 @@ def trying(name: str, row: Anatomy) -> Generator[None]:
             KNOWN[name] = was
 
 
+def row_of(module: object) -> Anatomy | None:
+    """The row of a module: by its configuration's type, its class, or its class's bare name."""
+    kind, config = type(module), getattr(module, "config", None)
+    exact = f"{kind.__module__}.{kind.__qualname__}"
+    keys = (getattr(config, "model_type", None), exact, kind.__name__)
+    rows = (KNOWN[key] for key in keys if key in KNOWN)
+    return next((row for row in rows if row.fits(kind)), None)
+
+
 def _over(old: Anatomy, new: Anatomy) -> Anatomy:
     """A row laid over another: what the new one says is added, or heard instead."""
-    said = {f.name: getattr(old, f.name) | getattr(new, f.name) for f in fields(Anatomy)}
+    maps = [f.name for f in fields(Anatomy) if f.name != "of"]
+    said = {name: getattr(old, name) | getattr(new, name) for name in maps}
     said["blocks"] = new.blocks or old.blocks
-    return replace(old, **said)
+    return replace(new, **said)

@@ -106,7 +106,8 @@ def test_a_wrong_row_map_is_caught_by_behaviour(
     name: str, wrong: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = getattr(zoo.build(name), "config", None)
-    known = config.model_type if config else "TransformerEncoder"
+    torch_row = "torch.nn.modules.transformer.TransformerEncoderLayer"
+    known = config.model_type if config else torch_row
     row: Anatomy = architectures.KNOWN[known]
     lie = replace(row, fused={p: wrong(layout) for p, layout in row.fused.items()})
     monkeypatch.setitem(architectures.KNOWN, known, lie)

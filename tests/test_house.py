@@ -19,7 +19,7 @@ FILES = [file for files in MODULES.values() for file in files]
 # Imports flow one way: each module, or folder of them, may use those that stand before it.
 ORDER = (
     *("errors", "hub", "parcel", "errands", "params", "anatomy", "teaching", "architectures"),
-    "description",
+    *("adapters", "description"),
     *("predicates", "parts", "turn", "plan", "resolution", "text", "state", "buffers"),
     *("manifest", "catalog", "crowds", "views", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
