@@ -23,7 +23,7 @@ from fedplan.description import describe
 from fedplan.errors import FedplanError, UnknownArchitecture
 from fedplan.params import Kind
 from fedplan.stimulus import small_model
-from fedplan.teaching import KNOWN, row_of, trying
+from fedplan.teaching import KNOWN, row_said, trying
 
 Said = dict[str, Any]
 """A row as a study says it: the words of `teach`, with layouts by name."""
@@ -83,7 +83,7 @@ def taught_by(said: Mapping[str, Any]) -> Anatomy:
     if strange := set(fused.values()) - set(LAYOUTS):
         raise FedplanError(f"there is no layout {min(strange)!r}; there are {', '.join(LAYOUTS)}")
     try:
-        return row_of(fused={path: LAYOUTS[name] for path, name in fused.items()}, **words)
+        return row_said(fused={path: LAYOUTS[name] for path, name in fused.items()}, **words)
     except (ValueError, TypeError, AttributeError) as error:
         raise FedplanError(f"model.anatomy is not a row: {error}") from error
 

@@ -34,7 +34,7 @@ def teach(
 
     >>> row = teach("my_vit", like="vit", query="attn.to_q", key="attn.to_k", value="attn.to_v")
     """
-    KNOWN[name] = row_of(
+    KNOWN[name] = row_said(
         like=like,
         blocks=blocks,
         fused=fused,
@@ -48,7 +48,7 @@ def teach(
     return KNOWN[name]
 
 
-def row_of(
+def row_said(
     *,
     like: str = "",
     blocks: Mapping[str, str] | None = None,
