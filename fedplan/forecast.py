@@ -66,7 +66,11 @@ class _Saying:
 
 @dataclass
 class _Held:
-    """When a client that takes part in all rounds last had each param, its riders, and its own."""
+    """When a client that takes part in all rounds last had each param, its riders, and its own.
+
+    There are two of them: to count the least, it has what it may have had; for the most, only what
+    it surely had.
+    """
 
     had: dict[Param, int] = field(default_factory=dict[Param, int])
     ridden: dict[Param, int] = field(default_factory=dict[Param, int])
@@ -79,10 +83,12 @@ class _Held:
         rides = role is Role.SHARE and moved >= self.ridden.get(param, 1)
         return param.nbytes * (news + riders * rides)
 
-    def take(self, roles: Roles, number: int) -> None:
-        """Take a turn."""
-        wanted = (p for p, role in roles.items() if not (role.own and p in self.own))
-        self.had |= dict.fromkeys(wanted, number)
+    def take(self, roles: Roles, number: int, moved: Mapping[Param, int]) -> None:
+        """Take a turn, when these had moved by then. What never moved does not come to an own."""
+        fresh = (p for p, role in roles.items() if role.own and p not in self.own)
+        federal = (p for p, role in roles.items() if not role.own)
+        self.had |= dict.fromkeys((p for p in fresh if p in self.had or p in moved), number)
+        self.had |= dict.fromkeys(federal, number)
         shared = (p for p, role in roles.items() if role is Role.SHARE)
         self.ridden |= dict.fromkeys(shared, number)
         self.own |= {p for p, role in roles.items() if role.own}
@@ -153,16 +159,17 @@ class _Calendar:
     def _downs(self, turns: list[Turn]) -> Iterator[Span]:
         """Bytes that come down in each round: what moved since the client last had it."""
         moved: tuple[dict[Param, int], dict[Param, int]] = ({}, {})
-        held, before = _Held(), None
+        held, before = (_Held(), _Held()), None
         for turn in turns:
             said = self.say(turn)
             roles = {p: said.permitted[p] for p in self.movable}
             least, most = (
-                sum(held.lacking(p, roles[p], last.get(p, 0), self.fare.riders) for p in roles)
-                for last in moved
+                sum(client.lacking(p, roles[p], last.get(p, 0), self.fare.riders) for p in roles)
+                for client, last in zip(held, moved, strict=True)
             )
             yield least + self._returned(before, said, turn.round - 1, moved[0]), most
-            held.take(roles, turn.round)
+            for client, last in zip(held, reversed(moved), strict=True):
+                client.take(roles, turn.round, last)
             for last, found in zip(moved, self.moved(turn), strict=True):
                 last |= dict.fromkeys(found, turn.round)
             before = said

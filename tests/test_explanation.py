@@ -14,7 +14,7 @@ import pytest
 import torch
 import zoo
 from commands import STUDY, run
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sentences import a_plan, fits, fitting
 from torch import Tensor, nn
@@ -217,8 +217,9 @@ def nudging(riders: tuple[str, ...]) -> Wrap:
 
 @st.composite
 def methods(draw: st.DrawFn) -> Method:
-    plans = a_plan(st.sampled_from(fitting(LAW_PARAMS)))
-    plan = draw(plans.filter(lambda plan: fits(plan, LAW_PARAMS)))
+    some = a_plan(st.sampled_from(fitting(LAW_PARAMS))).filter(lambda each: fits(each, LAW_PARAMS))
+    first, *later = draw(st.lists(some, min_size=1, max_size=3))
+    plan = fp.chain(first, *(fp.when(fp.after(i + 1), each) for i, each in enumerate(later)))
     phases = phases_in(plan)
     starts = draw(st.permutations(range(len(phases) + 2)))
     riders = draw(st.sampled_from([(), ("#a",), ("#a", "#b")]))
@@ -279,6 +280,8 @@ def views_of(forecast: Forecast, method: Method, client: str) -> list[View]:
 
 
 @given(methods(), st.booleans())
+@example(Method(fp.parse("chain(keep(), when(after(1), share()))"), wraps=(nudging(()),)), True)
+@example(Method(fp.parse("cycle(share(), hold(), freeze())"), wraps=(nudging(()),)), True)
 @settings(max_examples=40, deadline=None)
 def test_every_message_is_within_the_bounds(method: Method, everyone: bool) -> None:
     setup = Setup("law", LAW_PARAMS, method, Pace())
