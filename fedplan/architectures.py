@@ -7,64 +7,18 @@ backbone is its head; a row says the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from fedplan.anatomy import (
-    Anatomy,
-    Layout,
     falcon,
     grouped,
     key_value,
-    path,
+    latent,
     per_head,
     thirds,
 )
-from fedplan.params import Kind
-
-KNOWN: dict[str, Anatomy] = {}
-
-
-def teach(
-    name: str,
-    *,
-    like: str = "",
-    blocks: Mapping[str, str] | None = None,
-    fused: Mapping[str, Layout] | None = None,
-    towers: Mapping[str, str] | None = None,
-    cross: str = "",
-    acts_on: Mapping[str, str] | None = None,
-    tags: Mapping[str, str] | None = None,
-    beside: Mapping[str, str] | None = None,
-    **kinds: str,
-) -> Anatomy:
-    """Teach fedplan an architecture: a `config.model_type`, or the class name of a plain module.
-
-    `blocks` says per stack where its list of blocks is; each further word is a kind. Either takes
-    paths separated by spaces: several, or several spellings of one. `like` starts from another row.
-
-    >>> row = teach("my_vit", like="vit", query="attn.to_q", key="attn.to_k", value="attn.to_v")
-    """
-    words = dict.fromkeys(cross.split(), "cross") | dict(tags or {})
-    row = Anatomy(
-        blocks=dict(blocks or {}),
-        kinds={path(p): Kind(kind) for kind, paths in kinds.items() for p in paths.split()},
-        fused={path(p): layout for p, layout in (fused or {}).items()},
-        acts_on={path(p): Kind(kind) for p, kind in (acts_on or {}).items()},
-        towers=dict(towers or {}),
-        tags={path(p): tag for p, tag in words.items()},
-        beside=dict(beside or {}),
-    )
-    KNOWN[name] = _over(KNOWN[like], row) if like else row
-    return KNOWN[name]
-
-
-def _over(old: Anatomy, new: Anatomy) -> Anatomy:
-    """A row laid over another: what the new one says is added, or heard instead."""
-    said = {f.name: getattr(old, f.name) | getattr(new, f.name) for f in fields(Anatomy)}
-    said["blocks"] = new.blocks or old.blocks
-    return replace(old, **said)
-
+from fedplan.teaching import KNOWN as KNOWN
+from fedplan.teaching import teach as teach
 
 # Text encoders
 teach(
@@ -73,14 +27,36 @@ teach(
     query="self.query",
     key="self.key",
     value="self.value",
-    out="attention.output.dense",
+    out="attention.output.dense crossattention.output.dense",
     mlp="intermediate.dense output.dense",
     head="pooler",
     cross="crossattention",
 )
-teach("roberta", like="bert")
-teach("xlm-roberta", like="bert")
-teach("camembert", like="bert")
+for name in ("roberta", "xlm-roberta", "camembert"):
+    teach(name, like="bert")
+teach("esm", like="bert", head="contact_head")
+teach(
+    "mpnet",
+    like="bert",
+    query="attn.q",
+    key="attn.k",
+    value="attn.v",
+    out="attn.o",
+    position="relative_attention_bias",
+)
+teach(
+    "longformer",
+    like="bert",
+    query="self.query_global",
+    key="self.key_global",
+    value="self.value_global",
+)
+teach(
+    "layoutlmv3",
+    like="bert",
+    position="rel_pos_bias rel_pos_x_bias rel_pos_y_bias",
+    embed="cls_token pos_embed patch_embed",
+)
 teach("electra", like="bert", embed="embeddings_project")
 teach(
     "albert",
@@ -110,6 +86,7 @@ teach(
     value="self.value_proj",
     position="encoder.rel_embeddings",
     embed="embed_proj",
+    acts_on={"encoder.LayerNorm": "position"},
 )
 teach(
     "modernbert",
@@ -132,7 +109,9 @@ teach(
     head="pooler",
 )
 teach("deit", like="vit")
+teach("vit_mae", like="vit")
 teach("dinov2", like="vit", scale="layer_scale1 layer_scale2")
+teach("dinov3_vit", like="dinov2", blocks={"vision": "model.layer"})
 teach("beit", like="vit", scale="lambda_1 lambda_2", position="relative_position_bias")
 teach(
     "swin",
@@ -144,6 +123,28 @@ teach(
     position="relative_position_bias self.relative_position_bias_table",
     embed="downsample",
 )
+
+# The reduced sequence is what tokens look at, and what they are passed: it is key.
+teach(
+    "segformer",
+    like="vit",
+    blocks={"vision": "stages.*.blocks"},
+    key="attention.sequence_reduction",
+    embed="patch_embeddings",
+)
+
+# Sound
+teach(
+    "wav2vec2",
+    blocks={"encoder": "encoder.layers"},
+    query="attention.q_proj",
+    key="attention.k_proj",
+    value="attention.v_proj",
+    out="attention.out_proj",
+    mlp="feed_forward",
+    embed="masked_spec_embed feature_extractor feature_projection pos_conv_embed",
+)
+teach("hubert", like="wav2vec2")
 
 # Two towers
 teach(
@@ -161,10 +162,24 @@ teach(
     blocks={"vision": "encoder.layers"},
     embed="embeddings",
 )
-teach("clip", head="visual_projection text_projection", scale="logit_scale")
+teach("clip", head="visual_projection text_projection classifier", scale="logit_scale")
 teach("siglip_text_model", like="clip_text_model", head="head")
 teach("siglip_vision_model", like="clip_vision_model", head="head")
-teach("siglip", scale="logit_scale logit_bias")
+teach("siglip", scale="logit_scale logit_bias", head="classifier")
+for part in ("", "_text_model", "_vision_model"):
+    teach(f"siglip2{part}", like=f"siglip{part}")
+teach(
+    "blip_text_model",
+    like="bert",
+    blocks={"text": "encoder.layer"},
+)
+teach(
+    "blip_vision_model",
+    like="clip_vision_model",
+    fused={"self_attn.qkv": thirds},
+    out="self_attn.projection",
+)
+teach("blip", like="clip", head="itm_head vision_proj text_proj")
 teach(
     "vision-text-dual-encoder",
     like="clip",
@@ -180,14 +195,14 @@ RESIZED = frozenset({"clip_vision_model", "vit", "deit"})
 
 # Our own: prompts of two towers, and what fuses their levels
 teach(
-    "DualPrompts",
+    "fedplan.models.prompts.DualPrompts",
     towers={"text": "text", "vision": "vision"},
     beside={"text": "text", "vision": "vision"},
     tags={"common": "common", "own": "own"},
     prompt="common own",
 )
 teach(
-    "DualFusion",
+    "fedplan.models.fusion.DualFusion",
     towers={"text": "fusion", "vision": "fusion"},
     tags={"text": "text", "vision": "vision"},
     query="query",
@@ -239,11 +254,47 @@ teach(
     out="self_attn.o_proj",
     mlp="mlp",
 )
-teach("mistral", like="llama")
-teach("qwen2", like="llama")
-teach("qwen3", like="llama", acts_on={"self_attn.q_norm": "query", "self_attn.k_norm": "key"})
-teach("gemma", like="llama")
+for name in ("mistral", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "smollm3", "gemma", "gemma2"):
+    teach(name, like="llama")
+NORMED = {"self_attn.q_norm": "query", "self_attn.k_norm": "key"}
+for name in ("qwen3", "gemma3_text", "olmo2"):
+    teach(name, like="llama", acts_on=NORMED)
 teach("phi3", like="llama", fused={"self_attn.qkv_proj": grouped})
+teach(
+    "phi",
+    like="llama",
+    out="self_attn.dense",
+    acts_on={"self_attn.q_layernorm": "query", "self_attn.k_layernorm": "key"},
+)
+
+# Mixtures of experts; an expert that every token uses is mlp
+teach("mixtral", like="llama", router="mlp.gate", expert="mlp.experts")
+teach("qwen2_moe", like="mixtral")
+for name in ("qwen3_moe", "olmoe"):
+    teach(name, like="mixtral", acts_on=NORMED)
+teach("gpt_oss", like="mixtral", router="mlp.router", key="self_attn.sinks")
+# What key and value are both pressed into decides who attends to whom: it is key.
+teach(
+    "deepseek_v3",
+    like="mixtral",
+    query="self_attn.q_a_proj self_attn.q_b_proj",
+    key="self_attn.kv_a_proj_with_mqa",
+    fused={"self_attn.kv_b_proj": latent},
+    acts_on={"self_attn.q_a_layernorm": "query", "self_attn.kv_a_layernorm": "key"},
+)
+
+# Pictures as tokens of a decoder
+teach("llava", embed="multi_modal_projector")
+teach("gemma3", like="llava")
+teach(
+    "qwen2_vl_vision",
+    blocks={"vision": "blocks"},
+    fused={"attn.qkv": thirds},
+    out="attn.proj",
+    mlp="mlp",
+    embed="patch_embed merger merger.mlp",
+)
+teach("qwen2_5_vl_vision", like="qwen2_vl_vision")
 
 # Encoder and decoder
 teach(
@@ -255,7 +306,7 @@ teach(
     out="SelfAttention.o EncDecAttention.o",
     position="relative_attention_bias",
     mlp="DenseReluDense",
-    head="lm_head",
+    head="lm_head qa_outputs",
     cross="EncDecAttention",
 )
 teach(
@@ -268,35 +319,49 @@ teach(
     mlp="fc1 fc2",
     cross="encoder_attn",
 )
-teach("whisper", like="bart", embed="conv1 conv2")
+for name in ("marian", "mbart", "m2m_100"):
+    teach(name, like="bart")
+teach("mt5", like="t5")
+teach(
+    "opt",
+    like="bart",
+    blocks={"decoder": "decoder.layers"},
+    embed="project_in",
+    head="project_out",
+)
+teach("whisper", like="bart", embed="conv1 conv2", head="projector classifier layer_weights")
+teach(
+    "detr",
+    like="bart",
+    out="self_attn.o_proj encoder_attn.o_proj",
+    mlp="mlp",
+    embed="backbone input_projection",
+)
+
+# Whatever two models are joined: each is the stack that its place says
+for name in ("encoder-decoder", "vision-encoder-decoder", "speech-encoder-decoder"):
+    towers = {"encoder": "encoder", "decoder": "decoder"}
+    teach(name, towers=towers, embed="enc_to_dec_proj")
+
+for name, row in KNOWN.items():
+    if not name.startswith("fedplan."):
+        KNOWN[name] = replace(row, of="transformers")
 
 # Plain torch. An adapter of peft on the attention itself acts on its packed weight.
 PACKED = ("in_proj_weight", "in_proj_bias", "self_attn.weight", "multihead_attn.weight")
-teach(
-    "TransformerEncoder",
-    blocks={"encoder": "layers"},
-    fused=dict.fromkeys(PACKED, thirds),
-    query="q_proj_weight",
-    key="k_proj_weight bias_k",
-    value="v_proj_weight bias_v",
-    out="self_attn.out_proj multihead_attn.out_proj",
-    mlp="linear1 linear2",
-    cross="multihead_attn",
-)
-teach("TransformerDecoder", like="TransformerEncoder", blocks={"decoder": "layers"})
-
-# peft: where an adapter stands within its host, the wrappers to see through, the copies nobody runs
-ADAPTERS = {
-    "lora_A": "lora_a",
-    "lora_B": "lora_b",
-    "lora_embedding_A": "lora_a",
-    "lora_embedding_B": "lora_b",
-    "lora_magnitude_vector": "lora_m",
-}
-WRAPPED = "base_layer"
-SAVED = "modules_to_save"
-DORMANT = "original_module"
-PROMPTS = "prompt_encoder"
+for name in ("EncoderLayer", "DecoderLayer"):
+    teach(
+        f"torch.nn.modules.transformer.Transformer{name}",
+        fused=dict.fromkeys(PACKED, thirds),
+        query="q_proj_weight",
+        key="k_proj_weight bias_k",
+        value="v_proj_weight bias_v",
+        out="self_attn.out_proj multihead_attn.out_proj",
+        mlp="linear1 linear2",
+        cross="multihead_attn",
+    )
+teach("torch.nn.modules.transformer.TransformerEncoder", blocks={"encoder": "layers"})
+teach("torch.nn.modules.transformer.TransformerDecoder", blocks={"decoder": "layers"})
 
 EAGER = "_attn_implementation"
 GIVES_ATTENTION = {"output_attentions": True, "need_weights": True, "average_attn_weights": False}

@@ -98,6 +98,21 @@ def explain(
         Console().print(explanation)
 
 
+@app.command()
+def propose(
+    model: Annotated[str, typer.Argument(help="A model type (granite), a folder or a hub id.")],
+) -> None:
+    """Propose an anatomy for a model type that has none, and judge it by behaviour."""
+    from fedplan.proposal import propose as proposed
+    from fedplan.proposal import report, small_copy
+
+    with told():
+        proposal = proposed(small_copy(model))
+    for line in report(proposal):
+        Console(soft_wrap=True, highlight=False).print(line, markup=False)
+    raise typer.Exit(1 if proposal.faults else 0)
+
+
 def _explain_study(file: Path, *, as_json: bool) -> None:
     from fedplan.audit import foretold
 

@@ -8,18 +8,24 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from fedplan.adapters import merged
 from fedplan.config import ConfigError
-from fedplan.desk import own_values
+from fedplan.desk import last_of, own_values
 from fedplan.examples import centre_of
 from fedplan.hub import bare, is_hub_id
+from fedplan.journal import Journal, home_of
 from fedplan.loading import quiet
 from fedplan.models.dual import Dual
 from fedplan.models.folder import Picture, save
 from fedplan.outgoing import AGREEMENT
-from fedplan.server import Server
+from fedplan.resolution import permitted
+from fedplan.rounds import World
+from fedplan.server import read_world
+from fedplan.shares import Shares
 from fedplan.state import put
-from fedplan.studies import Shares, Trial, read_run, stage_of, study_in
+from fedplan.studies import stage_of, study_in
 from fedplan.tasks import Task
+from fedplan.turn import Turn
 
 
 def export_run(folder: Path, out: Path, client: str = "", key: Path | None = None) -> str:
@@ -39,25 +45,27 @@ def export_run(folder: Path, out: Path, client: str = "", key: Path | None = Non
 
 
 def _of_run(folder: Path, client: str) -> tuple[nn.Module, Shares]:
-    study, _, _ = read_run(folder)
-    if not study.data.path:
-        if client:
-            raise ConfigError(f"{client}'s own model is at the site: export its folder there")
-        stage, names = stage_of(study), study.clients.names
-        roster = {name: dict[str, str]() for name in names}
-        server = Server(stage.setup, stage.start, folder, rounds=1, roster=roster)
-        put(stage.model, server.world_values(), stage.setup.trainable)
-        return stage.model, stage.shares
-    trial = Trial(study, folder)
-    federation = trial.federation
-    if client and client not in federation.sites:
-        raise ConfigError(f"there is no client {client!r}; there are {', '.join(federation.sites)}")
-    values = federation.personal_values(client) if client else federation.world_values()
-    put(federation.model, values, federation.setup.trainable)
-    return federation.model, trial.shares
+    study = study_in(folder)
+    if client and not study.data.path:
+        raise ConfigError(f"{client}'s own model is at the site: export its folder there")
+    stage, found = stage_of(study), read_world(folder)
+    if client and client not in stage.shares.train:
+        there = ", ".join(stage.shares.train)
+        raise ConfigError(f"there is no client {client!r}; there are {there}")
+    world = found[0] if found else World.start(stage.setup, stage.start)
+    values = {p.key: world.values.get(p.key, stage.start[p.key]) for p in stage.setup.trainable}
+    if client:
+        home, _ = Journal(home_of(folder, client), reading=True).home()
+        turn = Turn(world.round, client, world.phase, study.clients.traits.get(client, {}))
+        roles = permitted(stage.setup.method.plan, stage.setup.params, turn)
+        own = {p.key for p in stage.setup.trainable if roles[p].own}
+        values |= {k: v for k, v in home.items() if k in own}
+    put(stage.model, values, stage.setup.trainable)
+    return stage.model, stage.shares
 
 
 def _of_site(folder: Path, key: Path | None) -> tuple[nn.Module, Shares]:
+    folder = last_of(folder)
     study = study_in(folder)
     stage = stage_of(study)
     put(stage.model, own_values(stage.setup, folder, key), stage.setup.trainable)
@@ -68,8 +76,7 @@ def _written(model: nn.Module, task: Task, out: Path) -> str:
     if isinstance(model, Dual):
         save(model, out, picture=_picture(task))
         return f"fedplan.models.folder.predict({str(out)!r}, [picture, ...])"
-    whole = cast("Any", model)
-    whole = whole.merge_and_unload() if _is_peft(model) else whole
+    whole = cast("Any", merged(model))
     whole.save_pretrained(out)
     if task.source and task.kind != "image-classification":
         _tokenizer(task.source).save_pretrained(out)
@@ -83,10 +90,6 @@ def _picture(task: Task) -> Picture:
 
 def _colours(side: Tensor) -> tuple[float, ...]:
     return tuple(float(colour) for colour in side.flatten())
-
-
-def _is_peft(model: nn.Module) -> bool:
-    return type(model).__module__.startswith("peft.")
 
 
 def _tokenizer(source: str) -> Any:

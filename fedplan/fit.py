@@ -67,7 +67,18 @@ class Pace:
             raise FedplanError(
                 f"there is no optimiser {self.optimiser!r}; there are {', '.join(makers)}"
             )
+        _require_steps(self.optimiser, marked)
         return makers[self.optimiser]()
+
+
+def _require_steps(optimiser: str, marked: Marked) -> None:
+    """AdamW divides by a number that float16 cannot tell from zero."""
+    for name, tensor in marked.named_parameters():
+        if optimiser == "adamw" and tensor.dtype == torch.float16:
+            raise FedplanError(
+                f"adamw cannot train {name} in float16: load the model in float32 or bfloat16, or "
+                "train with sgd"
+            )
 
 
 Adjust = Callable[[Param, Tensor, Tensor], None]

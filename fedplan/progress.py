@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedplan.audit import stated
+from fedplan.audit import state
 from fedplan.config import ConfigError, Study, read_study
 from fedplan.explanation import megabytes, millions
+from fedplan.record import TurnRecord
 from fedplan.rounds import Tally
-from fedplan.studies import Trial, read_run
+from fedplan.studies import Trial, study_in
 
 
 def follow(file: Path, changes: list[str], output: Path | None, *, resume: bool) -> None:
@@ -46,7 +47,7 @@ def follow(file: Path, changes: list[str], output: Path | None, *, resume: bool)
             console.print(f"Stopped in round {done + 1}. Go on: {again}", markup=False)
             raise SystemExit(130) from None
     if study.privacy is not None:
-        console.print(stated(folder).text(), markup=False, soft_wrap=True)
+        console.print(state(folder).text(), markup=False, soft_wrap=True)
     console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
 
 
@@ -89,13 +90,13 @@ def _opened(
     if file.is_dir():
         if not resume or changes:
             raise ConfigError(f"{file} is a run: go on with it by --resume, without --set")
-        return read_run(file)[0], file
+        return study_in(file), file
     study = read_study(file, changes)
     folder = output or Path("runs") / study.name
     begun = (folder / "study.json").exists()
     if begun and not resume:
         raise ConfigError(f"{folder} holds a run: go on with it by --resume, or name another")
-    if begun and read_run(folder)[0] != study:
+    if begun and study_in(folder) != study:
         raise ConfigError(f"{folder} holds a run of another study: name another folder")
     return study, folder
 
@@ -118,7 +119,7 @@ HEADING = "round    loss  world   own ± spread   worst   MB up  MB down"
 def _told(trial: Trial, tally: Tally, scores: Mapping[str, Any]) -> str:
     """One round in one line under the heading."""
     lines = list(tally.lines.values())
-    up, down = (megabytes(sum(line[way] for line in lines)) for way in ("up", "down"))
+    up, down = megabytes(sum(r.up for r in lines)), megabytes(sum(r.down for r in lines))
     own = scores.get("personal")
     words = (
         f"{trial.federation.world.round:5d}",
@@ -132,9 +133,9 @@ def _told(trial: Trial, tally: Tally, scores: Mapping[str, Any]) -> str:
     return "  ".join(words)
 
 
-def _mean(lines: Sequence[Mapping[str, Any]]) -> str:
+def _mean(lines: Sequence[TurnRecord]) -> str:
     """The loss over the rows of the clients that tell it: where there is privacy, none does."""
-    told = [(line["loss"], line["weight"]) for line in lines if line["loss"] is not None]
+    told = [(line.loss, line.weight) for line in lines if line.loss is not None]
     weight = sum(weight for _, weight in told)
     return f"{sum(loss * each for loss, each in told) / weight:.3f}" if weight else "-"
 

@@ -11,19 +11,28 @@ from typing import Any
 
 from torch import Tensor
 
+from fedplan import streams
 from fedplan.agreement import Setup
 from fedplan.attendance import Attendance
+from fedplan.errors import FedplanError
 from fedplan.exchange import Update, listed, scored
 from fedplan.failpoints import reach
-from fedplan.ledger import Digests, Ledger
+from fedplan.files import mark_of_file
+from fedplan.identity import RUN, Identity, identified, read_identity
+from fedplan.ledger import Digests, Ledger, digests, joined
 from fedplan.params import Block
 from fedplan.plan import Role
-from fedplan.privacy.guard import Veil
+from fedplan.privacy.guard import CHARGES, SECRET, Veil
+from fedplan.probe import public_scores
+from fedplan.record import RoundRecord, read_round
 from fedplan.resolution import permitted, resolve
-from fedplan.rounds import Tally, World, announced, close, hear, pull, push, settle, summed
-from fedplan.store import Store
+from fedplan.rounds import Tally, World, announced, close, pull, push, settle, summed
+from fedplan.store import Generation, Store
 from fedplan.turn import Turn
 
+WORLD, LEDGER, METRICS = "world", "ledger.jsonl", "metrics.jsonl"
+SMALL = ("study.json", "manifest.json", RUN)
+"""Files of a run's folder that are written once, before its first round."""
 Roster = Mapping[str, Mapping[str, str]]
 """Every client's name, with its traits."""
 
@@ -31,7 +40,8 @@ Roster = Mapping[str, Mapping[str, str]]
 class Server:
     """A world and its ledger. What it has committed survives any kill.
 
-    `start` are the values that the model starts with, of every param.
+    `start` are the values that the model starts with, of every param, and `marks` the digest of
+    each; `rows` are the digests of clients' rows, where they are seen.
     """
 
     def __init__(
@@ -43,22 +53,27 @@ class Server:
         rounds: int,
         roster: Roster,
         attendance: Attendance | None = None,
+        marks: Mapping[str, str] | None = None,
+        rows: Mapping[str, str] | None = None,
     ) -> None:
-        self.setup, self.start, self.folder, self.rounds = setup, start, folder, rounds
+        self.start, self.folder, self.rounds = start, folder, rounds
         self.attendance = attendance or Attendance()
         self.roster: dict[str, Mapping[str, str]] = dict(roster)
         self.digests = Digests()
-        promise, place = setup.promise, folder / "privacy"
-        self.veil = Veil(promise, place) if promise and promise.unit == "client" else None
-        self.store = Store(folder / "world")
+        self.marks = dict(marks) if marks is not None else digests(start)
+        self.store = Store(folder / WORLD)
         self.store.claim()
         found = self.store.read()
+        self.identity = _identity(folder, setup, self.marks, rows or {}, found)
+        self.setup = setup = replace(setup, run=self.identity.id)
+        promise, place = setup.promise, folder / "privacy"
+        self.veil = Veil(promise, place) if promise and promise.unit == "client" else None
         self.world = _world_of(found.tensors, found.meta) if found else World.start(setup, start)
         if self.veil is not None:
             self.veil.require_paid(found.meta["charges"] if found else 0)
-        lengths: dict[str, int] = found.meta["lengths"] if found else {}
-        self.ledger = Ledger(folder / "ledger.jsonl", length=lengths.get("ledger", 0))
-        self.metrics = Ledger(folder / "metrics.jsonl", length=lengths.get("metrics", 0))
+        files: dict[str, Any] = found.meta["files"] if found else {}
+        self.ledger = _ledger(folder / LEDGER, files)
+        self.metrics = _ledger(folder / METRICS, files)
 
     def begin(self) -> Tally:
         """Announce the phase of the next round, and say who is asked for what."""
@@ -71,10 +86,28 @@ class Server:
             cohort = self.attendance.cohort(experiment, number, list(self.roster))
         fates = {name: self.attendance.fate(experiment, number, name) for name in cohort}
         asked = [name for name in cohort if fates[name] != "dropped"]
-        tally = Tally({n: push(self.setup, self.world, n, self.roster[n]) for n in asked})
+        tally = Tally(
+            {n: push(self.setup, self.world, n, self.roster[n]) for n in asked},
+            late=frozenset(name for name in asked if fates[name] == "late"),
+            marks=self.marks,
+            digests=self.digests,
+        )
         tally.rejected |= {n: fate for n, fate in fates.items() if fate != "answers"}
-        self._settle(tally, self.world.choice or None)
+        self._settle(tally, self._standing(number))
         return tally
+
+    def _standing(self, number: int) -> Mapping[Block, float] | None:
+        """The scores that all choose by before anybody is asked: the last vote's, if any.
+
+        Where clients are hidden and choose together by what looks at no rows, it is said here: in
+        a poll, who is there would decide what is released.
+        """
+        setup, turns = self.setup, self._turns(number, self.world.phase)
+        alone = self.veil is None or self.veil.promise.vote or not setup.method.together
+        if alone or not any(map(setup.chooses, turns)):
+            return self.world.choice or None
+        seed = streams.seed(setup.experiment, "probe", number)
+        return public_scores(setup.method.probe, setup.blocks, seed)
 
     def polls(self, tally: Tally) -> bool:
         """Whether the clients of a round say first what they would choose."""
@@ -82,13 +115,21 @@ class Server:
         if promise is not None and promise.vote:
             return promise.votes(self.world.round + 1)
         chooses = any(self.setup.chooses(down.turn) for down in tally.cohort.values())
-        return self.setup.method.together and chooses
+        return self.setup.method.together and chooses and self.veil is None
 
     def choose(self, tally: Tally, polled: Mapping[str, Mapping[Block, float]]) -> None:
         """Have all choose alike: by the sum of what was polled, or by what a vote makes of it."""
         promise, number = self.setup.promise, self.world.round + 1
+        there = set(self.setup.blocks)
+        polled = {name: said for name, said in polled.items() if said.keys() <= there}
         if promise is None or not promise.vote:
-            return self._settle(tally, summed(polled.values()))
+            scores = summed(polled.values())
+            if not scores:
+                raise FedplanError(
+                    f"round {number}: nobody who was asked gave scores that are numbers, so "
+                    "nothing can be chosen; start the run again to go on with this round"
+                )
+            return self._settle(tally, scores)
         if self.veil is not None:
             ballots = [{b for b, named in each.items() if named} for each in polled.values()]
             blocks, most = self.setup.blocks, self.setup.most
@@ -119,12 +160,16 @@ class Server:
         shared = (p.key for p in params if any(roles[p] is Role.SHARE for roles in every))
         return {key: self.world.values[key] for key in shared}
 
+    def anew(self, tally: Tally, client: str) -> None:
+        """Ask a client again that has lost what it had of the world, and send it all of it."""
+        vain = tally.cohort[client]
+        tally.vain += vain.nbytes
+        down = push(self.setup, self.world, client, self.roster[client], anew=True)
+        tally.cohort[client] = replace(down, turn=replace(down.turn, scores=vain.turn.scores))
+
     def take(self, tally: Tally, update: Update) -> None:
-        """Count an update, unless it came too late to count."""
-        if tally.rejected.get(update.client) == "late":
-            hear(tally, update)
-        else:
-            pull(self.setup, self.world, tally, update)
+        """Count an update, or write down why not."""
+        pull(self.setup, self.world, tally, update)
 
     def end(self, tally: Tally) -> None:
         """Close a round with what has come; `commit` makes it last."""
@@ -186,14 +231,12 @@ class Server:
         `scores` are kept beside the ledger, `signs` in the round's own line.
         """
         *turns, whole = self._lines(tally)
-        lengths = {"ledger": self.ledger.append([*turns, {**whole, **(signs or {})}])}
+        self.ledger.append([*turns, read_round({**whole, **(signs or {})}).json()])
         reach("round.ledger_written")
-        lengths["metrics"] = self.metrics.append(
-            [{"round": self.world.round, **scores}] if scores else []
-        )
+        self.metrics.append([{"round": self.world.round, **scores}] if scores else [])
         reach("round.before_commit")
         tensors, meta = _written(self.world)
-        meta |= {"lengths": lengths}
+        meta |= {"run": self.identity.id, "files": self._files()}
         if self.veil is not None:
             meta["charges"] = len(self.veil.budget.charges)
         self.store.write(tensors, meta, number=self.world.round)
@@ -202,23 +245,61 @@ class Server:
     def _lines(self, tally: Tally) -> list[dict[str, Any]]:
         self.digests.only(self.world.values.values())
         moved = {k for k, v in self.world.versions.items() if v == self.world.round}
-        whole = {
-            "round": self.world.round,
-            "phase": self.world.phase,
-            "counted": sorted(tally.counted),
-            "rejected": dict(sorted(tally.rejected.items())),
-            "moved": {k: self.digests.of(self.world.values[k]) for k in sorted(moved)},
-            "drift": self.world.drift,
-            "up": sum(line["up"] for line in tally.lines.values()),
-            "down": tally.vain
-            + sum(self.setup.sizes[k] for down in tally.cohort.values() for k in down.versions),
-        }
-        return [*(tally.lines[c] for c in sorted(tally.lines)), whole]
+        down = (self.setup.sizes[k] for down in tally.cohort.values() for k in down.versions)
+        whole = RoundRecord(
+            round=self.world.round,
+            phase=self.world.phase,
+            counted=tuple(sorted(tally.counted)),
+            rejected=dict(sorted(tally.rejected.items())),
+            moved={k: self.digests.of(self.world.values[k]) for k in sorted(moved)},
+            drift=self.world.drift,
+            up=sum(record.up for record in tally.lines.values()),
+            down=tally.vain + sum(down),
+        )
+        return [*(tally.lines[client].json() for client in sorted(tally.lines)), whole.json()]
+
+    def _files(self) -> dict[str, list[int | str]]:
+        """The length and the digest of every file beside the world, for `verify`."""
+        files = [self.folder / name for name in SMALL if (self.folder / name).exists()]
+        for name in (SECRET, CHARGES) if self.setup.promise else ():
+            files += sorted((self.folder / "privacy").rglob(name))
+        marks = {str(file.relative_to(self.folder)): mark_of_file(file) for file in files}
+        return marks | {LEDGER: self.ledger.mark, METRICS: self.metrics.mark}
 
     def world_values(self) -> dict[str, Tensor]:
         """The federation's model: its values, and the start's for what each client keeps."""
         trainable = self.setup.trainable
         return {p.key: self.world.values.get(p.key, self.start[p.key]) for p in trainable}
+
+
+def _identity(
+    folder: Path,
+    setup: Setup,
+    marks: Mapping[str, str],
+    rows: Mapping[str, str],
+    found: Generation | None,
+) -> Identity:
+    """Which run this is; a world without its identity, or with another's, is refused."""
+    if found and (not (folder / RUN).exists() or read_identity(folder).id != found.meta["run"]):
+        raise FedplanError(
+            f"{folder / RUN} is not that of the world beside it: put a copy of it back"
+        )
+    joint = joined(setup.params, marks)
+    return identified(folder, Identity("", setup.study, setup.start, dict(rows), joint))
+
+
+def _ledger(file: Path, files: Mapping[str, Any]) -> Ledger:
+    length, sha256 = files.get(file.name, (0, ""))
+    return Ledger(file, length=length, sha256=sha256)
+
+
+def read_world(folder: Path) -> tuple[World, dict[str, Any]] | None:
+    """The world that a run last committed and its meta, read without a lock; None before round 1.
+
+    Nothing is written, so it may be read while the run goes on.
+    """
+    found = Store(folder / WORLD, reading=True).read()
+    return (_world_of(found.tensors, found.meta), found.meta) if found else None
 
 
 def _about(number: int) -> str:
@@ -232,6 +313,7 @@ def _written(world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
     meta = {"round": world.round, "phase": world.phase, "versions": world.versions}
     drift = {kind: list(numbers) for kind, numbers in world.drift.items()}
     hidden = {"choice": listed(world.choice), "clip": world.clip}
+    meta |= {"settled": {client: hex(bits) for client, bits in world.settled.items()}}
     return tensors, meta | {"known": world.known, "heard": world.heard, "drift": drift} | hidden
 
 
@@ -249,5 +331,8 @@ def _world_of(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> World:
     drift = {kind: (apart, step) for kind, (apart, step) in meta["drift"].items()}
     heard = dict(meta["heard"])
     choice, clip = scored(meta["choice"]), float(meta["clip"])
+    settled = {client: int(bits, 16) for client, bits in meta["settled"].items()}
     number, phase = meta["round"], meta["phase"]
-    return World(values, versions, number, phase, known, memory, drift, heard, choice, clip)
+    return World(
+        values, versions, number, phase, known, memory, drift, heard, choice, clip, settled
+    )

@@ -18,13 +18,15 @@ from fedplan.agreement import Setup
 from fedplan.attendance import Attendance
 from fedplan.attention import moved
 from fedplan.config import ConfigError, MethodSection, Study, study_of
+from fedplan.crowds import phases_in
 from fedplan.description import describe
 from fedplan.evaluation import spread
+from fedplan.files import keep_file
 from fedplan.fit import Pace
-from fedplan.forecast import phases_in
-from fedplan.ledger import digests, joined, read_lines
+from fedplan.ledger import digests, joined
 from fedplan.loading import starting_model
-from fedplan.manifest import read, written
+from fedplan.locks import Claim, claimed
+from fedplan.manifest import written
 from fedplan.method import Method
 from fedplan.methods import method
 from fedplan.params import Params
@@ -34,13 +36,17 @@ from fedplan.privacy.promise import Promise, require_sound
 from fedplan.probe import probe_named
 from fedplan.rounds import Tally
 from fedplan.runners.local import Federation
-from fedplan.shares import Shares, shares_of
+from fedplan.shares import Shares, mark_of, shares_of
 from fedplan.state import Tensors, put, take
+from fedplan.store import told
 from fedplan.text import parse
 from fedplan.wire import parse_wire
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+STUDY, MANIFEST = "study.json", "manifest.json"
+"""In a run's folder, and in a site's for a run: what it is of."""
 
 Watch = Callable[["Trial", Tally, Mapping[str, Any]], None]
 
@@ -63,10 +69,15 @@ class Stage:
         """The digest of each of them."""
         return digests(self.start)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Tells two starting models apart."""
         return hashlib.sha256(joined(self.setup.params, self.marks).encode()).hexdigest()[:16]
+
+    @cached_property
+    def agreed(self) -> Setup:
+        """What all ends agree on, the model that they start from with it."""
+        return replace(self.setup, start=self.digest)
 
 
 def stage_of(study: Study, own: tuple[str, Dataset] | None = None) -> Stage:
@@ -77,18 +88,32 @@ def stage_of(study: Study, own: tuple[str, Dataset] | None = None) -> Stage:
     torch.set_num_threads(study.threads)
     shares, made = shares_of(study, own), method_of(study)
     model = starting_model(study, shares.task, made)
-    stage = Stage(shares, model, _setup(study, describe(model)))
+    stage = Stage(shares, model, setup_of(study, describe(model)))
     pinned = study.model.digest
     if pinned and stage.digest != pinned:
         raise ConfigError(f"model.digest is {pinned}, and this model's is {stage.digest}")
     return stage
 
 
-def opened_run(folder: Path, study: Study, params: Params) -> None:
-    """Write what a run is of, so that `read_run` can tell."""
+def opened_run(folder: Path, study: Study, params: Params) -> Claim:
+    """Claim a folder for a run of a study, and write what it is of, so that `read_run` can tell.
+
+    While the claim is held no other process opens the folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "study.json").write_text(study.model_dump_json(indent=1))
-    (folder / "manifest.json").write_text(written(params))
+    with told(f"{folder} cannot be claimed", "name a folder that you may write to"):
+        claim = claimed(folder)
+    if (folder / STUDY).exists() and study_in(folder).digest != study.digest:
+        raise ConfigError(f"{folder} holds a run of another study: name another folder")
+    write_run(folder, study, params)
+    return claim
+
+
+def write_run(folder: Path, study: Study, params: Params) -> None:
+    """Write what a folder is of, unless that stands there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    keep_file(folder / STUDY, study.model_dump_json(indent=1))
+    keep_file(folder / MANIFEST, written(params))
 
 
 class Trial:
@@ -99,13 +124,13 @@ class Trial:
         if not study.data.path:
             raise ConfigError("data.path: each site of this study has its own: --runner flower")
         stage = stage_of(study)
-        self.shares, setup = stage.shares, stage.setup
-        if strange := study.clients.traits.keys() - self.shares.train.keys():
-            there = ", ".join(self.shares.train)
-            raise ConfigError(
-                f"clients.traits: there is no client {min(strange)!r}; there are {there}"
-            )
-        opened_run(folder, study, setup.params)
+        self.shares, setup = stage.shares, stage.agreed
+        names = study.clients.names or list(self.shares.train)
+        for what, said in (("clients.traits", study.clients.traits), ("data", self.shares.train)):
+            if strange := said.keys() - set(names):
+                there = ", ".join(names)
+                raise ConfigError(f"{what}: there is no client {min(strange)!r}; there are {there}")
+        self.claim = opened_run(folder, study, setup.params)
         self.federation = Federation(
             setup,
             stage.model,
@@ -115,6 +140,8 @@ class Trial:
             rounds=study.train.rounds,
             attendance=attendance_of(study),
             traits=study.clients.traits,
+            names=names,
+            marks={name: mark_of(rows) for name, rows in self.shares.train.items()},
         )
 
     def run(self, watch: Watch) -> None:
@@ -194,23 +221,13 @@ def _method(said: MethodSection) -> Method:
 def study_in(folder: Path) -> Study:
     """The study that a folder is of."""
     try:
-        return study_of(json.loads((folder / "study.json").read_text()))
-    except (OSError, ValueError) as error:
+        return study_of(json.loads((folder / STUDY).read_text()))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
 
 
-def read_run(folder: Path) -> tuple[Study, Setup, list[dict[str, Any]]]:
-    """A run as its folder tells it: the study, the agreement, and the lines of its ledger."""
-    study = study_in(folder)
-    try:
-        params = read(folder / "manifest.json")
-        lines = read_lines(folder / "ledger.jsonl")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
-    return study, _setup(study, params), lines
-
-
-def _setup(study: Study, params: Params) -> Setup:
+def setup_of(study: Study, params: Params) -> Setup:
+    """What a study says to both ends, of a model with these params."""
     pace = Pace(**study.train.model_dump(exclude={"rounds"}))
     made, promise = method_of(study), promise_of(study)
     if promise is not None:

@@ -18,17 +18,22 @@ FILES = [file for files in MODULES.values() for file in files]
 
 # Imports flow one way: each module, or folder of them, may use those that stand before it.
 ORDER = (
-    *("errors", "hub", "parcel", "errands", "params", "anatomy", "architectures", "description"),
-    *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
-    *("manifest", "catalog", "forecast", "explanation", "pictures"),
+    *("errors", "hub", "parcel", "errands", "params", "anatomy", "teaching", "architectures"),
+    *("adapters", "description"),
+    *("predicates", "parts", "turn", "plan", "resolution", "text", "state", "buffers"),
+    *("manifest", "catalog", "crowds", "views", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
-    *("locks", "seals", "generations", "store", "journal"),
+    *("locks", "files", "identity", "seals", "generations", "store", "journal"),
     *(
         "serve",
         "drift",
         "phases",
         "fit",
         "attention",
+        "hearing",
+        "stimulus",
+        "behaviour",
+        "proposal",
         "probe",
         "tables",
         "content",
@@ -38,8 +43,10 @@ ORDER = (
         "methods",
         "privacy",
         "ledger",
+        "record",
         "agreement",
         "exchange",
+        "claims",
         "mail",
         "outgoing",
         "site",
@@ -53,7 +60,7 @@ ORDER = (
     *("data", "evaluation", "tokens", "tasks", "foresight", "config", "loading", "shares"),
     *("testing", "studies", "trainer", "flower", "keys", "starter"),
     "attacks",
-    *("audit", "auditor", "export", "progress", "cli"),
+    *("archive", "audit", "auditor", "export", "progress", "cli"),
 )
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__", "hasattr"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "random", "yaml"}
@@ -122,6 +129,8 @@ def test_every_kind_and_call_of_the_language_has_a_word() -> None:
     from fedplan import parts
     from fedplan.params import Kind
 
-    assert set(Kind) <= set(parts.WORDS)
+    # What no anatomy explains has a kind, and no word: no plan can mean it.
+    assert set(Kind) - {Kind.UNKNOWN} <= set(parts.WORDS)
+    assert Kind.UNKNOWN not in parts.WORDS
     for word in parts.WORDS:
         assert getattr(parts, word) == parts.Word(word)

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from fedplan.agreement import Setup
 from fedplan.attendance import Attendance
+from fedplan.exchange import Down, Lacking
 from fedplan.failpoints import reach
 from fedplan.fit import Examples, Loss
 from fedplan.journal import Journal, home_of
-from fedplan.ledger import digests
 from fedplan.resolution import permitted
 from fedplan.rounds import Tally
 from fedplan.server import Server
@@ -21,9 +22,14 @@ from fedplan.site import Site, cloak_of, local, poll
 from fedplan.state import take
 from fedplan.turn import Turn
 
+Said = TypeVar("Said")
+
 
 class Federation(Server):
-    """A server and its sites in one process."""
+    """A server and its sites in one process; `marks` are the digests of the clients' rows.
+
+    `names` are all who may take part; those without rows never answer.
+    """
 
     def __init__(
         self,
@@ -36,12 +42,22 @@ class Federation(Server):
         rounds: int,
         attendance: Attendance | None = None,
         traits: Mapping[str, Mapping[str, str]] | None = None,
+        names: Iterable[str] = (),
         replies: bool = False,
+        marks: Mapping[str, str] | None = None,
     ) -> None:
-        self.model, start = model, take(model, setup.params)
-        roster = {name: dict((traits or {}).get(name, {})) for name in rows}
-        super().__init__(setup, start, folder, rounds=rounds, roster=roster, attendance=attendance)
-        marks = digests(start)
+        self.model, start = model.eval(), take(model, setup.params)
+        roster = {name: dict((traits or {}).get(name, {})) for name in names or rows}
+        super().__init__(
+            setup,
+            start,
+            folder,
+            rounds=rounds,
+            roster=roster,
+            attendance=attendance,
+            rows=marks,
+        )
+        setup = self.setup
         self.sites = {
             name: Site(
                 name=name,
@@ -49,7 +65,7 @@ class Federation(Server):
                 journal=Journal(home_of(folder, name), replies=replies),
                 model=model,
                 start=start,
-                marks=marks,
+                marks=self.marks,
                 loss=loss,
                 digests=self.digests,
                 traits=roster[name],
@@ -66,8 +82,10 @@ class Federation(Server):
         """Play the next round up to its end; `commit` makes it last."""
         tally = self.begin()
         self.ask(tally)
-        for name, down in tally.cohort.items():
-            update = local(self.setup, self.sites[name], down)
+        absent = tally.cohort.keys() - self.sites.keys()
+        tally.rejected |= {name: "no answer" for name in absent}
+        for name in self._there(tally):
+            update = self._asked(local, tally, name)
             reach("round.answered")
             self.take(tally, update)
         self.end(tally)
@@ -76,8 +94,18 @@ class Federation(Server):
     def ask(self, tally: Tally) -> None:
         """Where all choose together, hear first what each one would choose."""
         if self.polls(tally):
-            asked = tally.cohort.items()
-            self.choose(tally, {n: poll(self.setup, self.sites[n], down) for n, down in asked})
+            self.choose(tally, {n: self._asked(poll, tally, n) for n in self._there(tally)})
+
+    def _asked(self, turn: Callable[[Setup, Site, Down], Said], tally: Tally, name: str) -> Said:
+        """What a site says; one that has lost what it had is asked anew."""
+        try:
+            return turn(self.setup, self.sites[name], tally.cohort[name])
+        except Lacking:
+            self.anew(tally, name)
+            return turn(self.setup, self.sites[name], tally.cohort[name])
+
+    def _there(self, tally: Tally) -> dict[str, Down]:
+        return {name: down for name, down in tally.cohort.items() if name in self.sites}
 
     @property
     def spent(self) -> float | None:

@@ -15,10 +15,12 @@ from flwr.serverapp import Grid
 from fedplan.config import read_study
 from fedplan.errors import FedplanError
 from fedplan.exchange import Down, nbytes, scored
+from fedplan.files import put_file
 from fedplan.mail import down_parcel, down_said, opened, parcel_of, update_of
 from fedplan.parcel import Parcel
-from fedplan.rounds import Tally, push
-from fedplan.runners.flower.calls import Calls, Letter, Patience
+from fedplan.privacy.errors import PrivacyError
+from fedplan.rounds import Tally
+from fedplan.runners.flower.calls import Calls, Guest, Letter, Patience
 from fedplan.runners.flower.records import arrays_of
 from fedplan.runners.flower.submit import FAULT
 from fedplan.server import Server
@@ -34,37 +36,34 @@ def carry_study(grid: Grid, file: Path, folder: Path) -> None:
         _carry_study(grid, file, folder)
     except FedplanError as error:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FAULT).write_text(str(error))
+        put_file(folder / FAULT, str(error))
         raise
 
 
 def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
     study = read_study(file)
     stage = stage_of(study)
-    opened_run(folder, study, stage.setup.params)
+    claim = opened_run(folder, study, stage.setup.params)
     names = study.clients.names or list(stage.shares.train)
     server = Server(
-        stage.setup,
+        stage.agreed,
         stage.start,
         folder,
         rounds=study.train.rounds,
         roster={name: study.clients.traits.get(name, {}) for name in names},
         attendance=attendance_of(study),
+        marks=stage.marks,
     )
-    Carrier(
-        grid,
-        server,
-        Patience(**study.patience.model_dump()),
-        quorum=study.clients.quorum,
-        start=stage.digest,
-    ).carry()
+    patience = Patience(**study.patience.model_dump())
+    Carrier(grid, server, patience, quorum=study.clients.quorum).carry()
+    del claim
 
 
 class Carrier:
     """A server and the grid that carries its rounds.
 
-    A round waits for all until it is time, and closes with no fewer than `quorum`. Sites must start
-    from the model whose digest is `start`.
+    A round waits for all until it is time, and closes with no fewer than `quorum`. A site that
+    agreed to another study, or starts from another model, is not asked; the others go on.
     """
 
     def __init__(
@@ -74,10 +73,16 @@ class Carrier:
         patience: Patience | None = None,
         *,
         quorum: int = 1,
-        start: str = "",
     ) -> None:
-        self.server, self.quorum, self.start = server, quorum, start
-        self.calls = Calls(grid, server.roster, patience or Patience())
+        if server.veil is not None and quorum > 1:
+            raise PrivacyError(
+                f"the quorum is {quorum}, and this run hides its clients: a round that stops for "
+                "want of answers tells who was away; leave clients.quorum out"
+            )
+        # A round of hidden clients closes with whatever came, and be it nothing.
+        self.server, self.quorum = server, quorum if server.veil is None else 0
+        self.calls = Calls(grid, server.roster, patience or Patience(), server.setup.run)
+        self._unfit: dict[str, str] = {}
         self._packed: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
 
     def carry(self, watch: Watch | None = None) -> None:
@@ -88,6 +93,8 @@ class Carrier:
         while server.world.round < server.rounds:
             self._greet()
             tally = server.begin()
+            for name in tally.cohort.keys() & self._unfit.keys():
+                tally.rejected[name] = f"not asked: it {self._unfit[name]}"
             self._choose_together(tally)
             self._ask(tally)
             server.end(tally)
@@ -97,25 +104,43 @@ class Carrier:
                 watch(server, tally)
 
     def _greet(self) -> None:
-        """Hear who the sites are; refuse to go on with one that agreed to something else."""
+        """Hear who the sites are; one that agreed to something else has no part until it mends."""
         self.calls.look()
         for name, guest in self.calls.guests.items():
-            agreed = self.server.setup.fingerprint
-            if guest.agreed != agreed:
-                raise FedplanError(
-                    f"{name} agreed to {guest.agreed[:40]} and this study is {agreed}: give it the "
-                    "same study, then start the run again"
-                )
-            if self.start and guest.start != self.start:
-                raise FedplanError(
-                    f"{name} starts from the model {guest.start[:40]} and not from {self.start}: "
-                    "give it the same weights, then start the run again"
-                )
-            self.server.roster[name] = guest.traits
+            if reason := self._unfit_for(name, guest):
+                if self._unfit.get(name) != reason:
+                    log.warning("%s is not asked: it %s", name, reason)
+                self._unfit[name] = reason
+            else:
+                self._unfit.pop(name, None)
+                self.server.roster[name] = guest.traits
+
+    def _unfit_for(self, name: str, guest: Guest) -> str:
+        """Why a site cannot take part, in words; nothing if it can.
+
+        Where clients are hidden their traits are public, in the study: to hear them from a site
+        would tell that it is there.
+        """
+        setup, said = self.server.setup, dict(self.server.roster[name])
+        if self.server.veil is not None and guest.traits != said:
+            return "has traits of its own, and this run hides its clients: see clients.traits"
+        if setup.start and guest.start != setup.start:
+            return (
+                f"starts from the model {guest.start[:40]} and not from {setup.start}: give it the "
+                "same weights, and start it again"
+            )
+        if guest.run != setup.run:
+            return f"is in the run {guest.run[:40]} and this is {setup.run}: start it again"
+        if guest.agreed != setup.fingerprint:
+            return (
+                f"agreed to {guest.agreed[:40]} and this study is {setup.fingerprint}: give it the "
+                "same study, and start it again"
+            )
+        return ""
 
     def _ask(self, tally: Tally) -> None:
         """Ask all for their turns, and count each as it comes."""
-        letters = {name: self._letter(tally, name) for name in tally.cohort}
+        letters = {n: self._letter(tally, n) for n in tally.cohort if n not in self._unfit}
         for name, answer in self.calls.ask("train", letters, lambda: self._enough(tally)):
             if isinstance(answer, str):
                 tally.rejected.setdefault(name, answer.splitlines()[0])
@@ -154,10 +179,7 @@ class Carrier:
         """Whether a site has lost what it was sent before; it is then asked anew, with all."""
         if not _said(answer).get("lacking") or tally.cohort[name].anew:
             return False
-        scores, server = tally.cohort[name].turn.scores, self.server
-        tally.vain += tally.cohort[name].nbytes
-        down = push(server.setup, server.world, name, server.roster[name], anew=True)
-        tally.cohort[name] = replace(down, turn=replace(down.turn, scores=scores))
+        self.server.anew(tally, name)
         log.warning("%s has lost what it was sent before, and is sent all of it", name)
         return True
 
@@ -183,7 +205,7 @@ class Carrier:
         downs = tally.cohort
         if not self.server.polls(tally):
             return
-        letters = {name: self._letter(tally, name) for name in downs}
+        letters = {name: self._letter(tally, name) for name in downs if name not in self._unfit}
         polled = dict[str, Any]()
         enough = min(self.quorum, len(downs))
         for name, answer in self.calls.ask("query.poll", letters, lambda: len(polled) >= enough):
@@ -210,9 +232,9 @@ def _said(answer: Parcel) -> dict[str, Any]:
 
 def _told(server: Server, tally: Tally) -> str:
     lines = list(tally.lines.values())
-    up, down = (sum(line[way] for line in lines) for way in ("up", "down"))
-    weight = sum(line["weight"] for line in lines) or 1
-    loss = sum((line["loss"] or 0) * line["weight"] for line in lines) / weight
+    up, down = sum(line.up for line in lines), sum(line.down for line in lines)
+    weight = sum(line.weight for line in lines) or 1
+    loss = sum((line.loss or 0) * line.weight for line in lines) / weight
     missing = f", not counted: {', '.join(sorted(tally.rejected))}" if tally.rejected else ""
     return (
         f"round {server.world.round} of {server.rounds}: loss {loss:.3f}, "
