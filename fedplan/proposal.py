@@ -139,7 +139,10 @@ def _fitting(name: str, model: nn.Module) -> Iterator[str]:
 
 
 def _explains(model: nn.Module) -> bool:
-    params = describe(model)
+    try:
+        params = describe(model)
+    except UnknownArchitecture:  # its blocks are not where the row says
+        return False
     blocks: dict[object, set[Kind]] = {}
     for p in params:
         if p.at:
