@@ -8,19 +8,21 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from fedplan.config import ConfigError
+from fedplan.agreement import Setup
+from fedplan.config import ConfigError, Study
 from fedplan.desk import own_values
-from fedplan.examples import Images
-from fedplan.fit import Examples
+from fedplan.examples import centre_of
+from fedplan.journal import Journal, home_of
 from fedplan.loading import quiet
 from fedplan.models.dual import Dual
 from fedplan.models.folder import Picture, save
 from fedplan.outgoing import AGREEMENT
-from fedplan.server import Server
+from fedplan.server import personal_values, world_in, world_values
 from fedplan.state import put
-from fedplan.studies import Shares, Trial, read_run, stage_of, study_in
+from fedplan.studies import Stage, noted_task, read_run, setup_in, stage_without_rows, study_in
 from fedplan.tables import is_hub_id
 from fedplan.tasks import Task
+from fedplan.turn import Turn
 
 
 def export_run(folder: Path, out: Path, client: str = "", key: Path | None = None) -> str:
@@ -32,42 +34,49 @@ def export_run(folder: Path, out: Path, client: str = "", key: Path | None = Non
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty: name another folder")
     if (folder / AGREEMENT).exists():
-        model, shares = _of_site(folder, key)
+        model, task = _of_site(folder, key)
     else:
-        model, shares = _of_run(folder, client)
+        model, task = _of_run(folder, client)
     with quiet():
-        return _written(model.eval(), shares.task, shares.test, out)
+        return _written(model.eval(), task, out)
 
 
-def _of_run(folder: Path, client: str) -> tuple[nn.Module, Shares]:
-    study, _, _ = read_run(folder)
-    if not study.data.path:
-        if client:
-            raise ConfigError(f"{client}'s own model is at the site: export its folder there")
-        stage, names = stage_of(study), study.clients.names
-        roster = {name: dict[str, str]() for name in names}
-        server = Server(stage.setup, stage.start, folder, rounds=1, roster=roster)
-        put(stage.model, server.world_values(), stage.setup.trainable)
-        return stage.model, stage.shares
-    trial = Trial(study, folder)
-    federation = trial.federation
-    if client and client not in federation.sites:
-        raise ConfigError(f"there is no client {client!r}; there are {', '.join(federation.sites)}")
-    values = federation.personal_values(client) if client else federation.world_values()
-    put(federation.model, values, federation.setup.trainable)
-    return federation.model, trial.shares
+def _of_run(folder: Path, client: str) -> tuple[nn.Module, Task]:
+    study, setup, _ = read_run(folder)
+    labels, clients = noted_task(folder)
+    if client and not study.data.path:
+        raise ConfigError(f"{client}'s own model is at the site: export its folder there")
+    if client and client not in clients:
+        raise ConfigError(f"there is no client {client!r}; there are {', '.join(clients)}")
+    stage = _staged(study, setup, labels)
+    world = world_in(folder, setup, stage.start)
+    values = world_values(setup, world, stage.start)
+    if client:
+        home, _ = Journal(home_of(folder, client)).home()
+        turn = Turn(world.round, client, world.phase, study.clients.traits.get(client, {}))
+        values = personal_values(setup, world, stage.start, turn, home)
+    put(stage.model, values, setup.trainable)
+    return stage.model, stage.shares.task
 
 
-def _of_site(folder: Path, key: Path | None) -> tuple[nn.Module, Shares]:
-    study = study_in(folder)
-    stage = stage_of(study)
-    put(stage.model, own_values(stage.setup, folder, key), stage.setup.trainable)
-    return stage.model, stage.shares
+def _of_site(folder: Path, key: Path | None) -> tuple[nn.Module, Task]:
+    study, setup = study_in(folder), setup_in(folder)
+    stage = _staged(study, setup, noted_task(folder)[0])
+    put(stage.model, own_values(setup, folder, key), setup.trainable)
+    return stage.model, stage.shares.task
 
 
-def _written(model: nn.Module, task: Task, rows: Examples | None, out: Path) -> str:
+def _staged(study: Study, setup: Setup, labels: list[str]) -> Stage:
+    """The model that a run started from, without its rows."""
+    stage = stage_without_rows(study, labels)
+    if stage.setup.params != setup.params:
+        raise ConfigError("the model that the study names is not the one that the run started from")
+    return stage
+
+
+def _written(model: nn.Module, task: Task, out: Path) -> str:
     if isinstance(model, Dual):
-        save(model, out, picture=_picture(task, rows))
+        save(model, out, picture=_picture(task))
         return f"fedplan.models.folder.predict({str(out)!r}, [picture, ...])"
     whole = cast("Any", model)
     whole = whole.merge_and_unload() if _is_peft(model) else whole
@@ -77,10 +86,9 @@ def _written(model: nn.Module, task: Task, rows: Examples | None, out: Path) -> 
     return f"transformers.{task.model_class}.from_pretrained({str(out)!r})"
 
 
-def _picture(task: Task, rows: Examples | None) -> Picture:
-    if not isinstance(rows, Images):
-        return Picture(task.image_size)
-    return Picture(task.image_size, _colours(rows.mean), _colours(rows.std))
+def _picture(task: Task) -> Picture:
+    mean, std = centre_of(task.source)
+    return Picture(task.image_size, _colours(mean), _colours(std))
 
 
 def _colours(side: Tensor) -> tuple[float, ...]:

@@ -16,8 +16,15 @@ from torch import Tensor, nn
 
 from fedplan.agreement import Setup
 from fedplan.attendance import Attendance
-from fedplan.attention import moved
-from fedplan.config import ConfigError, MethodSection, Study, study_of
+from fedplan.attention import at_rest, moved
+from fedplan.config import (
+    ConfigError,
+    DataSection,
+    MethodSection,
+    Study,
+    placed,
+    study_of,
+)
 from fedplan.description import describe
 from fedplan.evaluation import spread
 from fedplan.fit import Pace
@@ -32,6 +39,7 @@ from fedplan.phases import Planned
 from fedplan.plan import chain
 from fedplan.privacy.promise import Promise, require_sound
 from fedplan.probe import probe_named
+from fedplan.resolution import check
 from fedplan.rounds import Tally
 from fedplan.runners.local import Federation
 from fedplan.shares import Shares, shares_of
@@ -41,6 +49,9 @@ from fedplan.wire import parse_wire
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+TASK = "task.json"
+"""In a run's folder: the labels of its task, and its clients."""
 
 Watch = Callable[["Trial", Tally, Mapping[str, Any]], None]
 
@@ -78,6 +89,7 @@ def stage_of(study: Study, own: tuple[str, Dataset] | None = None) -> Stage:
     shares, made = shares_of(study, own), method_of(study)
     model = starting_model(study, shares.task, made)
     stage = Stage(shares, model, _setup(study, describe(model)))
+    check(stage.setup.method.plan, stage.setup.params)
     pinned = study.model.digest
     if pinned and stage.digest != pinned:
         raise ConfigError(f"model.digest is {pinned}, and this model's is {stage.digest}")
@@ -87,8 +99,52 @@ def stage_of(study: Study, own: tuple[str, Dataset] | None = None) -> Stage:
 def opened_run(folder: Path, study: Study, params: Params) -> None:
     """Write what a run is of, so that `read_run` can tell."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "study.json").write_text(study.model_dump_json(indent=1))
+    placed_study = placed(study, Path.cwd())
+    (folder / "study.json").write_text(placed_study.model_dump_json(indent=1))
     (folder / "manifest.json").write_text(written(params))
+
+
+def note_task(folder: Path, shares: Shares) -> None:
+    """Write what a model of the run is told apart by: its labels, and whose it may be.
+
+    Rows are needed to train, and not to export what was trained: they may be gone by then.
+    """
+    said = {"labels": shares.task.labels, "clients": list(shares.train)}
+    (folder / TASK).write_text(json.dumps(said, indent=1) + "\n")
+
+
+def noted_task(folder: Path) -> tuple[list[str], list[str]]:
+    """The labels and the clients of a run, as its folder tells them."""
+    try:
+        said = json.loads((folder / TASK).read_text(encoding="utf-8"))
+        found = tuple([str(each) for each in said[name]] for name in ("labels", "clients"))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigError(f"{folder} does not say the labels of its run: {error!r}") from error
+    return found[0], found[1]
+
+
+def stage_without_rows(study: Study, labels: list[str]) -> Stage:
+    """The stage of a study whose rows are not there: the same model, and nobody to train it."""
+    task = study.task.model_copy(update={"labels": labels})
+    return stage_of(study.model_copy(update={"data": DataSection(), "task": task}))
+
+
+def require_fitting(stage: Stage, batch: int) -> None:
+    """Refuse rows that the model cannot take: better at once than in the middle of a round."""
+    task = stage.shares.task
+    for name, rows in stage.shares.train.items():
+        if not len(rows):
+            continue
+        some = rows.batch(torch.arange(min(batch, len(rows))))
+        try:
+            with torch.no_grad(), at_rest(stage.model):
+                task.loss(stage.model, some)
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
+            words = str(error).strip().splitlines() or [type(error).__name__]
+            raise ConfigError(
+                f"the model cannot take the rows of {name!r}: {words[0][:300]}; see model and task"
+            ) from error
+        return
 
 
 class Trial:
@@ -105,7 +161,9 @@ class Trial:
             raise ConfigError(
                 f"clients.traits: there is no client {min(strange)!r}; there are {there}"
             )
+        require_fitting(stage, study.train.batch)
         opened_run(folder, study, setup.params)
+        note_task(folder, self.shares)
         self.federation = Federation(
             setup,
             stage.model,
@@ -194,8 +252,9 @@ def _method(said: MethodSection) -> Method:
 def study_in(folder: Path) -> Study:
     """The study that a folder is of."""
     try:
-        return study_of(json.loads((folder / "study.json").read_text()))
-    except (OSError, ValueError) as error:
+        said = json.loads((folder / "study.json").read_text(encoding="utf-8"))
+        return study_of(said if isinstance(said, dict) else {"study.json": said})
+    except (OSError, ValueError, RecursionError, ConfigError) as error:
         raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
 
 
@@ -203,11 +262,15 @@ def read_run(folder: Path) -> tuple[Study, Setup, list[dict[str, Any]]]:
     """A run as its folder tells it: the study, the agreement, and the lines of its ledger."""
     study = study_in(folder)
     try:
-        params = read(folder / "manifest.json")
         lines = read_lines(folder / "ledger.jsonl")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
-    return study, _setup(study, params), lines
+    return study, setup_in(folder), lines
+
+
+def setup_in(folder: Path) -> Setup:
+    """The agreement of a run, as its folder tells it."""
+    return _setup(study_in(folder), read(folder / "manifest.json"))
 
 
 def _setup(study: Study, params: Params) -> Setup:

@@ -44,8 +44,12 @@ def load(path: str, *, split: str = "") -> Dataset:
             return _from_arrays(place, split)
         if place.is_file() and place.suffix in _READERS:
             return _split_by_column(_READERS[place.suffix](place), split, path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path!r} cannot be read as a table: {error}") from error
+    except DataError:
+        raise
+    # In a damaged file each of the libraries that read them raises what it happens to meet.
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path!r} cannot be read as a table: {reason[:300]}") from error
     raise DataError(
         f"{path!r} is not a table: give a {', '.join(_READERS)} or .npz file, a folder of such "
         "files, a folder saved by datasets, or a hub id such as org/name"

@@ -13,18 +13,18 @@ from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from fedplan.config import ConfigError, Study, read_study
 from fedplan.desk import Desk, journal_in
 from fedplan.errands import Order
 from fedplan.errors import FedplanError
 from fedplan.mail import parcel_of
+from fedplan.names import folder_named
 from fedplan.outgoing import Limits
 from fedplan.parcel import BrokenParcel, Parcel
 from fedplan.seals import Seal
 from fedplan.site import Site, cloak_of
-from fedplan.studies import opened_run, stage_of
+from fedplan.studies import note_task, opened_run, stage_of
 from fedplan.tables import load
 
 if TYPE_CHECKING:
@@ -69,12 +69,13 @@ def desk_of(order: Order) -> Desk:
         _whole(node, "limit_rounds"), _whole(node, "limit_bytes"), _number(node, "limit_epsilon")
     )
     opened_run(folder, study, stage.setup.params)
+    note_task(folder, stage.shares)
     return Desk(stage.setup, site, folder, limits, start=stage.digest)
 
 
 def folder_of(home: str, study: Study, name: str) -> Path:
     """Where a site keeps an experiment, under its own name: neither a node's nor a run's number."""
-    return Path(home) / quote(f"{study.name}-{study.seed}", safe="") / quote(name, safe="")
+    return Path(home) / folder_named(f"{study.name}-{study.seed}") / folder_named(name)
 
 
 def name_of(study: Study, node: Mapping[str, Any]) -> str:

@@ -18,8 +18,18 @@ FILES = [file for files in MODULES.values() for file in files]
 
 # Imports flow one way: each module, or folder of them, may use those that stand before it.
 ORDER = (
-    *("errors", "parcel", "errands", "params", "anatomy", "architectures", "description"),
-    *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
+    *(
+        "errors",
+        "names",
+        "plain",
+        "parcel",
+        "errands",
+        "params",
+        "anatomy",
+        "architectures",
+        "description",
+    ),
+    *("predicates", "parts", "turn", "plan", "horizon", "resolution", "text", "state"),
     *("manifest", "catalog", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
     *("locks", "seals", "generations", "store", "journal"),
@@ -50,7 +60,7 @@ ORDER = (
         "runners",
     ),
     *("data", "evaluation", "tasks", "config", "loading", "shares"),
-    *("testing", "studies", "trainer", "flower", "keys", "starter"),
+    *("testing", "studies", "continuation", "trainer", "flower", "keys", "starter"),
     "attacks",
     *("audit", "auditor", "export", "progress", "cli"),
 )
