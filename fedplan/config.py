@@ -317,7 +317,7 @@ def placed(study: Study, base: Path) -> Study:
 
 
 def _place(said: str, base: Path) -> str:
-    found = base.absolute() / said
+    found = base.resolve() / said
     return said if not said or (is_hub_id(said) and not found.exists()) else str(found)
 
 

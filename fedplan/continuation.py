@@ -72,8 +72,11 @@ def _clear(folder: Path) -> None:
     """Remove what a start that failed has left; a run that closes its first round is let be."""
     if not (folder / "study.json").exists():
         return
-    with told(f"{folder} cannot be cleared", "name another folder"):
-        with alone(folder / "world") if (folder / "world").is_dir() else nullcontext():
-            shutil.rmtree(folder / "homes", ignore_errors=True)
-            for name in WRITTEN:
-                (folder / name).unlink(missing_ok=True)
+    place = folder / "world"
+    with (
+        told(f"{folder} cannot be cleared", "name another folder"),
+        alone(place) if place.is_dir() else nullcontext(),
+    ):
+        shutil.rmtree(folder / "homes", ignore_errors=True)
+        for name in WRITTEN:
+            (folder / name).unlink(missing_ok=True)

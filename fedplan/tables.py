@@ -99,7 +99,8 @@ def _from_arrays(path: Path, split: str) -> Dataset:
     import numpy as np
     from datasets import Dataset, Features
 
-    with np.load(path, allow_pickle=False) as file:
+    # of a damaged file numpy leaves open what it has opened
+    with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         arrays: dict[str, Any] = {name: file[name] for name in file.files}
     if split:
         end = f"_{split}"
