@@ -100,6 +100,16 @@ def key_value(config: Any, rows: int) -> dict[Kind, Rows]:
     }
 
 
+def latent(config: Any, rows: int) -> dict[Kind, Rows]:
+    """Key and value in turn for each head, from what both are pressed into: DeepSeek."""
+    heads, width = config.num_attention_heads, config.qk_nope_head_dim
+    step = rows // heads
+    return {
+        Kind.KEY: Rows(0, 0, width, step, heads),
+        Kind.VALUE: Rows(0, width, step - width, step, heads),
+    }
+
+
 def ranges(query: int, key: int, value: int) -> dict[Kind, Rows]:
     """Three ranges of the given lengths, one after the other."""
     total = query + key + value

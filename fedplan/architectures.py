@@ -7,64 +7,16 @@ backbone is its head; a row says the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
-
 from fedplan.anatomy import (
-    Anatomy,
-    Layout,
     falcon,
     grouped,
     key_value,
-    path,
+    latent,
     per_head,
     thirds,
 )
-from fedplan.params import Kind
-
-KNOWN: dict[str, Anatomy] = {}
-
-
-def teach(
-    name: str,
-    *,
-    like: str = "",
-    blocks: Mapping[str, str] | None = None,
-    fused: Mapping[str, Layout] | None = None,
-    towers: Mapping[str, str] | None = None,
-    cross: str = "",
-    acts_on: Mapping[str, str] | None = None,
-    tags: Mapping[str, str] | None = None,
-    beside: Mapping[str, str] | None = None,
-    **kinds: str,
-) -> Anatomy:
-    """Teach fedplan an architecture: a `config.model_type`, or the class name of a plain module.
-
-    `blocks` says per stack where its list of blocks is; each further word is a kind. Either takes
-    paths separated by spaces: several, or several spellings of one. `like` starts from another row.
-
-    >>> row = teach("my_vit", like="vit", query="attn.to_q", key="attn.to_k", value="attn.to_v")
-    """
-    words = dict.fromkeys(cross.split(), "cross") | dict(tags or {})
-    row = Anatomy(
-        blocks=dict(blocks or {}),
-        kinds={path(p): Kind(kind) for kind, paths in kinds.items() for p in paths.split()},
-        fused={path(p): layout for p, layout in (fused or {}).items()},
-        acts_on={path(p): Kind(kind) for p, kind in (acts_on or {}).items()},
-        towers=dict(towers or {}),
-        tags={path(p): tag for p, tag in words.items()},
-        beside=dict(beside or {}),
-    )
-    KNOWN[name] = _over(KNOWN[like], row) if like else row
-    return KNOWN[name]
-
-
-def _over(old: Anatomy, new: Anatomy) -> Anatomy:
-    """A row laid over another: what the new one says is added, or heard instead."""
-    said = {f.name: getattr(old, f.name) | getattr(new, f.name) for f in fields(Anatomy)}
-    said["blocks"] = new.blocks or old.blocks
-    return replace(old, **said)
-
+from fedplan.teaching import KNOWN as KNOWN
+from fedplan.teaching import teach as teach
 
 # Text encoders
 teach(
@@ -78,9 +30,31 @@ teach(
     head="pooler",
     cross="crossattention",
 )
-teach("roberta", like="bert")
-teach("xlm-roberta", like="bert")
-teach("camembert", like="bert")
+for name in ("roberta", "xlm-roberta", "camembert"):
+    teach(name, like="bert")
+teach("esm", like="bert", head="contact_head")
+teach(
+    "mpnet",
+    like="bert",
+    query="attn.q",
+    key="attn.k",
+    value="attn.v",
+    out="attn.o",
+    position="relative_attention_bias",
+)
+teach(
+    "longformer",
+    like="bert",
+    query="self.query_global",
+    key="self.key_global",
+    value="self.value_global",
+)
+teach(
+    "layoutlmv3",
+    like="bert",
+    position="rel_pos_bias rel_pos_x_bias rel_pos_y_bias",
+    embed="cls_token pos_embed patch_embed",
+)
 teach("electra", like="bert", embed="embeddings_project")
 teach(
     "albert",
@@ -132,7 +106,9 @@ teach(
     head="pooler",
 )
 teach("deit", like="vit")
+teach("vit_mae", like="vit")
 teach("dinov2", like="vit", scale="layer_scale1 layer_scale2")
+teach("dinov3_vit", like="dinov2", blocks={"vision": "model.layer"})
 teach("beit", like="vit", scale="lambda_1 lambda_2", position="relative_position_bias")
 teach(
     "swin",
@@ -144,6 +120,28 @@ teach(
     position="relative_position_bias self.relative_position_bias_table",
     embed="downsample",
 )
+
+# The reduced sequence is what tokens look at, and what they are passed: it is key.
+teach(
+    "segformer",
+    like="vit",
+    blocks={"vision": "stages.*.blocks"},
+    key="attention.sequence_reduction",
+    embed="patch_embeddings",
+)
+
+# Sound
+teach(
+    "wav2vec2",
+    blocks={"encoder": "encoder.layers"},
+    query="attention.q_proj",
+    key="attention.k_proj",
+    value="attention.v_proj",
+    out="attention.out_proj",
+    mlp="feed_forward",
+    embed="masked_spec_embed feature_extractor feature_projection pos_conv_embed",
+)
+teach("hubert", like="wav2vec2")
 
 # Two towers
 teach(
@@ -165,6 +163,21 @@ teach("clip", head="visual_projection text_projection", scale="logit_scale")
 teach("siglip_text_model", like="clip_text_model", head="head")
 teach("siglip_vision_model", like="clip_vision_model", head="head")
 teach("siglip", scale="logit_scale logit_bias")
+for part in ("", "_text_model", "_vision_model"):
+    teach(f"siglip2{part}", like=f"siglip{part}")
+teach(
+    "blip_text_model",
+    like="bert",
+    blocks={"text": "encoder.layer"},
+    out="crossattention.output.dense",
+)
+teach(
+    "blip_vision_model",
+    like="clip_vision_model",
+    fused={"self_attn.qkv": thirds},
+    out="self_attn.projection",
+)
+teach("blip", like="clip")
 teach(
     "vision-text-dual-encoder",
     like="clip",
@@ -239,11 +252,47 @@ teach(
     out="self_attn.o_proj",
     mlp="mlp",
 )
-teach("mistral", like="llama")
-teach("qwen2", like="llama")
-teach("qwen3", like="llama", acts_on={"self_attn.q_norm": "query", "self_attn.k_norm": "key"})
-teach("gemma", like="llama")
+for name in ("mistral", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "smollm3", "gemma", "gemma2"):
+    teach(name, like="llama")
+NORMED = {"self_attn.q_norm": "query", "self_attn.k_norm": "key"}
+for name in ("qwen3", "gemma3_text", "olmo2"):
+    teach(name, like="llama", acts_on=NORMED)
 teach("phi3", like="llama", fused={"self_attn.qkv_proj": grouped})
+teach(
+    "phi",
+    like="llama",
+    out="self_attn.dense",
+    acts_on={"self_attn.q_layernorm": "query", "self_attn.k_layernorm": "key"},
+)
+
+# Mixtures of experts; an expert that every token uses is mlp
+teach("mixtral", like="llama", router="mlp.gate", expert="mlp.experts")
+teach("qwen2_moe", like="mixtral")
+for name in ("qwen3_moe", "olmoe"):
+    teach(name, like="mixtral", acts_on=NORMED)
+teach("gpt_oss", like="mixtral", router="mlp.router", key="self_attn.sinks")
+# What key and value are both pressed into decides who attends to whom: it is key.
+teach(
+    "deepseek_v3",
+    like="mixtral",
+    query="self_attn.q_a_proj self_attn.q_b_proj",
+    key="self_attn.kv_a_proj_with_mqa",
+    fused={"self_attn.kv_b_proj": latent},
+    acts_on={"self_attn.q_a_layernorm": "query", "self_attn.kv_a_layernorm": "key"},
+)
+
+# Pictures as tokens of a decoder
+teach("llava", embed="multi_modal_projector")
+teach("gemma3", like="llava")
+teach(
+    "qwen2_vl_vision",
+    blocks={"vision": "blocks"},
+    fused={"attn.qkv": thirds},
+    out="attn.proj",
+    mlp="mlp",
+    embed="patch_embed merger merger.mlp",
+)
+teach("qwen2_5_vl_vision", like="qwen2_vl_vision")
 
 # Encoder and decoder
 teach(
@@ -268,7 +317,24 @@ teach(
     mlp="fc1 fc2",
     cross="encoder_attn",
 )
+for name in ("marian", "mbart", "m2m_100"):
+    teach(name, like="bart")
+teach("mt5", like="t5")
+teach(
+    "opt",
+    like="bart",
+    blocks={"decoder": "decoder.layers"},
+    embed="project_in",
+    head="project_out",
+)
 teach("whisper", like="bart", embed="conv1 conv2")
+teach(
+    "detr",
+    like="bart",
+    out="self_attn.o_proj encoder_attn.o_proj",
+    mlp="mlp",
+    embed="backbone input_projection",
+)
 
 # Plain torch. An adapter of peft on the attention itself acts on its packed weight.
 PACKED = ("in_proj_weight", "in_proj_bias", "self_attn.weight", "multihead_attn.weight")

@@ -35,7 +35,7 @@ def listen(model: nn.Module, batch: Batch, see: See) -> None:
     inputs = {name: each.to(device) for name, each in batch.items() if name != "labels"}
     with ExitStack() as undo:
         undo.enter_context(at_rest(model))
-        undo.enter_context(_eager(model))
+        undo.enter_context(eager(model))
         for block, module in _self_attention(model).items():
             asked = module.register_forward_pre_hook(_ask, with_kwargs=True)
             undo.callback(asked.remove)
@@ -57,7 +57,7 @@ def at_rest(model: nn.Module) -> Generator[None]:
 
 
 @contextmanager
-def _eager(model: nn.Module) -> Generator[None]:
+def eager(model: nn.Module) -> Generator[None]:
     """A model whose attention has probabilities: fast kernels never write them down."""
     found = {id(config): config for config in _configs(model)}
     were = [(config, getattr(config, EAGER)) for config in found.values()]

@@ -159,9 +159,9 @@ class TrainSection(Section):
 class ClientsSection(Section):
     """Who takes part: a share of all, of whom some drop out and some answer too late.
 
-    `names` are those of the sites, where each brings its own table; `traits` are what single
-    clients say of themselves. A round waits for all until it is time, and closes with no fewer
-    than `quorum`.
+    `names` are those of the sites, where each brings its own table, or of all that a column of one
+    table may name; `traits` are what single clients say of themselves. A round waits for all until
+    it is time, and closes with no fewer than `quorum`.
     """
 
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -269,6 +269,16 @@ class Study(Section):
         said = self.privacy
         if said and said.unit == "client" and (self.clients.dropped or self.clients.late):
             raise ValueError("privacy draws its own cohorts: no clients.dropped or clients.late")
+        if said and said.unit == "client" and self.clients.quorum > 1:
+            raise ValueError(
+                f"clients.quorum is {self.clients.quorum}: where clients are hidden, a round that "
+                "stops for want of answers would tell who was away; leave it out"
+            )
+        if said and said.unit == "client" and self.data.by == "column" and not self.clients.names:
+            raise ValueError(
+                "to hide clients that a column names, say all that there may be in clients.names: "
+                "a roster read off the rows would tell who is in it"
+            )
         if said and said.unit == "example" and not (self.train.steps and said.size):
             raise ValueError("to hide examples, say train.steps and privacy.size, both public")
         if said and said.unit == "example" and said.size < self.train.batch:
@@ -279,8 +289,11 @@ class Study(Section):
     def _sites(self) -> Study:
         if not self.data.path and not self.clients.names:
             raise ValueError("say data.path, or clients.names of sites with tables of their own")
-        if self.data.path and self.clients.names:
-            raise ValueError("clients.names are of sites with tables of their own: no data.path")
+        if self.data.path and self.clients.names and self.data.by != "column":
+            raise ValueError(
+                "clients.names are of sites with tables of their own: no data.path, or data.by = "
+                '"column"'
+            )
         if self.clients.names and self.task.label and not self.task.labels:
             raise ValueError("no end sees all labels: say them in task.labels")
         return self

@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe: every parameter of a model as a param, or an error that says how to teach it."""
+"""Describe: every parameter of a model as a param; what no anatomy explains is unknown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 
 from fedplan.anatomy import Anatomy, Path, ends, occurs, path
 from fedplan.architectures import ADAPTERS, DORMANT, KNOWN, PROMPTS, SAVED, WRAPPED
-from fedplan.errors import UnknownArchitecture
-from fedplan.params import Block, Kind, Param, Params, Rows
+from fedplan.params import PLACES, Block, Kind, Param, Params, Rows
+
+ANATOMY = frozenset(map(str, Kind)) - {"adapter", "unknown"} | {"kernel", "cross", "common", "own"}
+"""The words that an anatomy decides."""
+LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def describe(model: nn.Module) -> Params:
     """List every parameter of a model, in the model's order, rows of fused tensors one by one.
 
-    Works on the meta device too. Tied tensors appear once, under their first owner's kind.
+    Works on the meta device too. Tied tensors appear once, under their first owner's kind. Of a
+    model without an anatomy it tells what is sure: norms by type, biases, a head beside a backbone.
 
     >>> from transformers import BertConfig, BertModel
     >>> model = BertModel(BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9))
@@ -66,6 +71,19 @@ class _Body:
         for name, module in modules.items():
             if isinstance(module, nn.ModuleList):
                 self._count(name, len(module))
+        entries = {name: _entry(module) for name, module in modules.items()}
+        self.tables = {e for e in entries.values() if isinstance(e, nn.Embedding)}
+        self.backbones = dict(self._backbones(entries))
+
+    def _backbones(self, entries: dict[str, nn.Module | None]) -> Iterator[tuple[str, str]]:
+        """Hugging Face models by path, each with the path of the backbone that its input enters."""
+        for name, module in self.modules.items():
+            backbone = str(getattr(module, "base_model_prefix", ""))
+            inside = f"{name}.{backbone}" if name else backbone
+            if backbone and inside in self.modules:
+                entry = entries[name]
+                if entry is None or any(entry is m for m in self.modules[inside].modules()):
+                    yield name, inside
 
     def _count(self, name: str, size: int) -> None:
         row, _ = self._row(name)
@@ -127,11 +145,12 @@ class _Body:
         row, _ = self._row(name)
         stack, block = self._block(name, row)
         tags = {tag} if tag else set[str]()
-        if where[-1] == "bias" or where[-1].endswith("_bias"):
+        if where[-1] == "bias" or where[-1].endswith("_bias") or self._recurrent_bias(name):
             tags.add("bias")
         tags |= {tag for p, tag in row.tags.items() if occurs(p, where)} if row else set()
         acts_on = {k for p, k in row.acts_on.items() if occurs(p, where)} if row else set[Kind]()
         shape = tuple(tensor.shape)
+        placed = block is not None or bool(row and row.blocks)
         return Param(
             name=name,
             kind=kind,
@@ -143,7 +162,27 @@ class _Body:
             rows=rows,
             tags=frozenset(tags),
             on=frozenset(acts_on),
+            perhaps=self._perhaps(name, kind, placed=placed),
         )
+
+    def _perhaps(self, name: str, kind: Kind, *, placed: bool) -> frozenset[str]:
+        """The words that nobody knows to be true or not, of a param whose row is not known."""
+        if kind is Kind.PROMPT or self._outside_backbone(name):
+            return frozenset()
+        where = frozenset[str]() if placed else PLACES
+        if kind is not Kind.UNKNOWN:
+            known, _ = self._row(name)
+            acts = {"kernel"} if kind in (Kind.NORM, Kind.ADAPTER) else set[str]()
+            return frozenset() if known else where | acts
+        owner = self._owner(name)
+        if isinstance(owner, nn.Embedding):
+            return where | {"embed", "position", "kernel", "prompt"}
+        words = ANATOMY | where
+        words -= set() if _may_be_norm(owner) else {"norm"}
+        listed = any(isinstance(self.modules.get(above), LISTS) for above in _ancestors(name))
+        # Within a backbone only a linear layer beside the blocks may be head: a pooler.
+        inside = self._inside_backbone(name) and (listed or not isinstance(owner, nn.Linear))
+        return words - {"head"} if inside else words
 
     def _find(self, name: str, where: Path, owner: nn.Module) -> Kind | Path:
         """The kind of a tensor, or the path of its fused layout: by type first, then by name."""
@@ -151,7 +190,7 @@ class _Body:
         if self._outside_backbone(name):
             return Kind.HEAD
         if row is None:
-            raise self._untaught(name)
+            return self._by_type(owner)
         matching = [p for p in (*row.kinds, *row.fused) if occurs(p, where)]
         if any(row.kinds.get(p) is Kind.HEAD for p in matching):
             return Kind.HEAD
@@ -162,7 +201,13 @@ class _Body:
             return row.kinds.get(longest, longest)
         if isinstance(owner, nn.Embedding):
             return Kind.EMBED
-        raise self._untaught(name)
+        return Kind.UNKNOWN
+
+    def _by_type(self, owner: nn.Module) -> Kind:
+        """What is sure of a tensor without any anatomy."""
+        if _is_norm(owner):
+            return Kind.NORM
+        return Kind.EMBED if owner in self.tables else Kind.UNKNOWN
 
     def _fused(self, found: Path, name: str, size: int) -> dict[Kind, Rows]:
         row, config = self._row(name)
@@ -205,11 +250,18 @@ class _Body:
     def _outside_backbone(self, name: str) -> bool:
         """Whether a Hugging Face model with a backbone holds this beside it: then it is head."""
         for above in _ancestors(name):
-            backbone = getattr(self.modules.get(above), "base_model_prefix", "")
-            inside = f"{above}.{backbone}" if above else str(backbone)
-            if backbone and inside in self.modules:
+            if inside := self.backbones.get(above):
                 return not name.startswith(f"{inside}.")
         return False
+
+    def _inside_backbone(self, name: str) -> bool:
+        """Whether a Hugging Face model holds this in its backbone, or is nothing but one."""
+        above = (self.modules.get(each) for each in _ancestors(name))
+        return any(getattr(module, "base_model_prefix", "") for module in above)
+
+    def _recurrent_bias(self, name: str) -> bool:
+        last = name.rpartition(".")[2]
+        return last.startswith("bias_") and isinstance(self._owner(name), nn.RNNBase)
 
     def _owner(self, name: str) -> nn.Module:
         return self.modules[name.rpartition(".")[0]]
@@ -217,22 +269,6 @@ class _Body:
     def _out_dim(self, name: str, tensor: Tensor) -> int:
         """The dimension that counts outputs: Conv1D of GPT-2 stores its weight transposed."""
         return 1 if type(self._owner(name)).__name__ == "Conv1D" and tensor.dim() == 2 else 0
-
-    def _untaught(self, name: str) -> UnknownArchitecture:
-        root = self.modules[""]
-        kind = getattr(getattr(root, "config", None), "model_type", type(root).__name__)
-        lists = [
-            f"{n} ({len(m)} of {type(m[0]).__name__})"
-            for n, m in self.modules.items()
-            if isinstance(m, nn.ModuleList) and len(m) > 0
-        ]
-        return UnknownArchitecture(
-            f"no anatomy says what {name!r} of {type(root).__name__} is.\n"
-            f"Lists of modules in it: {', '.join(lists[:6]) or 'none'}.\n"
-            "Teach it, with paths as they stand in the parameter names:\n"
-            f'  fedplan.teach("{kind}", blocks={{"encoder": "encoder.layer"}}, '
-            'query="self.query", key=..., value=..., out=..., mlp=..., embed=..., head=...)'
-        )
 
 
 def _ancestors(name: str) -> Iterator[str]:
@@ -254,3 +290,19 @@ def _without_wrappers(name: str) -> Path:
 
 def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith(("Norm", "Norm1d", "Norm2d"))
+
+
+def _entry(module: nn.Module) -> nn.Module | None:
+    """The module that a Hugging Face model says its input enters by, if it says one."""
+    ask = getattr(module, "get_input_embeddings", None)
+    try:
+        return ask() if callable(ask) else None
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+def _may_be_norm(owner: nn.Module) -> bool:
+    """Whether a module of somebody's own class holds nothing but vectors."""
+    held = [tuple(tensor.shape) for tensor in owner.parameters(recurse=False)]
+    ours = type(owner).__module__.startswith("torch.")
+    return not ours and all(prod(shape) == max(shape, default=1) for shape in held)

@@ -30,8 +30,8 @@ class PlanError(FedplanError):
         return f"  {line[:76].replace(chr(9), ' ')}\n  {' ' * column}^"
 
 
-class UnknownArchitecture(FedplanError):
-    """A model, or a parameter of it, that no anatomy explains. The message says how to teach it."""
+class UnknownArchitecture(PlanError):
+    """A plan that speaks of parts which no anatomy of the model tells, or one that is wrong."""
 
 
 class UnknownModel(FedplanError):

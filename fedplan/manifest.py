@@ -42,7 +42,7 @@ def _as_json(param: Param) -> dict[str, Any]:
     said = {f.name: getattr(param, f.name) for f in fields(Param)}
     said |= {"tags": sorted(param.tags), "on": sorted(param.on), "shape": list(param.shape)}
     said["rows"] = asdict(param.rows) if param.rows else None
-    said["tied"] = list(param.tied)
+    said |= {"tied": list(param.tied), "perhaps": sorted(param.perhaps)}
     return {k: v for k, v in said.items() if v not in (_EMPTY[k], []) or k == "shape"}
 
 
@@ -56,6 +56,7 @@ def _from_json(entry: Any, where: str) -> Param:
             "tags": frozenset(_words(said.get("tags", []))),
             "on": frozenset(Kind(k) for k in said.get("on", [])),
             "tied": _words(said.get("tied", [])),
+            "perhaps": frozenset(_words(said.get("perhaps", []))),
         }
         return _sound(Param(**said))
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:

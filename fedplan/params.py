@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -36,12 +36,19 @@ class Kind(StrEnum):
     OUT = "out"
     POSITION = "position"
     MLP = "mlp"
+    ROUTER = "router"
+    EXPERT = "expert"
     NORM = "norm"
     SCALE = "scale"
     EMBED = "embed"
     HEAD = "head"
     PROMPT = "prompt"
     ADAPTER = "adapter"
+    UNKNOWN = "unknown"
+
+
+PLACES = frozenset({"body", "encoder", "decoder", "text", "vision", "fusion"})
+"""The words that say where a param stands."""
 
 
 class Block(NamedTuple):
@@ -70,6 +77,10 @@ class Rows:
         groups = cast("Tensor", tensor.unflatten(self.dim, (self.count, self.step)))
         return groups.narrow(self.dim + 1, self.start, self.size)
 
+    def over(self, rows: Tensor) -> Tensor:
+        """These rows of what a layer gives, whose first dimension counts its outputs."""
+        return replace(self, dim=0).view(rows)
+
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the view of a tensor of shape `whole`."""
         return (*whole[: self.dim], self.count, self.size, *whole[self.dim + 1 :])
@@ -80,7 +91,8 @@ class Param:
     """A named tensor, or named rows of one, with its kind, block and stack.
 
     `on` holds the kinds that an adapter or a norm acts on; `tied` the other names of the tensor;
-    `depth` the number of blocks of its stack; `tags` further words, such as bias or lora_a.
+    `depth` the number of blocks of its stack; `tags` further words, such as bias or lora_a;
+    `perhaps` the words of which nobody knows whether they are true of it.
     """
 
     name: str
@@ -94,6 +106,7 @@ class Param:
     tags: frozenset[str] = frozenset()
     on: frozenset[Kind] = frozenset()
     tied: tuple[str, ...] = ()
+    perhaps: frozenset[str] = frozenset()
 
     @cached_property
     def key(self) -> str:
@@ -119,7 +132,7 @@ class Param:
     @cached_property
     def words(self) -> frozenset[str]:
         """The words of the plan language that are true of it."""
-        words = {"everything", str(self.kind), *self.tags}
+        words = {"everything", str(self.kind), *self.tags} - {str(Kind.UNKNOWN)}
         if self.stack:
             words.add(self.stack)
         if self.block is not None:
@@ -127,6 +140,11 @@ class Param:
         if self._decides_attention():
             words.add("kernel")
         return frozenset(words)
+
+    @cached_property
+    def doubts(self) -> frozenset[str]:
+        """The words in doubt: what acts on something unknown may be of the kernel."""
+        return self.perhaps | {"kernel"} if Kind.UNKNOWN in self.on else self.perhaps
 
     def _decides_attention(self) -> bool:
         kernel = {Kind.QUERY, Kind.KEY, Kind.POSITION}

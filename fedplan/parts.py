@@ -22,6 +22,8 @@ WORDS: dict[str, str] = {
     "position": "relative-position tables inside attention",
     "kernel": "all that decides who attends to whom: query, key, position, and what acts on them",
     "mlp": "the feed-forward layers",
+    "router": "what chooses the experts of each token",
+    "expert": "feed-forward layers of which each token uses a few",
     "norm": "layer norms of any kind",
     "scale": "layer scales and logit scales",
     "embed": "token, patch and absolute-position embeddings",
@@ -53,6 +55,13 @@ class PartAtom(Predicate[Param]):
         return "part"
 
 
+class Placed(PartAtom):
+    """A part by place: in doubt where nobody knows the blocks."""
+
+    def doubtful(self, subject: Param) -> bool:
+        return "body" in subject.doubts
+
+
 @dataclass(frozen=True)
 class Word(PartAtom):
     """A part with a name of its own."""
@@ -66,9 +75,12 @@ class Word(PartAtom):
     def holds(self, subject: Param) -> bool:
         return self.name in subject.words
 
+    def doubtful(self, subject: Param) -> bool:
+        return self.name in subject.doubts
+
 
 @dataclass(frozen=True)
-class Blocks(PartAtom):
+class Blocks(Placed):
     """What stands in blocks of the given indices; a negative one counts from the end."""
 
     indices: tuple[int, ...]
@@ -83,7 +95,7 @@ class Blocks(PartAtom):
 
 
 @dataclass(frozen=True)
-class First(PartAtom):
+class First(Placed):
     """What stands in the first blocks of its stack."""
 
     count: int
@@ -97,7 +109,7 @@ class First(PartAtom):
 
 
 @dataclass(frozen=True)
-class Last(PartAtom):
+class Last(Placed):
     """What stands in the last blocks of its stack."""
 
     count: int
@@ -138,6 +150,10 @@ class On(PartAtom):
         hosts = (replace(subject, kind=kind, on=frozenset()) for kind in subject.on)
         return any(self.host.holds(host) for host in hosts)
 
+    def doubtful(self, subject: Param) -> bool:
+        """What acts on something unknown may act on the kernel."""
+        return "kernel" in subject.doubts
+
 
 def a_part(value: Any, name: str) -> Part:
     """The value, if it is a part."""
@@ -175,7 +191,8 @@ def on(part: Part) -> Part:
 
 everything = Word("everything")
 query, key, value, out, position = map(Word, ("query", "key", "value", "out", "position"))
-mlp, norm, scale, embed, head = map(Word, ("mlp", "norm", "scale", "embed", "head"))
+mlp, router, expert, norm, scale = map(Word, ("mlp", "router", "expert", "norm", "scale"))
+embed, head = map(Word, ("embed", "head"))
 prompt, adapter, bias, kernel, cross = map(Word, ("prompt", "adapter", "bias", "kernel", "cross"))
 lora_a, lora_b, lora_m = map(Word, ("lora_a", "lora_b", "lora_m"))
 common, own, body, fusion = map(Word, ("common", "own", "body", "fusion"))

@@ -89,7 +89,7 @@ class _Grid:
     def __init__(self, picture: Picture) -> None:
         self.picture, self.roles = picture, picture.roles()
         self.stacks = list(dict.fromkeys(p.stack for p in picture.params if p.stack)) or [""]
-        self.depth = max(p.depth for p in picture.params)
+        self.depth = max(1, *(p.depth for p in picture.params))
         self.kinds = {s: self._kinds(s) for s in self.stacks}
         self.height = sum(len(k) + 0.5 for k in self.kinds.values()) + 2.5
 

@@ -34,6 +34,10 @@ class Predicate(ABC, Generic[S]):
     def text(self) -> str:
         """The predicate in the plan language."""
 
+    def doubtful(self, subject: S) -> bool:
+        """Whether nobody knows if it is true of the subject."""
+        return False
+
     def __and__(self, other: Predicate[S]) -> Predicate[S]:
         return _joined("&", self, other)
 
@@ -96,6 +100,12 @@ class Joined(Predicate[S]):
         said = (each.holds(subject) for each in self.of)
         return all(said) if self.sign == "&" else any(said)
 
+    def doubtful(self, subject: S) -> bool:
+        """Some are doubtful, and no other one settles it: a false one of `&`, a true one of `|`."""
+        doubts = [each.doubtful(subject) for each in self.of]
+        sure = (e.holds(subject) for e, doubt in zip(self.of, doubts, strict=True) if not doubt)
+        return any(doubts) and (all(sure) if self.sign == "&" else not any(sure))
+
     def atoms(self) -> Iterator[Predicate[S]]:
         return (atom for each in self.of for atom in each.atoms())
 
@@ -119,6 +129,9 @@ class Opposite(Predicate[S]):
 
     def holds(self, subject: S) -> bool:
         return not self.inner.holds(subject)
+
+    def doubtful(self, subject: S) -> bool:
+        return self.inner.doubtful(subject)
 
     def atoms(self) -> Iterator[Predicate[S]]:
         return self.inner.atoms()

@@ -76,6 +76,25 @@ def is_public(probe: Probe) -> bool:
     return isinstance(probe, Fixed) or probe in (at_random, from_the_top)
 
 
+def public_scores(probe: Probe, blocks: tuple[Block, ...], seed: int) -> Mapping[Block, float]:
+    """What a probe says that looks at no rows, without any."""
+    return probe(Look(nn.Module(), _Nothing(), blocks, seed, _no_loss))
+
+
+class _Nothing:
+    """No rows."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        raise FedplanError("a probe that is said to look at no rows looked at some")
+
+
+def _no_loss(model: nn.Module, batch: Batch) -> Tensor:
+    raise FedplanError("a probe that is said to look at no rows asked for their loss")
+
+
 def _require_rows(rows: int) -> None:
     if rows < 1:
         raise FedplanError(f"a probe cannot look at rows = {rows}: give it 1 or more")

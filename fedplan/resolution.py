@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from math import isnan, nan
 
-from fedplan.errors import PlanError
-from fedplan.params import Block, Params
+from fedplan.errors import PlanError, UnknownArchitecture
+from fedplan.params import Block, Param, Params
 from fedplan.parts import Part
 from fedplan.plan import Assign, Best, Plan, Role, Roles, Step
+from fedplan.predicates import quoted
 from fedplan.turn import Turn
 
 Choose = Callable[[Best, tuple[Block, ...]], frozenset[Block]]
@@ -74,8 +75,12 @@ class Resolver:
 
 def check(plan: Plan, params: Params) -> None:
     """Raise unless every part that a plan speaks of is in the model, in whatever turn."""
+    unsure = [param for param in params if param.doubts]
     for step in plan.within():
         if isinstance(step, Assign | Best):
+            for param in unsure:
+                if step.part.doubtful(param) or (isinstance(step, Best) and _homeless(step, param)):
+                    raise UnknownArchitecture(_untold(step.text, step.part, param))
             for part in step.part.alternatives():
                 if not any(part.holds(param) for param in params):
                     raise PlanError(_missing(step, part, params))
@@ -84,6 +89,13 @@ def check(plan: Plan, params: Params) -> None:
             raise PlanError(
                 f"{_short(step.text)} chooses {step.count} blocks, and the model has {n}"
             )
+
+
+def require_told(part: Part, params: Params) -> None:
+    """Raise if nobody knows of some param whether it belongs to a part."""
+    for param in params:
+        if part.doubtful(param):
+            raise UnknownArchitecture(_untold(part.text, part, param))
 
 
 def candidates(best: Best, params: Params) -> tuple[Block, ...]:
@@ -119,6 +131,23 @@ def _fold(steps: Iterable[Step], params: Params, choose: Choose) -> Roles:
             chosen = choose(step, candidates(step, params))
             roles |= {p: roles[p].awake for p in params if p.at in chosen and step.part.holds(p)}
     return roles
+
+
+def _homeless(best: Best, param: Param) -> bool:
+    """Whether a param may stand in a block that a `best` chooses from."""
+    return "body" in param.doubts and best.part.holds(param)
+
+
+def _untold(text: str, part: Part, param: Param) -> str:
+    """Whose place nobody knows, and what to do about it."""
+    atoms = [atom.text for atom in part.atoms() if atom.doubtful(param)] or ["blocks"]
+    return (
+        f"{text}: no anatomy of this model tells {' and '.join(dict.fromkeys(atoms))}, "
+        f"and {param.name!r} may be of it. Either say what the model is like "
+        '(model.like = "llama" in a study), or teach its row (fedplan.teach, model.anatomy in a '
+        "study); `fedplan propose MODEL` proposes one and checks it. Without an anatomy a plan "
+        f"can say everything, bias, norm, adapter and named({quoted(param.name)})"
+    )
 
 
 def _missing(step: Step, part: Part, params: Params) -> str:

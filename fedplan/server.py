@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedplan import streams
 from fedplan.agreement import Setup
 from fedplan.attendance import Attendance
 from fedplan.exchange import Update, listed, scored
@@ -21,6 +22,7 @@ from fedplan.ledger import Digests, Ledger
 from fedplan.params import Block
 from fedplan.plan import Role
 from fedplan.privacy.guard import Veil
+from fedplan.probe import public_scores
 from fedplan.resolution import permitted, resolve
 from fedplan.rounds import Tally, World, announced, close, hear, pull, push, settle, summed
 from fedplan.store import Store
@@ -75,8 +77,21 @@ class Server:
         asked = [name for name in cohort if fates[name] != "dropped"]
         tally = Tally({n: push(self.setup, self.world, n, self.roster[n]) for n in asked})
         tally.rejected |= {n: fate for n, fate in fates.items() if fate != "answers"}
-        self._settle(tally, self.world.choice or None)
+        self._settle(tally, self._standing(number))
         return tally
+
+    def _standing(self, number: int) -> Mapping[Block, float] | None:
+        """The scores that all choose by before anybody is asked: the last vote's, if any.
+
+        Where clients are hidden and choose together by what looks at no rows, it is said here: in
+        a poll, who is there would decide what is released.
+        """
+        setup, turns = self.setup, self._turns(number, self.world.phase)
+        alone = self.veil is None or self.veil.promise.vote or not setup.method.together
+        if alone or not any(map(setup.chooses, turns)):
+            return self.world.choice or None
+        seed = streams.seed(setup.experiment, "probe", number)
+        return public_scores(setup.method.probe, setup.blocks, seed)
 
     def polls(self, tally: Tally) -> bool:
         """Whether the clients of a round say first what they would choose."""
@@ -84,7 +99,7 @@ class Server:
         if promise is not None and promise.vote:
             return promise.votes(self.world.round + 1)
         chooses = any(self.setup.chooses(down.turn) for down in tally.cohort.values())
-        return self.setup.method.together and chooses
+        return self.setup.method.together and chooses and self.veil is None
 
     def choose(self, tally: Tally, polled: Mapping[str, Mapping[Block, float]]) -> None:
         """Have all choose alike: by the sum of what was polled, or by what a vote makes of it."""

@@ -156,11 +156,11 @@ class Trial:
             raise ConfigError("data.path: each site of this study has its own: --runner flower")
         stage = stage_of(study)
         self.shares, setup = stage.shares, stage.setup
-        if strange := study.clients.traits.keys() - self.shares.train.keys():
-            there = ", ".join(self.shares.train)
-            raise ConfigError(
-                f"clients.traits: there is no client {min(strange)!r}; there are {there}"
-            )
+        names = study.clients.names or list(self.shares.train)
+        for what, said in (("clients.traits", study.clients.traits), ("data", self.shares.train)):
+            if strange := said.keys() - set(names):
+                there = ", ".join(names)
+                raise ConfigError(f"{what}: there is no client {min(strange)!r}; there are {there}")
         require_fitting(stage, study.train.batch)
         opened_run(folder, study, setup.params)
         note_task(folder, self.shares)
@@ -173,6 +173,7 @@ class Trial:
             rounds=study.train.rounds,
             attendance=attendance_of(study),
             traits=study.clients.traits,
+            names=names,
         )
 
     def run(self, watch: Watch) -> None:

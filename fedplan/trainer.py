@@ -52,8 +52,7 @@ def desk_of(order: Order) -> Desk:
         raise ConfigError(f"the study has no client {name!r}")
     folder = folder_of(order.home, study, name)
     seal = Seal.from_file(Path(str(node["key"]))) if "key" in node else None
-    traits = study.clients.traits.get(name, {})
-    traits = traits | {k: str(v) for k, v in node.items() if k not in SAID}
+    traits = _traits(study, name, node)
     site = Site(
         name=name,
         rows=stage.shares.train[name],
@@ -71,6 +70,17 @@ def desk_of(order: Order) -> Desk:
     opened_run(folder, study, stage.setup.params)
     note_task(folder, stage.shares)
     return Desk(stage.setup, site, folder, limits, start=stage.digest)
+
+
+def _traits(study: Study, name: str, node: Mapping[str, Any]) -> dict[str, str]:
+    """What is said of a site: by the study, and by itself where that does not tell it is there."""
+    own = {k: str(v) for k, v in node.items() if k not in SAID}
+    if own and study.privacy and study.privacy.unit == "client":
+        raise ConfigError(
+            f"the node of {name!r} says {', '.join(own)} of itself: this study hides its clients, "
+            f"so traits are public and stand in the study, in clients.traits.{name}"
+        )
+    return study.clients.traits.get(name, {}) | own
 
 
 def folder_of(home: str, study: Study, name: str) -> Path:

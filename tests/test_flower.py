@@ -99,8 +99,11 @@ class Run:
         nodes = [{"name": name} for name in reversed(NAMES)]
         self.grid = InProcess(client_app(self.answer), nodes)
         start = next(iter(self.desks.values())).site.start
-        roster = {name: dict[str, str]() for name in NAMES}
-        self.server = Server(setup_of(made), start, folder, rounds=ROUNDS, roster=roster)
+        setup = setup_of(made)
+        # Traits of clients that are hidden stand in the study; others tell theirs.
+        public = setup.promise is not None and setup.promise.unit == "client"
+        roster = {name: TRAITS.get(name, {}) if public else {} for name in NAMES}
+        self.server = Server(setup, start, folder, rounds=ROUNDS, roster=roster)
 
     def answer(self, context: Context, kind: str, parcel: Parcel) -> Parcel:
         return self.desks[str(context.node_config["name"])].answer(kind, parcel)

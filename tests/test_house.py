@@ -26,9 +26,10 @@ ORDER = (
         "errands",
         "params",
         "anatomy",
+        "teaching",
         "architectures",
-        "description",
     ),
+    "description",
     *("predicates", "parts", "turn", "plan", "horizon", "resolution", "text", "state"),
     *("manifest", "catalog", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
@@ -39,6 +40,8 @@ ORDER = (
         "phases",
         "fit",
         "attention",
+        "hearing",
+        "behaviour",
         "probe",
         "tables",
         "examples",
@@ -131,6 +134,8 @@ def test_every_kind_and_call_of_the_language_has_a_word() -> None:
     from fedplan import parts
     from fedplan.params import Kind
 
-    assert set(Kind) <= set(parts.WORDS)
+    # What no anatomy explains has a kind, and no word: no plan can mean it.
+    assert set(Kind) - {Kind.UNKNOWN} <= set(parts.WORDS)
+    assert Kind.UNKNOWN not in parts.WORDS
     for word in parts.WORDS:
         assert getattr(parts, word) == parts.Word(word)

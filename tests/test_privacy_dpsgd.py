@@ -344,7 +344,7 @@ def test_dropout_is_drawn_for_each_example() -> None:
         totals = Sum(subject.tensors, HUGE).totals
         for name, each in factors.items():
             for factor in each:
-                factor.add(totals[name], torch.eye(4)[index])
+                factor.add(totals[name], torch.eye(4).double()[index])
         loss = 3 * (said[index] - 0.3).square().mean()
         expected = torch.autograd.grad(loss, leaves, retain_graph=True)
         named = dict(zip(totals, expected, strict=True))

@@ -10,8 +10,9 @@ from torch import nn
 
 from fedplan.description import describe
 from fedplan.method import Method
-from fedplan.parts import Part, adapter, head, lora_a, lora_b
+from fedplan.parts import Part, adapter, body, head, lora_a, lora_b
 from fedplan.plan import Plan, chain, freeze, keep, share
+from fedplan.resolution import require_told
 from fedplan.text import parse_part
 
 
@@ -54,6 +55,8 @@ def add_lora(model: nn.Module, *, rank: int, on: Part) -> nn.Module:
     """The model with LoRA on the layers of a part."""
     import peft
 
-    hosts = {p.name.rpartition(".")[0] for p in describe(model) if p.at and on.holds(p)}
+    params = describe(model)
+    require_told(on & body, params)
+    hosts = {p.name.rpartition(".")[0] for p in params if p.at and on.holds(p)}
     config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=sorted(hosts))
     return peft.get_peft_model(cast(Any, model), config)

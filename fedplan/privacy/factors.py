@@ -5,6 +5,16 @@ The gradient of a dense layer's weight is, for each example, a sum over its toke
 inputs. Its length, and a weighted sum over the examples, follow from these factors alone (Li et
 al., Large Language Models Can Be Strong Differentially Private Learners, 2022; Bu et al.,
 Differentially Private Optimization on Large Model at Small Cost, 2023).
+
+Why what is added is no longer than its bound says, whatever the factors hold. Let g be the exact
+gradient that the factors stand for, R its `reaches` (the sum of its terms' lengths, so |g| <= R)
+and u = 2**-53. Lengths and sums are in float64, where no product of float32 numbers is too large
+or too small. A sum of n products is wrong by at most nu of the sum of their sizes, in any order
+(Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1), and no sum here is of
+more than n = 2**24. So a computed square is wrong by at most 2nu R**2, and what is added has the
+length |g| + nu R at most, whose square is at most |g|**2 + 3nu R**2. Together 5nu R**2 is less than
+`ROUNDING` R**2, which `bounds` adds. A gradient whose terms cancel to less than 2**-13 of them is
+thus taken for longer than it is, and clipped to less than it might be: that is the safe side.
 """
 
 from __future__ import annotations
@@ -19,11 +29,11 @@ from torch import Tensor
 from fedplan.privacy.contributions import square
 from fedplan.privacy.errors import PrivacyError
 
-_ROUNDING = 1e-6
-"""What a product in float32 may be wrong by: it counts as length, so that none is cut short."""
-
-
+ROUNDING = 2.0**-26
+"""What rounding may do to a squared length, as a share of the squared reach: see above."""
 _SMALL = 2**14
+_ROWS = 2**9
+"""Tokens that are made float64 at a time: their scratch stays in a core's cache."""
 
 
 class Unfactored(PrivacyError):
@@ -50,24 +60,37 @@ class Outer:
 
     def squares(self) -> Tensor:
         """The squared length of each gradient; where that is cheaper, they are written out."""
+        width, height = self.inputs.shape[2], self.slopes.shape[2]
+        if self._written and width * height <= _SMALL:
+            return Whole(self.slopes.double().mT @ self.inputs.double()).squares()
+        pairs = zip(self.slopes, self.inputs, strict=True)
+        return torch.stack([self._square(s.double(), i.double()) for s, i in pairs])
+
+    def _square(self, slopes: Tensor, inputs: Tensor) -> Tensor:
+        if self._written:
+            return square(slopes.T @ inputs)
+        return _total((inputs @ inputs.T) * (slopes @ slopes.T))
+
+    @property
+    def _written(self) -> bool:
         tokens, width, height = *self.inputs.shape[1:], self.slopes.shape[2]
-        if tokens * (width + height) > width * height:
-            if width * height <= _SMALL:
-                return Whole(self.slopes.mT @ self.inputs).squares()
-            pairs = zip(self.slopes, self.inputs, strict=True)
-            return torch.stack([square(slopes.T @ inputs) for slopes, inputs in pairs])
-        products = _products(self.inputs).double() * _products(self.slopes).double()
-        return (products + products.abs() * _ROUNDING).sum((1, 2))
+        return tokens * (width + height) > width * height
+
+    def reaches(self) -> Tensor:
+        """The length of each gradient, were its tokens all to add up."""
+        return (_lengths(self.inputs) * _lengths(self.slopes)).sum(1)
 
     def add(self, total: Tensor, scales: Tensor) -> None:
-        """Add the weighted sum of the gradients to a total."""
-        slopes = (self.slopes * scales[:, None, None]).flatten(0, 1)
-        sides = (slopes, self.inputs.flatten(0, 1))
-        left, right = sides if self.dim == 0 else sides[::-1]
-        if self.outputs is None:
-            total.addmm_(left.T, right)
-        else:
-            total.index_add_(self.dim, self.outputs, left.T @ right)
+        """Add the weighted sum of the gradients to a total in float64."""
+        weights = scales.repeat_interleave(self.slopes.shape[1])[:, None]
+        parts = (each.flatten(0, 1).split(_ROWS) for each in (self.slopes, self.inputs))
+        for slopes, inputs, weight in zip(*parts, weights.split(_ROWS), strict=True):
+            sides = (slopes.double() * weight, inputs.double())
+            left, right = sides if self.dim == 0 else sides[::-1]
+            if self.outputs is None:
+                total.addmm_(left.T, right)
+            else:
+                total.index_add_(self.dim, self.outputs, left.T @ right)
 
 
 @final
@@ -84,13 +107,16 @@ class Lookup:
 
     def squares(self) -> Tensor:
         """The squared length of each gradient: tokens with the same id share a row."""
-        same = self.ids[:, :, None] == self.ids[:, None, :]
-        products = _products(self.slopes).double() * same
-        return (products + products.abs() * _ROUNDING).sum((1, 2))
+        pairs = zip(self.ids, self.slopes.double(), strict=True)
+        return torch.stack([_total((s @ s.T) * (i[:, None] == i)) for i, s in pairs])
+
+    def reaches(self) -> Tensor:
+        """The length of each gradient, were its tokens all to add up."""
+        return _lengths(self.slopes).sum(1)
 
     def add(self, total: Tensor, scales: Tensor) -> None:
-        """Add the weighted sum of the gradients to a total."""
-        slopes = (self.slopes * scales[:, None, None]).flatten(0, 1)
+        """Add the weighted sum of the gradients to a total in float64."""
+        slopes = (self.slopes.double() * scales[:, None, None]).flatten(0, 1)
         total.index_add_(0, self.ids.flatten(), slopes)
 
 
@@ -109,9 +135,13 @@ class Whole:
         """The squared length of each gradient."""
         return self.each.flatten(1).double().square().sum(1)
 
+    def reaches(self) -> Tensor:
+        """The length of each gradient: it is one term."""
+        return self.squares().sqrt()
+
     def add(self, total: Tensor, scales: Tensor) -> None:
-        """Add the weighted sum of the gradients to a total."""
-        total.add_((scales @ self.each.flatten(1)).view(total.shape))
+        """Add the weighted sum of the gradients to a total in float64."""
+        total.add_((scales @ self.each.flatten(1).double()).view(total.shape))
 
 
 Factor = Outer | Lookup | Whole
@@ -137,8 +167,16 @@ def joined(factors: Sequence[Factor]) -> tuple[Factor, ...]:
     return tuple(found)
 
 
-def squares(factors: tuple[Factor, ...]) -> Tensor:
-    """The squared length of each example's gradient, where that is the sum of some factors."""
+def bounds(factors: tuple[Factor, ...]) -> Tensor:
+    """No less than the squared length of what `add` will add for each example, unscaled.
+
+    The example's gradient of one tensor is the sum of some factors.
+    """
+    reaches = torch.stack([factor.reaches().cpu() for factor in factors]).sum(0)
+    return _squares(factors) + ROUNDING * reaches.square()
+
+
+def _squares(factors: tuple[Factor, ...]) -> Tensor:
     own = torch.stack([factor.squares().cpu() for factor in factors]).sum(0)
     match factors:
         case (_,):
@@ -153,10 +191,16 @@ def _crossed(dense: Outer, table: Lookup) -> Tensor:
     """The product of both gradients of a table that is also the weight of a dense layer."""
     examples, tokens = dense.slopes.shape[:2]
     ids = table.ids[:, None, :].expand(examples, tokens, -1)
-    products = (dense.inputs @ table.slopes.mT).double() * dense.slopes.gather(2, ids).double()
-    return (products + products.abs() * _ROUNDING).sum((1, 2))
+    slopes = dense.slopes.gather(2, ids).double()
+    sides = zip(dense.inputs.double(), table.slopes.double(), slopes, strict=True)
+    return torch.stack([_total((inputs @ rows.T) * there) for inputs, rows, there in sides])
 
 
-def _products(vectors: Tensor) -> Tensor:
-    """Of each example, the products of all its tokens' vectors with each other."""
-    return vectors @ vectors.mT
+def _lengths(vectors: Tensor) -> Tensor:
+    """The length of every vector, example by example."""
+    return torch.stack([each.double().square().sum(1).sqrt() for each in vectors])
+
+
+def _total(products: Tensor) -> Tensor:
+    """Their sum, row by row: no sum is then longer than a side."""
+    return products.sum(1).sum()

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedplan.attention import at_rest
 from fedplan.privacy.calls import heard
 from fedplan.privacy.contributions import Subject, Sum, Trained, one_by_one, slopes, square, telling
-from fedplan.privacy.factors import Factor, Unfactored, joined, squares
+from fedplan.privacy.factors import Factor, Unfactored, bounds, joined
 from fedplan.privacy.replay import losses
 
 _BOUND = 1e-6
@@ -26,11 +26,16 @@ _AGREES = 1e-4
 
 
 def ghost(subject: Subject, indices: Tensor, into: Sum) -> None:
-    """Add what each of some rows contributes, all of them at once."""
+    """Add what each of some rows contributes, all of them at once.
+
+    What is added of a row is, in exact numbers, at most the bound long: `factors` says why. That is
+    so whatever the model, its dtype or autocast made of the factors, since length and sum are of
+    the same ones. What stands beside a row may change the last bits of its factors, never that.
+    """
     factors = factored(subject, indices)
     total = torch.zeros(len(indices), dtype=torch.float64)
     for several in factors.values():
-        total += squares(several)
+        total += bounds(several)
     scales = into.scales(total)
     finite = total.isfinite()
     for name, several in factors.items():

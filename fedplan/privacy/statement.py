@@ -28,7 +28,7 @@ EXCLUDED = (
     "models that a client keeps for itself: who gets one can learn from it",
     "scores of tests on clients' rows, printed by a simulation",
     "how the settings were found, if private rows were used to find them",
-    "how long a turn takes, and the sizes of messages, for who watches the line",
+    "how long a turn or a round takes, and the sizes of messages, for who watches the line",
 )
 
 

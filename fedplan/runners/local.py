@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from fedplan.agreement import Setup
 from fedplan.attendance import Attendance
+from fedplan.exchange import Down
 from fedplan.failpoints import reach
 from fedplan.fit import Examples, Loss
 from fedplan.journal import Journal, home_of
@@ -22,7 +23,10 @@ from fedplan.turn import Turn
 
 
 class Federation(Server):
-    """A server and its sites in one process."""
+    """A server and its sites in one process.
+
+    `names` are all who may take part; those without rows never answer.
+    """
 
     def __init__(
         self,
@@ -35,10 +39,11 @@ class Federation(Server):
         rounds: int,
         attendance: Attendance | None = None,
         traits: Mapping[str, Mapping[str, str]] | None = None,
+        names: Iterable[str] = (),
         replies: bool = False,
     ) -> None:
         self.model, start = model, take(model, setup.params)
-        roster = {name: dict((traits or {}).get(name, {})) for name in rows}
+        roster = {name: dict((traits or {}).get(name, {})) for name in names or rows}
         super().__init__(setup, start, folder, rounds=rounds, roster=roster, attendance=attendance)
         marks = digests(start)
         self.sites = {
@@ -65,7 +70,9 @@ class Federation(Server):
         """Play the next round up to its end; `commit` makes it last."""
         tally = self.begin()
         self.ask(tally)
-        for name, down in tally.cohort.items():
+        absent = tally.cohort.keys() - self.sites.keys()
+        tally.rejected |= {name: "no answer" for name in absent}
+        for name, down in self._there(tally).items():
             update = local(self.setup, self.sites[name], down)
             reach("round.answered")
             self.take(tally, update)
@@ -75,8 +82,11 @@ class Federation(Server):
     def ask(self, tally: Tally) -> None:
         """Where all choose together, hear first what each one would choose."""
         if self.polls(tally):
-            asked = tally.cohort.items()
+            asked = self._there(tally).items()
             self.choose(tally, {n: poll(self.setup, self.sites[n], down) for n, down in asked})
+
+    def _there(self, tally: Tally) -> dict[str, Down]:
+        return {name: down for name, down in tally.cohort.items() if name in self.sites}
 
     @property
     def spent(self) -> float | None:

@@ -18,6 +18,7 @@ from fedplan.errors import FedplanError
 from fedplan.exchange import Down, nbytes, scored
 from fedplan.mail import down_parcel, down_said, opened, parcel_of, update_of
 from fedplan.parcel import Parcel
+from fedplan.privacy.errors import PrivacyError
 from fedplan.rounds import Tally, push
 from fedplan.runners.flower.calls import Calls, Letter, Patience
 from fedplan.runners.flower.records import arrays_of
@@ -79,7 +80,14 @@ class Carrier:
         quorum: int = 1,
         start: str = "",
     ) -> None:
-        self.server, self.quorum, self.start = server, quorum, start
+        if server.veil is not None and quorum > 1:
+            raise PrivacyError(
+                f"the quorum is {quorum}, and this run hides its clients: a round that stops for "
+                "want of answers tells who was away; leave clients.quorum out"
+            )
+        # A round of hidden clients closes with whatever came, and be it nothing.
+        self.server, self.start = server, start
+        self.quorum = quorum if server.veil is None else 0
         self.calls = Calls(grid, server.roster, patience or Patience())
         self._packed: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
 
@@ -102,6 +110,8 @@ class Carrier:
     def _greet(self) -> None:
         """Hear who the sites are; refuse to go on with one that agreed to something else."""
         self.calls.look()
+        if self.server.veil is not None:
+            return self._turn_away()
         for name, guest in self.calls.guests.items():
             agreed = self.server.setup.fingerprint
             if guest.agreed != agreed:
@@ -115,6 +125,22 @@ class Carrier:
                     "give it the same weights, then start the run again"
                 )
             self.server.roster[name] = guest.traits
+
+    def _turn_away(self) -> None:
+        """Where clients are hidden, one that does not fit is as if it had not come.
+
+        To stop for it, or to hear what traits it has, would tell that it is there.
+        """
+        server = self.server
+        for name, guest in list(self.calls.guests.items()):
+            fits = {
+                "study": guest.agreed == server.setup.fingerprint,
+                "model": guest.start == self.start or not self.start,
+                "traits (clients.traits)": guest.traits == dict(server.roster[name]),
+            }
+            if wrong := [what for what, fit in fits.items() if not fit]:
+                del self.calls.guests[name]
+                log.warning("%s is turned away: its %s is not this study's", name, wrong[0])
 
     def _ask(self, tally: Tally) -> None:
         """Ask all for their turns, and count each as it comes."""
