@@ -13,11 +13,7 @@ from torch import nn
 from zoo import GROUPED, TEXT, VISION, Inputs, both, of, pairs, pixels, tokens
 
 FIFTY = tuple(
-    """bert roberta xlm-roberta distilbert mpnet gpt2 qwen2 qwen3 llama clip vit electra t5 whisper
-    wav2vec2 opt gemma2 gemma3 mistral deberta-v2 bart albert camembert mixtral qwen2_vl qwen2_5_vl
-    qwen3_moe phi3 siglip dinov2 segformer blip layoutlmv3 swin detr esm modernbert gpt_oss
-    deepseek_v3 olmo2 gpt_neox marian mt5 m2m_100 longformer hubert llava vit_mae bloom
-    falcon""".split()
+    ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "gpt2", "qwen2", "qwen3", "llama", "clip", "vit", "electra", "t5", "whisper", "wav2vec2", "opt", "gemma2", "gemma3", "mistral", "deberta-v2", "bart", "albert", "camembert", "mixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_moe", "phi3", "siglip", "dinov2", "segformer", "blip", "layoutlmv3", "swin", "detr", "esm", "modernbert", "gpt_oss", "deepseek_v3", "olmo2", "gpt_neox", "marian", "mt5", "m2m_100", "longformer", "hubert", "llava", "vit_mae", "bloom", "falcon"]
 )
 FURTHER = ("smollm3", "phi", "mbart", "dinov3_vit", "siglip2", "olmoe", "qwen2_moe")
 
