@@ -13,7 +13,11 @@ from torch import nn
 from zoo import GROUPED, TEXT, VISION, Inputs, both, of, pairs, pixels, tokens
 
 FIFTY = tuple(
-    ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "gpt2", "qwen2", "qwen3", "llama", "clip", "vit", "electra", "t5", "whisper", "wav2vec2", "opt", "gemma2", "gemma3", "mistral", "deberta-v2", "bart", "albert", "camembert", "mixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_moe", "phi3", "siglip", "dinov2", "segformer", "blip", "layoutlmv3", "swin", "detr", "esm", "modernbert", "gpt_oss", "deepseek_v3", "olmo2", "gpt_neox", "marian", "mt5", "m2m_100", "longformer", "hubert", "llava", "vit_mae", "bloom", "falcon"]
+    """bert roberta xlm-roberta distilbert mpnet gpt2 qwen2 qwen3 llama clip vit electra t5 whisper
+    wav2vec2 opt gemma2 gemma3 mistral deberta-v2 bart albert camembert mixtral qwen2_vl qwen2_5_vl
+    qwen3_moe phi3 siglip dinov2 segformer blip layoutlmv3 swin detr esm modernbert gpt_oss
+    deepseek_v3 olmo2 gpt_neox marian mt5 m2m_100 longformer hubert llava vit_mae bloom
+    falcon""".split()
 )
 FURTHER = ("smollm3", "phi", "mbart", "dinov3_vit", "siglip2", "olmoe", "qwen2_moe")
 
@@ -276,10 +280,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "vit_mae": (of("ViTMAEModel", "ViTMAEConfig", mask_ratio=0.0, **VISION), pixels),
     "smollm3": (of("SmolLM3ForCausalLM", "SmolLM3Config", **GROUPED), tokens),
     "phi": (of("PhiForCausalLM", "PhiConfig", qk_layernorm=True, **GROUPED), tokens),
-    "dinov3_vit": (
-        of("DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=2, **VISION),
-        pixels,
-    ),
+    "dinov3_vit": (of("DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=2, **VISION), pixels),
     "siglip2": (
         lambda: hf.Siglip2Model(
             hf.Siglip2Config(
