@@ -24,7 +24,8 @@ def verify_run(folder: Path) -> tuple[list[str], str]:
     """Every fault of a run, in words, and a sentence of what was checked."""
     _, setup, lines = read_run(folder)
     turns = [line for line in lines if "moved" not in line]
-    faults = verify_lines(setup, lines)
+    if faults := verify_lines(setup, lines):
+        return faults, ""
     faults += _world_faults(folder, lines)
     faults += _home_faults(folder, setup, turns)
     up, down = (sum(line[way] for line in turns) for way in ("up", "down"))

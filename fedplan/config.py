@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from fedplan.errors import FedplanError
 from fedplan.names import a_study_name, client_names
-from fedplan.plain import flat, odd
+from fedplan.plain import flat, odd, read_toml
 from fedplan.tables import is_hub_id
 
 MOST = 10**9
@@ -311,9 +310,7 @@ def read_study(file: Path, overrides: list[str] | None = None) -> Study:
     Relative paths in it start from the file's folder, whatever folder one works in.
     """
     try:
-        said = tomllib.loads(file.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ConfigError(f"{file} cannot be read: it is nested too deep") from None
+        said = read_toml(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     return placed(study_of(laid_over(said, overrides)), file.parent)
@@ -386,8 +383,6 @@ def _lay_over(said: dict[str, Any], override: str) -> None:
 def _value(text: str) -> Any:
     """A value as TOML reads it; a bare word is text."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except RecursionError:
-        raise ConfigError(f"{text[:40]!r}... is nested too deep for a value") from None
+        return read_toml(f"value = {text}")["value"]
     except (ValueError, KeyError):
         return text

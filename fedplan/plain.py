@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Mapping
 from math import isfinite
 from typing import Any, cast
 
 DEEPEST = 32
 """How deep values may be nested."""
+
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"' + r"|'[^'\n]*'")
+_BETWEEN = re.compile(r"[,=\[\]{}\n]")
 
 
 def odd(value: Any, depth: int = 0) -> str:
@@ -25,6 +30,18 @@ def odd(value: Any, depth: int = 0) -> str:
     if type(value) is str and any("\ud800" <= letter <= "\udfff" for letter in value):
         return f"{value[:60]!r} cannot be written as UTF-8"
     return ""
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """The values of a TOML text; a ValueError if it is none, or is nested too deep to be one."""
+    # A dotted name of so many words takes tomllib the square of their number to read.
+    bare = _STRING.sub("", text)
+    if any(piece.count(".") > 2 * DEEPEST for piece in _BETWEEN.split(bare)):
+        raise ValueError(f"a name in it has more than {2 * DEEPEST} dots")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def flat(said: Mapping[str, Any], under: str = "") -> dict[str, Any]:

@@ -264,6 +264,8 @@ def read_run(folder: Path) -> tuple[Study, Setup, list[dict[str, Any]]]:
     study = study_in(folder)
     try:
         lines = read_lines(folder / "ledger.jsonl")
+        if not all(isinstance(line, dict) for line in lines):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError("a line of its ledger is none")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
     return study, setup_in(folder), lines

@@ -158,6 +158,7 @@ WHOLE: dict[str, Callable[[Path], None]] = {
     "deep": replaced(b"[" * 100_000),
     "deep objects": replaced(b'{"a":' * 100_000),
     "deep tables": replaced(b"a = " + b"{a=" * 5000),
+    "a long name": replaced(b"a" + b".a" * 20_000 + b" = 1"),
 }
 
 
