@@ -21,7 +21,11 @@ from fedplan.turn import Turn
 
 @dataclass(frozen=True)
 class Setup:
-    """What both ends agree on before a federation starts; `study` is the digest of all it says."""
+    """What both ends agree on before a federation starts.
+
+    `study` is the digest of all that a study says, `start` that of the model it starts from. `run`
+    is the id of one run of it: it names requests, and nothing that is worked out follows from it.
+    """
 
     experiment: str
     params: Params
@@ -29,6 +33,8 @@ class Setup:
     pace: Pace
     promise: Promise | None = None
     study: str = ""
+    start: str = ""
+    run: str = ""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -40,6 +46,7 @@ class Setup:
             *(("together",) if self.method.together else ()),
             *((self.promise.text,) if self.promise else ()),
             *((self.study,) if self.study else ()),
+            *((f"start {self.start}",) if self.start else ()),
         )
         text = "\n".join((*said, written(self.params)))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -90,7 +97,12 @@ class Setup:
         return coded + len(self.method.riders) * param.nbytes
 
     def request(self, number: int, client: str) -> str:
-        """The name of what a client is asked for in one round."""
+        """The name of what a client is asked for in one round of one run."""
+        run = (self.run,) if self.run else ()
+        return "/".join((self.experiment, self.fingerprint, *run, str(number), client))
+
+    def about(self, number: int, client: str) -> str:
+        """The name of a client's turn, whatever run it is in: noise and charges go by it."""
         return f"{self.experiment}/{self.fingerprint}/{number}/{client}"
 
 

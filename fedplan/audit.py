@@ -4,65 +4,133 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from fedplan.agreement import Setup
+from fedplan.archive import Archive, file_faults, identity_faults, read_archive
 from fedplan.config import ConfigError, read_study
+from fedplan.errors import FedplanError
 from fedplan.explanation import Explanation, explain
+from fedplan.files import put_file
+from fedplan.identity import changed_rows
 from fedplan.journal import Journal, home_of
-from fedplan.ledger import digest, parted
+from fedplan.ledger import ROLES, digest, parted
 from fedplan.phases import Planned
 from fedplan.privacy.promise import require_sound
 from fedplan.privacy.statement import Statement
+from fedplan.record import RecordError, RoundRecord, TurnRecord, read_record
+from fedplan.server import WORLD
+from fedplan.shares import mark_of, shares_of
 from fedplan.store import Store
-from fedplan.studies import method_of, promise_of, read_run, stage_of, study_in
+from fedplan.studies import method_of, promise_of, stage_of, study_in
 from fedplan.verification import verify_lines
 
 
 def verify_run(folder: Path) -> tuple[list[str], str]:
-    """Every fault of a run, in words, and a sentence of what was checked."""
-    _, setup, lines = read_run(folder)
-    turns = [line for line in lines if "moved" not in line]
-    if faults := verify_lines(setup, lines):
-        return faults, ""
-    faults += _world_faults(folder, lines)
-    faults += _home_faults(folder, setup, turns)
-    up, down = (sum(line[way] for line in turns) for way in ("up", "down"))
-    rested = sum(line["roles"].count("F") + line["roles"].count("H") for line in turns)
-    clients = len({line["client"] for line in turns})
-    return faults, (
-        f"{len(lines) - len(turns)} rounds, {clients} clients, {len(turns)} turns: "
+    """Every fault of a run, in words, and a sentence of what was checked.
+
+    Nothing in the folder is changed. Rows are checked where they can be read.
+    """
+    archive = read_archive(folder)
+    setup, turns = archive.setup, list(_turns(archive))
+    faults = [*file_faults(archive), *identity_faults(archive)]
+    faults += verify_lines(setup, archive.lines, archive.identity.marks)
+    faults += _world_faults(archive)
+    if archive.identity.rows:
+        faults += _home_faults(archive, turns)
+    changed, read = _row_faults(archive)
+    up, down = sum(turn.up for turn in turns), sum(turn.down for turn in turns)
+    rested = sum(turn.roles.count("F") + turn.roles.count("H") for turn in turns)
+    clients = len({turn.client for turn in turns})
+    return faults + changed, (
+        f"{archive.world.round} rounds, {clients} clients, {len(turns)} turns: "
         f"{rested} params rested and none of them moved; "
         f"{up} bytes went up and {down} came down, all of them explained by the plan "
-        f"{setup.method.plan.fingerprint}; no client's own param was in a message."
+        f"{setup.method.plan.fingerprint}; no client's own param was in a message. {read}"
     )
 
 
-def _world_faults(folder: Path, lines: list[dict[str, Any]]) -> list[str]:
+def _turns(archive: Archive) -> Iterator[TurnRecord]:
+    for line in archive.lines:
+        with suppress(RecordError):
+            record = read_record(line)
+            if isinstance(record, TurnRecord):
+                yield record
+
+
+def _world_faults(archive: Archive) -> list[str]:
     """The committed world must be what the ledger last said of each of its values."""
-    last: dict[str, str] = {}
-    for line in lines:
-        last |= line.get("moved", {})
-    found = Store(folder / "world").read()
-    held = found.tensors if found else {}
-    return [
+    faults = [f"world, {each}" for each in Store(archive.folder / WORLD, reading=True).faults()]
+    last, versions, number = dict[str, str](), dict.fromkeys(archive.world.values, 0), 0
+    for line in archive.lines:
+        with suppress(RecordError):
+            record = read_record(line)
+            if isinstance(record, RoundRecord):
+                number = record.round
+                last |= record.moved
+                versions |= dict.fromkeys(record.moved, number)
+    held = archive.world.values
+    if number != archive.world.round:
+        faults.append(f"the world is of round {archive.world.round}, and the ledger of {number}")
+    if versions != archive.world.versions:
+        faults.append("the world's values changed in other rounds than the ledger says")
+    return faults + [
         f"the world's {key} is not what the ledger says"
         for key, mark in last.items()
-        if f"value/{key}" not in held or digest(held[f"value/{key}"]) != mark
+        if key not in held or digest(held[key]) != mark
     ]
 
 
-def _home_faults(folder: Path, setup: Setup, turns: list[dict[str, Any]]) -> list[str]:
-    """Each home must be what its client's last turn left."""
-    faults = list[str]()
-    for client, line in {line["client"]: line for line in turns}.items():
-        home, _ = Journal(home_of(folder, client)).home()
-        after = parted(setup.params, line["after"])
-        for p, letter in zip(setup.params, line["roles"], strict=True):
-            if letter in "KH" and p.key in home and digest(home[p.key]) != after[p.key]:
-                faults.append(f"{client}'s {p.key} is not what its last turn left")
+def _home_faults(archive: Archive, turns: list[TurnRecord]) -> list[str]:
+    """Each home must be there, whole, and what its client's last turn left."""
+    faults, last = list[str](), {turn.client: turn for turn in turns}
+    for client, turn in last.items():
+        place = home_of(archive.folder, client)
+        if not place.is_dir():
+            faults.append(f"{client}'s home is lost: there is no {place}")
+            continue
+        journal = Journal(place, reading=True)
+        faults += [f"{client}'s home, {each}" for each in journal.faults()]
+        faults += _kept_faults(archive, journal, turn)
     return faults
+
+
+def _kept_faults(archive: Archive, journal: Journal, turn: TurnRecord) -> Iterator[str]:
+    """A home may be a turn ahead, of a round that was not committed or that did not count it."""
+    setup, client, rounds = archive.setup, turn.client, archive.world.round
+    following = setup.request(rounds + 1, client)
+    told, done = setup.request(turn.round, client), journal.last(following)
+    if done != told:
+        unheard = (setup.request(n, client) for n in range(turn.round + 1, rounds + 1))
+        if done not in unheard:
+            yield f"{client}'s home is not that of its turn in round {turn.round}"
+        return
+    home, _ = journal.home(following)
+    after, trainable = parted(setup.params, turn.after), set(setup.trainable)
+    for p, letter in zip(setup.params, turn.roles, strict=False):
+        if not ROLES[letter].own or p not in trainable:
+            continue
+        if p.key not in home:
+            yield f"{client}'s {p.key} is lost from its home"
+        elif digest(home[p.key]) != after[p.key]:
+            yield f"{client}'s {p.key} is not what its last turn left"
+
+
+def _row_faults(archive: Archive) -> tuple[list[str], str]:
+    """Clients whose rows are no longer those of the run, and whether that could be seen."""
+    if not archive.identity.rows:
+        return [], ""
+    try:
+        shares = shares_of(archive.study, None)
+    except (FedplanError, OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return [], f"The rows were not checked: {reason[:200]}"
+    found = {name: mark_of(rows) for name, rows in shares.train.items()}
+    changed = changed_rows(archive.identity.rows, found)
+    return [f"the rows of {name} are not those of the run" for name in changed], (
+        "The rows are those that it began with."
+    )
 
 
 def foretold(file: Path) -> tuple[Explanation, Statement | None]:
@@ -76,7 +144,7 @@ def foretold(file: Path) -> tuple[Explanation, Statement | None]:
 
 
 def stated(place: Path) -> Statement:
-    """What a study promises, or a run has spent; a run's is also written into its folder."""
+    """What a study promises, or a run has spent."""
     if place.is_dir():
         study = study_in(place)
         folder: Path | None = place
@@ -86,7 +154,11 @@ def stated(place: Path) -> Statement:
     if promise is None:
         raise ConfigError(f"{place} promises nothing: it has no [privacy]")
     require_sound(promise, method_of(study))
-    found = Statement.of(promise, study.train.rounds, folder)
-    if folder is not None:
-        (folder / "privacy.json").write_text(json.dumps(found.json(), indent=1) + "\n")
+    return Statement.of(promise, study.train.rounds, folder)
+
+
+def state(folder: Path) -> Statement:
+    """What a run has spent, also written into its folder: for the run itself, when it ends."""
+    found = stated(folder)
+    put_file(folder / "privacy.json", json.dumps(found.json(), indent=1) + "\n")
     return found

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fedplan.errors import UnknownModel
+from fedplan.hub import bare, is_hub_id
 from fedplan.manifest import read
 from fedplan.params import ITEMSIZE, Params
 
@@ -95,13 +95,12 @@ TASKS = {
 MANIFESTS = Path(__file__).parent / "manifests"
 """The params of the short names, written down: to read them takes neither torch nor seconds."""
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
 
 def params_of(name: str, *, task: str = "", labels: int = 0, dtype: str = "float32") -> Params:
     """The params of a model that is only named.
 
-    A hub id may fetch its configuration, never weights; anything else fetches nothing.
+    A hub id, as in hub:org/name, may fetch its configuration, never weights; anything else fetches
+    nothing.
     """
     if dtype not in ITEMSIZE:
         raise UnknownModel(f"there is no dtype {dtype!r}; there are {', '.join(ITEMSIZE)}")
@@ -137,10 +136,11 @@ def _configuration(name: str) -> tuple[Any, str]:
     if name in SHORT:
         model_type, usual, settings = SHORT[name]
         return transformers.AutoConfig.for_model(model_type, **settings), usual
-    if not Path(name, "config.json").is_file() and not _HUB_ID.fullmatch(name):
+    if not Path(name, "config.json").is_file() and not is_hub_id(name):
         raise UnknownModel(_unknown(name))
     try:
-        config = cast(Any, transformers.AutoConfig.from_pretrained(name, trust_remote_code=False))
+        read = cast(Any, transformers.AutoConfig.from_pretrained)
+        config = read(bare(name), local_files_only=not is_hub_id(name), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UnknownModel(f"{name!r} cannot be read as a model: {_first_line(error)}") from error
     usual = str((config.architectures or ["AutoModel"])[0])
@@ -151,7 +151,7 @@ def _unknown(name: str) -> str:
     close = get_close_matches(name.lower(), SHORT, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return (
-        f"{name!r} is not a folder with a config.json, a hub id such as org/name, or a short name: "
+        f"{name!r} is not a folder with a config.json, a hub id as hub:org/name, or a short name: "
         f"{hint}Short names: {', '.join(SHORT)}"
     )
 

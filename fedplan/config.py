@@ -93,7 +93,8 @@ class TaskSection(Section):
 class DataSection(Section):
     """The table, which of its rows are trained on and tested on, and how clients divide it.
 
-    Without a path each site brings a table of its own.
+    Without a path each site brings a table of its own. There is a common test if `test_path`,
+    `test_split` or `test` says of which rows; no row of it is trained on.
     """
 
     path: str = ""
@@ -111,7 +112,7 @@ class DataSection(Section):
     alpha: Annotated[float, Field(ge=0)] = 0.0
     classes: Count = 0
     each: Positive = 1
-    least: Positive = 2
+    least: Annotated[int, Field(ge=0)] = 2
     own_test: Annotated[float, Field(ge=0, lt=1)] = 0.2
 
 

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 from fedplan.config import ConfigError, Study, differences
+from fedplan.identity import RUN
 from fedplan.locks import alone
 from fedplan.privacy.guard import CHARGES
+from fedplan.server import WORLD
 from fedplan.store import Store, told
-from fedplan.studies import TASK, promise_of, study_in
+from fedplan.studies import MANIFEST, STUDY, TASK, promise_of, study_in
 
-WRITTEN = ("study.json", "manifest.json", "run.json", TASK)
+WRITTEN = (STUDY, MANIFEST, TASK, RUN)
 """What a start writes before its first round."""
 
 
@@ -64,19 +65,15 @@ def _same(folder: Path, study: Study) -> bool:
 
 
 def _done(folder: Path) -> int:
-    place = folder / "world"
-    return max(Store(place).numbers(), default=0) if place.is_dir() else 0
+    place = folder / WORLD
+    return max(Store(place, reading=True).numbers(), default=0) if place.is_dir() else 0
 
 
 def _clear(folder: Path) -> None:
     """Remove what a start that failed has left; a run that closes its first round is let be."""
-    if not (folder / "study.json").exists():
+    if not (folder / STUDY).exists():
         return
-    place = folder / "world"
-    with (
-        told(f"{folder} cannot be cleared", "name another folder"),
-        alone(place) if place.is_dir() else nullcontext(),
-    ):
+    with told(f"{folder} cannot be cleared", "name another folder"), alone(folder):
         shutil.rmtree(folder / "homes", ignore_errors=True)
         for name in WRITTEN:
             (folder / name).unlink(missing_ok=True)

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data: the division of a table among clients, and of a client's rows in two."""
+"""Data: the division of a table among clients, and of a client's rows in two, row by row."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
 
 from fedplan import streams
+from fedplan.content import chances, contents
 from fedplan.tables import DataError as DataError
+from fedplan.tables import label_order, label_text, labels_of, rows, values
 from fedplan.tables import load as load
-from fedplan.tables import rows, values
 from fedplan.tables import where as where
 
 if TYPE_CHECKING:
@@ -20,17 +23,19 @@ if TYPE_CHECKING:
 
 KINDS = ("iid", "dirichlet", "pathological", "column")
 """The ways to divide a table."""
+DRAWS = 100
+"""How often a division is drawn anew until each client has the fewest rows that it may have."""
 
 
 @dataclass(frozen=True)
 class Partition:
     """How a table is divided.
 
-    `iid`: at random, in equal shares. `dirichlet`: each label's rows by shares drawn with `alpha`;
-    the smaller, the more skewed. `pathological`: `classes` labels at each client. `column`: a
-    client for each value of `column`, or for the `clients` most frequent ones; or `each` clients
-    for each value, among which its rows are divided as by dirichlet. `least` is the fewest rows a
-    client may have; a value of a column with fewer is left out.
+    `iid`: at random, in about equal shares. `dirichlet`: each label's rows by shares drawn with
+    `alpha`; the smaller, the more skewed. `pathological`: `classes` labels at each client at most.
+    `column`: a client for each value of `column`, or for the `clients` most frequent ones; or
+    `each` clients for each value, among which its rows are divided as by dirichlet. `least` is the
+    fewest rows a client may have; a value of a column with fewer is left out.
     """
 
     by: str
@@ -62,33 +67,85 @@ class Partition:
 
 
 def divide(
-    table: Dataset, partition: Partition, *, seed: int, label: str = ""
+    table: Dataset,
+    partition: Partition,
+    *,
+    seed: int,
+    label: str = "",
+    public: Sequence[str] | None = None,
 ) -> dict[str, Dataset]:
-    """Each client's rows, in the table's order; no row is at two clients.
+    """Each client's rows, in the table's order; no row is at two clients. See `division`."""
+    held = division(table, partition, seed=seed, label=label, public=public)
+    return {name: rows(table, numbers) for name, numbers in held.items()}
 
-    Clients are called client-00 and so on, or by their value of the column, with -0, -1 and so on
-    after it if there are several for each. Every row is at some client, except where a partition
-    by column leaves values out. `label` names the column that dirichlet and pathological divide
-    by, unless the partition names its own `column`.
+
+def division(
+    table: Dataset,
+    partition: Partition,
+    *,
+    seed: int,
+    label: str = "",
+    public: Sequence[str] | None = None,
+) -> dict[str, list[int]]:
+    """The numbers of each client's rows.
+
+    Where a row goes follows from what it holds and from the seed, not from the other rows: so equal
+    rows are at one client, and neither a row nor a client that is gone moves any other. Clients are
+    called client-00 and so on, or by their value of the column, with -0, -1 and so on after it
+    if there are several for each. Every row is at some client, except where a partition by column
+    leaves values out. `label` names the column that dirichlet and pathological divide by, unless
+    the partition names its own `column`.
+
+    `least`, and the most frequent values of a column, depend on how many rows there are. Where that
+    may not be told, `public` holds the labels, or the column's values, as they are known
+    beforehand: then each of them counts, `least` asks for nothing, and a client may have no rows.
     """
     if partition.by == "column":
-        held = _by_column(table, partition)
-        if partition.each > 1:
-            held = _each_divided(table, held, partition, seed=seed, label=label)
-        return {name: rows(table, share) for name, share in held.items()}
-    if partition.clients * max(partition.least, 1) > len(table):
+        return _by_column(table, partition, seed=seed, label=label, public=public)
+    if public is None:
+        _require_enough(len(table), partition)
+    marks = contents(table)
+    texts = _texts(table, _label_column(partition, label)) if partition.by != "iid" else []
+    names = list(public) if public is not None else sorted(set(texts), key=label_order)
+    kinds = {"iid": _iid, "dirichlet": _dirichlet, "pathological": _pathological}
+    place = partial(kinds[partition.by], marks, texts, names, partition)
+    places = _drawn(place, seed, partition, sure=public is None)
+    width = max(2, len(str(partition.clients - 1)))
+    return {f"client-{i:0{width}}": _at(places, i) for i in range(partition.clients)}
+
+
+def _at(places: np.ndarray, client: int) -> list[int]:
+    return cast("list[int]", np.flatnonzero(places == client).tolist())
+
+
+def _require_enough(count: int, partition: Partition, of: str = "rows") -> None:
+    if partition.clients * partition.least > count:
         raise DataError(
-            f"{len(table)} rows cannot give {partition.clients} clients {max(partition.least, 1)} "
-            "each: ask for fewer clients, or for a smaller least"
+            f"{count} {of} cannot give {partition.clients} clients {partition.least} each: ask for "
+            "fewer clients, or for a smaller least"
         )
-    if partition.by == "iid":
-        shares = _iid(len(table), partition, seed)
-    else:
-        codes = _codes(values(table, _label_column(partition, label)))
-        draw = _dirichlet if partition.by == "dirichlet" else _pathological
-        shares = draw(codes, partition, seed)
-    width = max(2, len(str(len(shares) - 1)))
-    return {f"client-{i:0{width}}": rows(table, sorted(s)) for i, s in enumerate(shares)}
+
+
+Draw = tuple[int, int]
+"""The seed, and the number of the draw."""
+
+
+def _drawn(
+    place: Callable[[Draw], np.ndarray], seed: int, partition: Partition, *, sure: bool
+) -> np.ndarray:
+    """The client of each row, in the first draw that gives each as many as it must have."""
+    places = place((seed, 0))
+    for number in range(1, DRAWS + 1):
+        counts = np.bincount(places, minlength=partition.clients)
+        if not sure or counts.min() >= partition.least:
+            return places
+        places = place((seed, number))
+    alpha = f" with alpha = {partition.alpha}" if partition.alpha else ""
+    raise DataError(
+        f"no division of {len(places)} rows by {partition.by}{alpha} gave each of "
+        f"{partition.clients} clients {partition.least} rows, in {DRAWS} draws: "
+        f"{'raise alpha, or ' if alpha else ''}ask for fewer clients or a smaller least"
+    )
 
 
 def _label_column(partition: Partition, label: str) -> str:
@@ -98,161 +155,163 @@ def _label_column(partition: Partition, label: str) -> str:
     return column
 
 
-def _codes(found: list[Any]) -> list[int]:
-    """Each value's place among the sorted values."""
-    try:
-        places = {value: place for place, value in enumerate(sorted(set(found)))}
-    except TypeError as error:
-        raise DataError(f"values such as {found[0]!r} are no labels to divide by") from error
-    return [places[value] for value in found]
+def _texts(table: Dataset, column: str) -> list[str]:
+    """Each row's label, to divide by."""
+    found = labels_of(table, column)
+    if strange := [value for value in found if not isinstance(value, str)]:
+        raise DataError(f"values such as {strange[0]!r} are no labels to divide by")
+    return cast("list[str]", found)
 
 
-def _numbered(codes: Sequence[int]) -> Dataset:
-    """A table of labels and row numbers: all that a partitioner needs to see."""
-    from datasets import Dataset
-
-    return Dataset.from_dict({"label": list(codes), "row": list(range(len(codes)))})
-
-
-def _taken(partitioner: Any, table: Dataset, count: int) -> list[list[int]]:
-    partitioner.dataset = table
-    with warnings.catch_warnings():  # it warns at each draw it repeats; we report the last
-        warnings.simplefilter("ignore")
-        return [list(partitioner.load_partition(number)["row"]) for number in range(count)]
+def _iid(
+    marks: list[bytes], texts: list[str], names: list[str], partition: Partition, draw: Draw
+) -> np.ndarray:
+    return (chances(marks, "iid", *draw) * partition.clients).astype(int)
 
 
-def _iid(rows: int, partition: Partition, seed: int) -> list[list[int]]:
-    from flwr_datasets.partitioner import IidPartitioner
+def _dirichlet(
+    marks: list[bytes], texts: list[str], names: list[str], partition: Partition, draw: Draw
+) -> np.ndarray:
+    """Shares of each label by its name, and each row by its chance into one of them."""
+    found = chances(marks, "dirichlet", *draw)
+    kinds = np.array(texts, dtype=object)
+    places = np.zeros(len(marks), dtype=int)
+    for text in set(texts):
+        numbers = np.random.default_rng(streams.seed("dirichlet", *draw, text))
+        ends = numbers.dirichlet([partition.alpha] * partition.clients).cumsum()
+        own = kinds == text
+        places[own] = ends.searchsorted(found[own], side="right").clip(max=partition.clients - 1)
+    return places
 
-    # It cuts the table as it stands, so the table is shuffled first.
-    table = _numbered([0] * rows).shuffle(seed=seed, keep_in_memory=True)
-    return _taken(IidPartitioner(partition.clients), table, partition.clients)
 
-
-def _dirichlet(codes: list[int], partition: Partition, seed: int) -> list[list[int]]:
-    from flwr_datasets.partitioner import DirichletPartitioner
-
-    partitioner = DirichletPartitioner(
-        num_partitions=partition.clients,
-        partition_by="label",
-        alpha=float(partition.alpha),
-        min_partition_size=partition.least,
-        seed=seed,
+def _pathological(
+    marks: list[bytes], texts: list[str], names: list[str], partition: Partition, draw: Draw
+) -> np.ndarray:
+    """Deal the labels out, and each row by its chance to one of those who hold its label."""
+    if strange := set(texts) - set(names):
+        raise DataError(f"label {min(strange)!r} is none of the known ones: {', '.join(names)}")
+    holders = _deal(names, partition, draw)
+    found = chances(marks, "pathological", *draw)
+    return np.array(
+        [
+            holders[text][int(at * len(holders[text]))]
+            for text, at in zip(texts, found, strict=True)
+        ],
+        dtype=int,
     )
-    try:
-        return _taken(partitioner, _numbered(codes), partition.clients)
-    except ValueError as error:
-        raise DataError(
-            f"no division of {len(codes)} rows by dirichlet with alpha = {partition.alpha} gave "
-            f"each of {partition.clients} clients {partition.least} rows, in eleven draws: raise "
-            "alpha, or ask for fewer clients or a smaller least"
-        ) from error
 
 
-def _pathological(codes: list[int], partition: Partition, seed: int) -> list[list[int]]:
-    """Cut the labels into one shard for each class of each client, and deal these out."""
-    from flwr_datasets.partitioner import PathologicalPartitioner
+def _deal(names: Sequence[str], partition: Partition, draw: Draw) -> dict[str, list[int]]:
+    """Who holds each label: every client as many, and each label as many holders as another.
 
-    labels, shards = max(codes) + 1, partition.clients * partition.classes
-    if partition.classes > labels or shards < labels:
+    Each label goes to the clients with the most room, which always comes out even.
+    """
+    count, shards = len(names), partition.clients * partition.classes
+    if partition.classes > count or shards < count:
         raise DataError(
             f"{partition.clients} clients with {partition.classes} labels each cannot hold "
-            f"{labels} labels: classes must be at most {labels}, and clients times classes at least"
+            f"{count} labels: classes must be at most {count}, and clients times classes at least"
         )
-    partitioner = PathologicalPartitioner(
-        num_partitions=shards,
-        partition_by="label",
-        num_classes_per_partition=1,
-        class_assignment_mode="deterministic",
-        seed=seed,
-    )
-    try:
-        cut = _taken(partitioner, _numbered(codes), shards)
-    except ValueError as error:
-        raise DataError(
-            f"a label has fewer rows than its share of {partition.clients} clients with "
-            f"{partition.classes} labels each: ask for fewer clients or classes"
-        ) from error
-    shares = [[row for s in hand for row in cut[s]] for hand in _deal(labels, partition, seed)]
-    fewest = min(map(len, shares))
-    if fewest < partition.least:
-        raise DataError(
-            f"a client would get {fewest} rows, fewer than least = {partition.least}: ask for "
-            f"fewer than {partition.clients} clients, or for a smaller least"
-        )
-    return shares
+    numbers = np.random.default_rng(streams.seed("deal", *draw))
+    held, found = [0] * partition.clients, dict[str, list[int]]()
+    for place in numbers.permutation(count).tolist():
+        order = cast("list[int]", numbers.permutation(partition.clients).tolist())
+        emptiest = sorted(order, key=lambda client: held[client])
+        found[names[place]] = emptiest[: len(range(place, shards, count))]
+        for client in found[names[place]]:
+            held[client] += 1
+    return found
 
 
-def _deal(labels: int, partition: Partition, seed: int) -> list[list[int]]:
-    """The shards of each client, no two of one label: shard s is of label s modulo `labels`.
-
-    Each label's shards go to the clients with the most room, which always comes out even.
-    """
-    import numpy as np
-
-    draw = np.random.default_rng(seed)
-    hands: list[list[int]] = [[] for _ in range(partition.clients)]
-    for label in draw.permutation(labels).tolist():
-        shards = range(label, partition.clients * partition.classes, labels)
-        order = draw.permutation(partition.clients).tolist()
-        emptiest = sorted(order, key=lambda client: len(hands[client]))
-        for shard, client in zip(shards, emptiest, strict=False):
-            hands[client].append(shard)
-    return hands
-
-
-def _by_column(table: Dataset, partition: Partition) -> dict[str, list[int]]:
-    """The rows of each value of the column that is large enough."""
-    held: dict[Any, list[int]] = {}
+def _by_column(
+    table: Dataset, partition: Partition, *, seed: int, label: str, public: Sequence[str] | None
+) -> dict[str, list[int]]:
+    """The rows of each value of the column, or of each of its clients."""
+    found = dict[str, list[int]]()
     for row, value in enumerate(values(table, partition.column)):
-        # NaN differs from itself: it would be another client in every row, all of one name.
-        if not isinstance(value, Hashable) or value != value:
+        if not isinstance(value, Hashable):
             raise DataError(f"column {partition.column!r} holds {value!r}, which is no client")
-        held.setdefault(value, []).append(row)
-    enough = {value: rows for value, rows in held.items() if len(rows) >= partition.least}
-    largest = sorted(enough, key=lambda value: (-len(enough[value]), value))
-    if not largest or len(largest) < partition.clients:
+        found.setdefault(label_text(value), []).append(row)
+    clients = _most_frequent(found, partition) if public is None else _known(public, partition)
+    held = {name: found.get(name, []) for name in clients}
+    if partition.each == 1:
+        return held
+    return _each_divided(table, held, partition, seed=seed, label=label, sure=public is None)
+
+
+def _most_frequent(found: Mapping[str, list[int]], partition: Partition) -> list[str]:
+    enough = [name for name, held in found.items() if len(held) >= partition.least]
+    if not enough or len(enough) < partition.clients:
         raise DataError(
-            f"column {partition.column!r} has {len(largest)} values with {partition.least} rows or "
+            f"column {partition.column!r} has {len(enough)} values with {partition.least} rows or "
             f"more, and {partition.clients} clients are asked for: ask for fewer, or lower least"
         )
-    kept = sorted(largest[: partition.clients or None])
-    return {str(value): enough[value] for value in kept}
+    largest = sorted(enough, key=lambda name: (-len(found[name]), label_order(name)))
+    return sorted(largest[: partition.clients or None], key=label_order)
+
+
+def _known(public: Sequence[str], partition: Partition) -> list[str]:
+    if partition.clients not in (0, len(public)):
+        raise DataError(
+            f"column {partition.column!r} has {len(public)} known values, and {partition.clients} "
+            f"clients are asked for: which of them have most rows may not be told, so say "
+            f"clients = {len(public)}"
+        )
+    return sorted(public, key=label_order)
 
 
 def _each_divided(
-    table: Dataset, held: dict[str, list[int]], partition: Partition, *, seed: int, label: str
+    table: Dataset,
+    held: Mapping[str, list[int]],
+    partition: Partition,
+    *,
+    seed: int,
+    label: str,
+    sure: bool,
 ) -> dict[str, list[int]]:
     """The rows of each value among its clients, by a draw that no other value changes."""
     if not label:
         raise DataError(f"each = {partition.each} divides by labels: name their column")
-    found, fewest = values(table, label), partition.each * max(partition.least, 1)
+    marks, texts = contents(table), _texts(table, label)
     inner = replace(partition, by="dirichlet", clients=partition.each, each=1)
-    shares: dict[str, list[int]] = {}
-    for value, held_rows in held.items():
-        if len(held_rows) < fewest:
-            raise DataError(
-                f"{len(held_rows)} rows with {partition.column} = {value} cannot give "
-                f"{partition.each} clients {max(partition.least, 1)} each: lower each or least, or "
-                "leave that value out by a smaller number of clients"
-            )
-        codes = _codes([found[row] for row in held_rows])
-        own_seed = streams.seed("each", seed, value) % 2**32
-        for place, share in enumerate(_dirichlet(codes, inner, own_seed)):
-            shares[f"{value}-{place}"] = sorted(held_rows[i] for i in share)
+    shares = dict[str, list[int]]()
+    for value, own in held.items():
+        if sure:
+            _require_enough(len(own), inner, f"rows with {partition.column} = {value}")
+        parts = [marks[row] for row in own], [texts[row] for row in own]
+        place = partial(_dirichlet, *parts, [], inner)
+        places = _drawn(place, streams.seed("each", seed, value), inner, sure=sure)
+        for number in range(partition.each):
+            shares[f"{value}-{number}"] = [own[i] for i in _at(places, number)]
     return shares
 
 
-def halve(table: Dataset, *, share: float, seed: int) -> tuple[Dataset, Dataset]:
-    """A client's own rows to train on, about this share of them, and the others to test on.
+def to_train(contents: Sequence[bytes], *, share: float, seed: int) -> np.ndarray:
+    """Whether each row is to be trained on, as about this share of them are.
 
-    Each side has at least one row if there are two; a single row is for training.
+    It follows from the row's content and the seed: so equal rows are on one side, at whichever
+    client they are.
     """
-    import numpy as np
+    if not 0 < share <= 1:
+        raise DataError(f"share = {share} of the rows to train on: it must be above 0, at most 1")
+    return chances(contents, "own test", seed) < share
 
-    if not 0 < share < 1:
-        raise DataError(f"share = {share} of the rows to train on: it must be between 0 and 1")
-    count = len(table)
-    order = np.random.default_rng(seed).permutation(count).tolist()
-    first = max(min(round(share * count), count - 1), min(count, 1))
-    return rows(table, sorted(order[:first])), rows(table, sorted(order[first:]))
+
+def halve(
+    table: Dataset, *, share: float, seed: int, columns: Iterable[str] = ()
+) -> tuple[Dataset, Dataset]:
+    """Rows to train on, about this share of them, and the others to test on.
+
+    On which side a row is follows from what it holds in `columns`, or in all of them, and from the
+    seed. A side may have no rows.
+    """
+    first = to_train(contents(table, columns), share=share, seed=seed)
+    return tuple(rows(table, _at(first, side)) for side in (1, 0))
+
+
+def some(table: Dataset, most: int, *, seed: int) -> Dataset:
+    """So many rows of a table at most, drawn by what they hold, in the table's order."""
+    if len(table) <= most:
+        return table
+    order = chances(contents(table), "limit", seed).argsort(kind="stable")
+    return rows(table, sorted(order[:most].tolist()))

@@ -15,8 +15,10 @@ from torch import Tensor
 from fedplan.agreement import Setup
 from fedplan.errors import FedplanError
 from fedplan.exchange import Down, Lacking, Refused, Update, listed, nbytes
+from fedplan.files import keep_file
+from fedplan.identity import is_id
 from fedplan.journal import Journal
-from fedplan.mail import down_of, opened, parcel_of, update_parcel
+from fedplan.mail import down_of, parcel_of, run_of, update_parcel
 from fedplan.message import JSON
 from fedplan.outgoing import AGREEMENT, Limits, Outgoing
 from fedplan.parcel import Parcel
@@ -30,9 +32,9 @@ HELLO, POLL, TRAIN = "hello", "poll", "train"
 
 
 class Desk:
-    """A site with a folder of its own: what it keeps, what it has seen, and what has left it.
+    """A site in one run: what has left it lies in its folder, for all runs of the study.
 
-    `start` is the digest of the model that it starts from.
+    What it keeps and what it has seen lie in a folder of the run, `place_of`.
     """
 
     def __init__(
@@ -41,13 +43,12 @@ class Desk:
         site: Site,
         folder: Path,
         limits: Limits | None = None,
-        *,
-        start: str = "",
     ) -> None:
-        self.setup, self.site, self.folder, self.start = setup, site, folder, start
+        self.setup, self.site, self.folder = setup, site, place_of(folder, setup.run)
         self.outgoing = Outgoing(folder, limits)
-        (folder / AGREEMENT).write_text(json.dumps(self._agreed(), indent=1))
-        self.seen, self._number = Store(folder / "seen", keep=1), 0
+        self.seen, self._number = Store(self.folder / "seen", keep=1), 0
+        for place in (folder, self.folder):
+            keep_file(place / AGREEMENT, json.dumps(self._agreed(), indent=1))
         self._kinds = {p.key: str(p.kind) for p in setup.params}
 
     def answer(self, kind: str, parcel: Parcel) -> Parcel:
@@ -69,10 +70,12 @@ class Desk:
         said: dict[str, JSON] = {
             "client": self.site.name,
             "agreed": self.setup.fingerprint,
-            "start": self.start,
+            "start": self.setup.start,
+            "run": self.setup.run,
             "traits": dict(self.site.traits),
         }
-        opened(parcel)
+        if self.setup.run and (run := run_of(parcel)) != self.setup.run:
+            raise Refused(f"{self.site.name} is in run {self.setup.run}, and not in {run}")
         return self._leave(Parcel(parcel_of({}, said).header), "hello", None, {})
 
     def _poll(self, parcel: Parcel) -> Parcel:
@@ -98,7 +101,7 @@ class Desk:
             return
         if cloak is None:
             raise Refused(f"{name} has set a limit of epsilon, and this study hides no examples")
-        after = cloak.after(down.turn.round, down.request)
+        after = cloak.after(down.turn.round, self.setup.about(down.turn.round, name))
         if after > limit:
             raise Refused(
                 f"{name} has spent epsilon {cloak.budget.spent():.4g}; this round would make it "
@@ -161,7 +164,8 @@ class Desk:
             "site": self.site.name,
             "experiment": self.setup.experiment,
             "plan": method.plan.text,
-            "model": self.start,
+            "model": self.setup.start,
+            "run": self.setup.run,
             "fingerprint": self.setup.fingerprint,
             "wire": method.wire.text,
             "traits": self.site.traits,
@@ -169,15 +173,29 @@ class Desk:
         }
 
 
-def journal_in(folder: Path, seal: Seal | None = None) -> Journal:
+def place_of(folder: Path, run: str) -> Path:
+    """Where a site keeps what it has of one run, under its folder for the study."""
+    return folder / run if run else folder
+
+
+def last_of(folder: Path) -> Path:
+    """Where a site keeps its only run of a study, or the run that this folder is of."""
+    runs = [each for each in sorted(folder.iterdir()) if is_id(each.name)]
+    if len(runs) > 1:
+        names = ", ".join(str(each) for each in runs)
+        raise FedplanError(f"{folder} holds {len(runs)} runs: name one of {names}")
+    return runs[0] if runs else folder
+
+
+def journal_in(folder: Path, seal: Seal | None = None, *, reading: bool = False) -> Journal:
     """The journal of a site's folder."""
-    return Journal(folder / "home", replies=True, seal=seal)
+    return Journal(folder / "home", replies=True, seal=seal, reading=reading)
 
 
 def own_values(setup: Setup, folder: Path, key: Path | None = None) -> dict[str, Tensor]:
     """A site's own model: what it keeps, over what it last saw of the world."""
     seal = Seal.from_file(key) if key is not None else None
-    home, _ = journal_in(folder, seal).home()
-    seen = Store(folder / "seen", keep=1).read()
+    home, _ = journal_in(folder, seal, reading=True).home()
+    seen = Store(folder / "seen", keep=1, reading=True).read()
     keys = {p.key for p in setup.trainable}
     return {k: v for k, v in ({**(seen.tensors if seen else {}), **home}).items() if k in keys}

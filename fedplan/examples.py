@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, final
 
+import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from fedplan.tables import is_hub_id, values
+from fedplan.content import told_apart
+from fedplan.hub import bare, is_hub_id
+from fedplan.tables import values
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -73,22 +78,17 @@ class Sequences:
 class Masked:
     """Blocks of tokens, some hidden: BERT's 15 %, of which 80 % masked and 10 % replaced.
 
-    Each row's masks follow from the seed: a turn that trains takes a seed of its own.
+    Each block's masks follow from its own key and the seed: a turn that trains takes a seed of its
+    own, and no block changes another's masks.
     """
 
     blocks: Sequences
+    keys: Tensor
     mask: int
     special: Tensor
     vocabulary: int
     share: float = 0.15
     seed: int = 0
-    noise: Tensor = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        lengths = self.blocks.ids.starts.diff()
-        shape = (len(self), int(lengths.max()) if len(self) else 0, 2)
-        noise = torch.rand(shape, generator=Generator().manual_seed(self.seed))
-        object.__setattr__(self, "noise", noise)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -101,7 +101,7 @@ class Masked:
         """Some blocks with masks; at least one token of each is hidden, if it has any."""
         batch = self.blocks.batch(indices)
         ids = batch["input_ids"]
-        noise = self.noise[indices, : ids.shape[1]]
+        noise = _noise(self.keys[indices], ids.shape[1], self.seed)
         plain = batch["attention_mask"].bool() & ~torch.isin(ids, self.special)
         draw = noise[..., 0].masked_fill(~plain, 2.0)
         hidden = plain & ((draw < self.share) | (draw == draw.amin(1, keepdim=True)))
@@ -112,6 +112,30 @@ class Masked:
         other = ((how - 0.8) * 10 * self.vocabulary).long().clamp(0, self.vocabulary - 1)
         ids = torch.where(hidden & (how < 0.8), self.mask, ids)
         return torch.where(hidden & (how >= 0.8) & (how < 0.9), other, ids)
+
+
+def keys_of(blocks: Ragged) -> Tensor:
+    """A number for each block from its tokens; equal blocks have different ones."""
+    starts = blocks.starts.tolist()
+    flat = blocks.flat.numpy()
+    held = (flat[start:end].tobytes() for start, end in pairwise(starts))
+    marks = told_apart([hashlib.sha256(each).digest() for each in held])
+    return torch.tensor([int.from_bytes(mark[:8], signed=True) for mark in marks]).long()
+
+
+def _noise(keys: Tensor, width: int, seed: int) -> Tensor:
+    """Two numbers of [0, 1] for each token of some blocks, from a block's key alone."""
+    own = _mixed(keys.numpy().view(np.uint64) ^ _mixed(np.array([seed % 2**64], dtype=np.uint64)))
+    steps = np.arange(2 * width, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    drawn = (_mixed(own[:, None] + steps) >> np.uint64(11)) * 2.0**-53
+    return torch.from_numpy(drawn).float().reshape(len(keys), width, 2)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's last step: each bit of a number moves each bit of what comes out."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 @final
@@ -131,16 +155,6 @@ class Images:
         """Some pictures, scaled and centred."""
         pixels = (self.pixels[indices].float() / 255 - self.mean) / self.std
         return {"pixel_values": pixels, "labels": self.labels[indices]}
-
-
-def pad_of(tokenizer: Any) -> int:
-    """What a tokenizer fills up with; under the attention mask any number will do."""
-    return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
-
-
-def filled(rows: Sequence[Sequence[int]], fill: int) -> Ragged:
-    """Rows of at least one number: no model takes a text without tokens."""
-    return Ragged.of([row or [fill] for row in rows])
 
 
 def pieces(count: int, size: int = 1000) -> Iterator[slice]:
@@ -163,7 +177,6 @@ def pictures(table: Dataset, column: str) -> Iterator[Any]:
 
 def drawn(value: Any, size: int, *, cubic: bool = False) -> Tensor:
     """A picture of this size as bytes: channels, height, width."""
-    import numpy as np
     from PIL import Image
 
     if isinstance(value, dict):
@@ -190,7 +203,7 @@ def centre_of(source: str) -> tuple[Tensor, Tensor]:
 
         local = not is_hub_id(source)
         read = cast("Any", ImageProcessingMixin).get_image_processor_dict
-        found = read(source, local_files_only=local)[0]
+        found = read(bare(source), local_files_only=local)[0]
     sides = (found.get(name, [0.5] * 3) for name in ("image_mean", "image_std"))
     mean, std = (torch.tensor(side).reshape(3, 1, 1) for side in sides)
     return mean, std

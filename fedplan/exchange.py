@@ -34,7 +34,7 @@ class Down:
 
     `versions` are those of the values. `basis` tells the versions of all that the client must then
     have. `heard` is the last round that the server heard from it. `anew` says that all is sent,
-    because the client had lost what it was sent before.
+    because the client had lost what it was sent before. `run` is the id of the run.
     """
 
     request: str
@@ -45,6 +45,7 @@ class Down:
     basis: str = ""
     heard: int = 0
     anew: bool = False
+    run: str = ""
 
     @property
     def nbytes(self) -> int:

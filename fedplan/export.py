@@ -10,17 +10,18 @@ from torch import Tensor, nn
 
 from fedplan.agreement import Setup
 from fedplan.config import ConfigError, Study
-from fedplan.desk import own_values
+from fedplan.desk import last_of, own_values
 from fedplan.examples import centre_of
+from fedplan.hub import bare, is_hub_id
 from fedplan.journal import Journal, home_of
 from fedplan.loading import quiet
 from fedplan.models.dual import Dual
 from fedplan.models.folder import Picture, save
 from fedplan.outgoing import AGREEMENT
-from fedplan.server import personal_values, world_in, world_values
+from fedplan.rounds import World
+from fedplan.server import personal_values, read_world, world_values
 from fedplan.state import put
-from fedplan.studies import Stage, noted_task, read_run, setup_in, stage_without_rows, study_in
-from fedplan.tables import is_hub_id
+from fedplan.studies import Stage, noted_task, setup_in, stage_without_rows, study_in
 from fedplan.tasks import Task
 from fedplan.turn import Turn
 
@@ -42,17 +43,17 @@ def export_run(folder: Path, out: Path, client: str = "", key: Path | None = Non
 
 
 def _of_run(folder: Path, client: str) -> tuple[nn.Module, Task]:
-    study, setup, _ = read_run(folder)
+    study, setup = study_in(folder), setup_in(folder)
     labels, clients = noted_task(folder)
     if client and not study.data.path:
         raise ConfigError(f"{client}'s own model is at the site: export its folder there")
     if client and client not in clients:
         raise ConfigError(f"there is no client {client!r}; there are {', '.join(clients)}")
-    stage = _staged(study, setup, labels)
-    world = world_in(folder, setup, stage.start)
+    stage, found = _staged(study, setup, labels), read_world(folder)
+    world = found[0] if found else World.start(setup, stage.start)
     values = world_values(setup, world, stage.start)
     if client:
-        home, _ = Journal(home_of(folder, client)).home()
+        home, _ = Journal(home_of(folder, client), reading=True).home()
         turn = Turn(world.round, client, world.phase, study.clients.traits.get(client, {}))
         values = personal_values(setup, world, stage.start, turn, home)
     put(stage.model, values, setup.trainable)
@@ -60,6 +61,7 @@ def _of_run(folder: Path, client: str) -> tuple[nn.Module, Task]:
 
 
 def _of_site(folder: Path, key: Path | None) -> tuple[nn.Module, Task]:
+    folder = last_of(folder)
     study, setup = study_in(folder), setup_in(folder)
     stage = _staged(study, setup, noted_task(folder)[0])
     put(stage.model, own_values(setup, folder, key), setup.trainable)
@@ -103,5 +105,5 @@ def _tokenizer(source: str) -> Any:
     import transformers
 
     return cast("Any", transformers.AutoTokenizer).from_pretrained(
-        source, local_files_only=not is_hub_id(source), trust_remote_code=False
+        bare(source), local_files_only=not is_hub_id(source), trust_remote_code=False
     )

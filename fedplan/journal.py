@@ -26,17 +26,34 @@ class Journal:
 
     Before a client works on a request it asks `answered`; what stands there it sends again. Without
     `replies` only what it keeps is written: the same request is then worked out again, from what
-    was kept before it. With a `seal` nothing of it can be read from the disk.
+    was kept before it. With a `seal` nothing of it can be read from the disk. Who is only `reading`
+    changes nothing on it.
     """
 
-    def __init__(self, folder: Path, *, replies: bool = True, seal: Seal | None = None) -> None:
-        self._store = Store(folder, seal=seal)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        replies: bool = True,
+        seal: Seal | None = None,
+        reading: bool = False,
+    ) -> None:
+        self._store = Store(folder, seal=seal, reading=reading)
         self._folder, self._replies = folder, replies
 
     @property
     def skipped(self) -> list[Skipped]:
         """The generations that the last look passed over, and why."""
         return self._store.skipped
+
+    def faults(self) -> list[str]:
+        """What is damaged or lost of it, in words."""
+        return self._store.faults()
+
+    def last(self, before: str = "") -> str:
+        """The last request that was answered: now, or before another one. Nothing at first."""
+        found = self._store.find(lambda meta: meta.get("request") != before)
+        return str(found.meta.get("request")) if found else ""
 
     def answered(self, request: str) -> Read | None:
         """The reply that was committed for this very request, if it was one of the last two."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedplan.errors import FedplanError
+from fedplan.locks import synced
 from fedplan.params import Params
 from fedplan.plan import Role, Roles
 
@@ -70,31 +71,58 @@ def parted(params: Params, text: str) -> dict[str, str]:
 
 
 class Ledger:
-    """A file of JSON lines that only grows, and can be taken back to a length it once had."""
+    """A file of JSON lines that only grows, and can be taken back to a length it once had.
 
-    def __init__(self, file: Path, *, length: int | None = None) -> None:
+    `length` and `sha256` are those of all its lines: what a kill or a full disk left behind them is
+    cut off before the next is written.
+    """
+
+    def __init__(self, file: Path, *, length: int | None = None, sha256: str = "") -> None:
         self.file = file
-        file.touch()
-        if length is not None:
-            if file.stat().st_size < length:
-                raise FedplanError(f"{file} is shorter than the {length} bytes it once had")
-            os.truncate(file, length)
+        if not file.exists():
+            file.touch()
+            synced(file.parent)
+        content = file.read_bytes()
+        self.length = len(content) if length is None else length
+        if len(content) < self.length:
+            raise FedplanError(
+                f"{file} is shorter than the {length} bytes it once had: put a copy of it back"
+            )
+        self._hash = hashlib.sha256(content[: self.length])
+        if sha256 and self.sha256 != sha256:
+            raise FedplanError(f"{file} was changed since it was written: put a copy of it back")
+        if len(content) > self.length:
+            os.truncate(file, self.length)
 
-    def append(self, lines: Iterable[Mapping[str, Any]]) -> int:
-        """Add lines for good, and say how long the file now is."""
+    @property
+    def sha256(self) -> str:
+        """The digest of all its lines."""
+        return self._hash.hexdigest()
+
+    @property
+    def mark(self) -> list[int | str]:
+        """Its length and its digest, as a list for JSON."""
+        return [self.length, self.sha256]
+
+    def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Add lines for good."""
         content = b"".join(json.dumps(line, sort_keys=True).encode() + b"\n" for line in lines)
         try:
-            with self.file.open("ab") as out:
+            with self.file.open("r+b") as out:
+                out.truncate(self.length)
+                out.seek(self.length)
                 out.write(content)
                 out.flush()
                 os.fsync(out.fileno())
-                return out.tell()
         except OSError as error:
             raise FedplanError(
                 f"{self.file} cannot be written: {error}; make room, then go on by --resume"
             ) from error
+        self.length += len(content)
+        self._hash.update(content)
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a ledger."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    """The lines of a file, as far as they are whole: the last may be in writing, or cut off."""
+    content = file.read_bytes()
+    return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]

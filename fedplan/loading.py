@@ -13,9 +13,10 @@ from torch import nn
 from fedplan import streams
 from fedplan.config import Study
 from fedplan.errors import FedplanError
+from fedplan.foresight import require_sight
+from fedplan.hub import bare, is_hub_id
 from fedplan.method import Method
 from fedplan.models.dual import load_dual
-from fedplan.tables import is_hub_id
 from fedplan.tasks import Task
 
 
@@ -38,6 +39,7 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(streams.seed(study.name, "model", study.seed))
         model = _made(study, task)
+        require_sight(model, task.kind)
         return method.adapt(model) if method.adapt is not None else model
 
 
@@ -61,7 +63,7 @@ def _pretrained(study: Study, task: Task) -> nn.Module:
     said = study.model
     with _told(f"model.path: {said.path!r} cannot be loaded for {task.kind}"):
         return _loader(task).from_pretrained(
-            said.path,
+            bare(said.path),
             dtype=torch.float32,
             local_files_only=not is_hub_id(said.path),
             trust_remote_code=False,

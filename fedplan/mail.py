@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from fedplan.exchange import Down, Update, listed, nbytes, scored
+from fedplan.identity import is_id
 from fedplan.message import JSON, MessageError, pack, unpack
 from fedplan.parcel import Parcel
 from fedplan.turn import Turn
@@ -69,6 +70,7 @@ def down_said(down: Down) -> dict[str, JSON]:
         "basis": down.basis,
         "heard": down.heard,
         "anew": down.anew,
+        "run": down.run,
     }
 
 
@@ -96,7 +98,16 @@ def down_of(parcel: Parcel) -> Down:
         basis=_read(said, "basis", str),
         heard=_read(said, "heard", int),
         anew=_read(said, "anew", bool),
+        run=_read(said, "run", str),
     )
+
+
+def run_of(parcel: Parcel) -> str:
+    """The id of the run that a request is of."""
+    found = opened(Parcel(parcel.header))[1].get("run")
+    if not is_id(found):
+        raise MessageError(f"the request is of no run, but of {str(found)[:40]!r}")
+    return str(found)
 
 
 def update_parcel(update: Update) -> Parcel:

@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedplan.audit import stated
+from fedplan.audit import state
 from fedplan.config import ConfigError, Study, laid_over, placed, read_study, study_of
 from fedplan.continuation import require_free
 from fedplan.explanation import megabytes, millions
+from fedplan.record import TurnRecord
 from fedplan.rounds import Tally
 from fedplan.studies import Trial, study_in
 
@@ -47,7 +48,7 @@ def follow(file: Path, changes: list[str], output: Path | None, *, resume: bool)
             console.print(f"Stopped in round {done + 1}. Go on: {again}", markup=False)
             raise SystemExit(130) from None
     if study.privacy is not None:
-        console.print(stated(folder).text(), markup=False, soft_wrap=True)
+        console.print(state(folder).text(), markup=False, soft_wrap=True)
     console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
 
 
@@ -105,6 +106,7 @@ def _opening(trial: Trial, folder: Path) -> str:
         f"[bold]{escape(trial.study.name)}[/bold]  {escape(setup.method.plan.text)}\n"
         f"{millions(sum(p.numel for p in setup.params))} params, {len(rows)} clients with "
         f"{sizes[0]} to {sizes[-1]} rows, seed {trial.study.seed}, in {escape(str(folder))}"
+        + "".join(f"\n{escape(note)}" for note in trial.shares.notes)
     )
 
 
@@ -115,7 +117,7 @@ HEADING = "round    loss  world   own ± spread   worst   MB up  MB down"
 def _told(trial: Trial, tally: Tally, scores: Mapping[str, Any]) -> str:
     """One round in one line under the heading."""
     lines = list(tally.lines.values())
-    up, down = (megabytes(sum(line[way] for line in lines)) for way in ("up", "down"))
+    up, down = megabytes(sum(r.up for r in lines)), megabytes(sum(r.down for r in lines))
     own = scores.get("personal")
     words = (
         f"{trial.federation.world.round:5d}",
@@ -129,9 +131,9 @@ def _told(trial: Trial, tally: Tally, scores: Mapping[str, Any]) -> str:
     return "  ".join(words)
 
 
-def _mean(lines: Sequence[Mapping[str, Any]]) -> str:
+def _mean(lines: Sequence[TurnRecord]) -> str:
     """The loss over the rows of the clients that tell it: where there is privacy, none does."""
-    told = [(line["loss"], line["weight"]) for line in lines if line["loss"] is not None]
+    told = [(line.loss, line.weight) for line in lines if line.loss is not None]
     weight = sum(weight for _, weight in told)
     return f"{sum(loss * each for loss, each in told) / weight:.3f}" if weight else "-"
 

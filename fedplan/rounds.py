@@ -5,21 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import fsum, isfinite
-from typing import Any
+from math import fsum
 
 import torch
 from torch import Tensor
 
 from fedplan.agreement import Setup, basis
+from fedplan.claims import require_marks, require_turn
 from fedplan.drift import Drift
 from fedplan.errors import FedplanError
 from fedplan.exchange import Down, Rejected, Update, nbytes
 from fedplan.failpoints import reach
+from fedplan.ledger import Digests
 from fedplan.params import Block
 from fedplan.phases import Sign
 from fedplan.plan import Role
 from fedplan.privacy.aggregate import Mechanism
+from fedplan.record import LARGEST_SCORE, TurnRecord, read_turn
 from fedplan.resolution import certain, permitted
 from fedplan.state import Tensors
 from fedplan.sums import ExactSum
@@ -82,6 +84,7 @@ def push(
         basis=basis({k: world.versions[k] for k in wanted}),
         heard=world.heard.get(client, 0),
         anew=anew,
+        run=setup.run,
     )
 
 
@@ -89,13 +92,17 @@ def push(
 class Tally:
     """An open round: the running sums, and who was counted or rejected, with the reason.
 
-    `vain` are bytes that went down to sites that could not use them. A `mechanism` hides each
-    client: what is summed are then clipped changes, and every client counts alike; `within` are
-    those that were short enough.
+    `vain` are bytes that went down to sites that could not use them; what `late` clients say is
+    heard and counts nowhere. A `mechanism` hides each client: what is summed are then clipped
+    changes, and every client counts alike; `within` are those that were short enough. `marks` are
+    the digests of what the model starts with.
     """
 
     cohort: dict[str, Down]
     mechanism: Mechanism | None = None
+    late: frozenset[str] = frozenset()
+    marks: Mapping[str, str] = field(default_factory=dict[str, str])
+    digests: Digests = field(default_factory=Digests)
     sums: ExactSum = field(default_factory=ExactSum)
     drift: Drift = field(default_factory=Drift)
     riders: ExactSum = field(default_factory=ExactSum)
@@ -105,12 +112,21 @@ class Tally:
     counted: list[str] = field(default_factory=list[str])
     heard: list[str] = field(default_factory=list[str])
     rejected: dict[str, str] = field(default_factory=dict[str, str])
-    lines: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    lines: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
+
+
+@dataclass(frozen=True)
+class Sound:
+    """An update of which everything was checked."""
+
+    values: dict[str, Tensor]
+    riders: dict[str, Tensor]
+    record: TurnRecord
 
 
 def summed(polled: Iterable[Mapping[Block, float]]) -> dict[Block, float]:
-    """The sum of clients' scores; those that are not numbers are left out."""
-    sound = [scores for scores in polled if all(map(isfinite, scores.values()))]
+    """The sum of clients' scores; those that are not numbers, or too large to add, are left out."""
+    sound = [s for s in polled if all(abs(score) <= LARGEST_SCORE for score in s.values())]
     blocks = dict.fromkeys(block for scores in sound for block in scores)
     return {block: fsum(s[block] for s in sound if block in s) for block in blocks}
 
@@ -122,73 +138,97 @@ def settle(tally: Tally, scores: Mapping[Block, float]) -> None:
 
 
 def pull(setup: Setup, world: World, tally: Tally, update: Update) -> None:
-    """Count one update, or write down why not."""
+    """Count one update, or write down why not: all of it is checked before any of it is added."""
+    client = str(update.client)
     try:
-        values, riders = _checked(setup, world, tally, update)
-        if tally.mechanism is not None:
-            tally.within += tally.mechanism.add(tally.sums, _change(values, world.values))
-        else:
-            tally.sums.add(values, update.weight)
-            tally.drift.add(values, world.values, update.weight)
-        if riders:
-            tally.riders.add(riders, 1)
+        sound = _checked(setup, world, tally, update)
+        if client not in tally.late:
+            _add(world, tally, sound, update.weight)
     except FedplanError as error:
-        tally.rejected.setdefault(str(update.client), str(error).splitlines()[0])
+        _reject(tally, client, str(error).splitlines()[0][:300])
         return
-    tally.counted.append(update.client)
-    tally.weight += update.weight
-    hear(tally, update)
+    tally.heard.append(client)
+    tally.lines[client] = sound.record
+    if client not in tally.late:
+        tally.counted.append(client)
+        tally.weight += update.weight
     reach("round.pulled")
+
+
+def _reject(tally: Tally, client: str, reason: str) -> None:
+    if client in tally.late and client not in tally.heard:
+        tally.rejected[client] = f"late, and {reason}"
+    else:
+        tally.rejected.setdefault(client, reason)
+
+
+def _add(world: World, tally: Tally, sound: Sound, weight: int) -> None:
+    """Add values and riders, or neither: only the first of these calls can refuse anything."""
+    if tally.mechanism is not None:
+        tally.within += tally.mechanism.add(tally.sums, _change(sound.values, world.values))
+    else:
+        tally.sums.add(sound.values, weight)
+        tally.drift.add(sound.values, world.values, weight)
+    if sound.riders:
+        tally.riders.add(sound.riders, 1)
 
 
 def _change(values: Tensors, world: Tensors) -> dict[str, Tensor]:
     return {key: value.double() - world[key].double() for key, value in values.items()}
 
 
-def hear(tally: Tally, update: Update) -> None:
-    """Note that a client has received what it was sent, whether or not its update counts."""
-    tally.heard.append(update.client)
-    tally.lines[update.client] = update.line
-
-
-def _checked(
-    setup: Setup, world: World, tally: Tally, update: Update
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """An update's values and riders, if every one of them is what was asked for."""
+def _checked(setup: Setup, world: World, tally: Tally, update: Update) -> Sound:
+    """An update's values, riders and record, if every one of them is what was asked for."""
     down = tally.cohort.get(update.client)
     if down is None:
         raise Rejected(f"{update.client!r} was not asked in this round")
-    if update.client in tally.counted:
+    if update.client in tally.heard:
         raise Rejected(f"{update.client!r} was counted before")
     if (update.request, update.agreed) != (down.request, down.agreed):
         raise Rejected(f"it answers {update.request!r}, and {down.request!r} was asked")
     if type(update.weight) is not int or not 0 < update.weight < 2**40:
         raise Rejected(f"weight {update.weight!r} is not a positive whole number")
-    _require_line(update, world.round + 1)
     budget = 2 * nbytes(world.values) + 2**20
     if update.nbytes > budget:
         raise Rejected(f"{update.nbytes} bytes are more than the {budget} that can be asked for")
+    values, riders = _decoded(setup, world, update)
+    _require_asked(setup, world, down.turn, values, riders)
+    _require_added(world, tally, values, riders, update.weight)
+    return Sound(values, riders, _record(setup, world, tally, update, values))
+
+
+def _decoded(
+    setup: Setup, world: World, update: Update
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     suffixes = setup.method.riders
     riders = {k: v for k, v in update.values.items() if k.endswith(suffixes) and suffixes}
     coded = {k: v for k, v in update.values.items() if k not in riders}
     sent = {k.partition("#")[0] for k in coded}
-    if strange := sent - world.values.keys():
+    if strange := sent - {k for k in world.values if "#" not in k}:
         raise Rejected(f"{min(strange)!r} is not among what travels")
-    values = setup.method.wire.decode(coded, {k: world.values[k] for k in sent})
-    _require_asked(setup, world, down.turn, values, riders)
-    return values, riders
+    return setup.method.wire.decode(coded, {k: world.values[k] for k in sent}), riders
 
 
-def _require_line(update: Update, number: int) -> None:
-    """A client's line goes into the ledger as it is: what is counted from it must be there."""
-    line = update.line
-    said = (line.get("round"), line.get("client"), line.get("weight"))
-    if said != (number, update.client, update.weight):
-        raise Rejected("its line is of another turn")
-    if any(type(line.get(way)) is not int for way in ("up", "down", "steps")):
-        raise Rejected("its line does not count bytes and steps")
-    if type(line.get("loss")) not in (float, type(None)) or not isfinite(line["loss"] or 0.0):
-        raise Rejected("its line has no loss that is a number")
+def _record(
+    setup: Setup, world: World, tally: Tally, update: Update, values: Tensors
+) -> TurnRecord:
+    """A client's record, if it fits all that the server knows."""
+    down, record = tally.cohort[update.client], read_turn(update.line)
+    roles = require_turn(setup, down, update, record)
+    if values.keys() != {p.key for p, role in roles.items() if role is Role.SHARE}:
+        raise Rejected("its record says that other params were shared than came")
+    # An answer may be from before it was asked anew, or from when it was.
+    if record.anew != down.anew:
+        down = push(setup, world, update.client, down.turn.traits, anew=record.anew)
+    if record.down != (came := sum(setup.sizes[key] for key in down.versions)):
+        raise Rejected(f"its record says that {record.down} bytes came down, and {came} did")
+
+    def known(key: str) -> str | None:
+        held = world.values.get(key)
+        return tally.marks.get(key) if held is None else tally.digests.of(held)
+
+    require_marks(setup, record, roles, values, known)
+    return record
 
 
 def _require_asked(
@@ -211,6 +251,18 @@ def _require_asked(
                 f"{key!r} is {value.dtype} {tuple(value.shape)}, "
                 f"not {wanted.dtype} {tuple(wanted.shape)}"
             )
+
+
+def _require_added(
+    world: World, tally: Tally, values: Tensors, riders: Tensors, weight: int
+) -> None:
+    """Refuse what cannot be summed, or would make a rider of the world that is no number."""
+    if tally.mechanism is None:
+        tally.sums.require(values, weight)
+    tally.riders.require(riders, 1)
+    for key, change in riders.items():
+        if not bool((world.values[key] + change).isfinite().all()):
+            raise Rejected(f"{key!r} is too large to be added to what it was")
 
 
 def close(
@@ -248,7 +300,8 @@ def close(
     known = dict(world.known)
     for client in tally.heard:
         down = tally.cohort[client]
-        known[client] = {**({} if down.anew else known.get(client, {})), **down.versions}
+        anew = down.anew or tally.lines[client].anew
+        known[client] = {**({} if anew else known.get(client, {})), **down.versions}
     heard = world.heard | dict.fromkeys(tally.heard, number)
     # How far clients were apart is a release of its own, that nobody has paid for.
     hidden = released is not None

@@ -15,19 +15,26 @@ from torch import Tensor
 from fedplan import streams
 from fedplan.agreement import Setup
 from fedplan.attendance import Attendance
+from fedplan.errors import FedplanError
 from fedplan.exchange import Update, listed, scored
 from fedplan.failpoints import reach
+from fedplan.files import mark_of_file
 from fedplan.horizon import rounds_ahead
-from fedplan.ledger import Digests, Ledger
+from fedplan.identity import RUN, Identity, identified, read_identity
+from fedplan.ledger import Digests, Ledger, digests, joined
 from fedplan.params import Block
 from fedplan.plan import Role
-from fedplan.privacy.guard import Veil
+from fedplan.privacy.guard import CHARGES, SECRET, Veil
 from fedplan.probe import public_scores
+from fedplan.record import RoundRecord, read_round
 from fedplan.resolution import permitted, resolve
-from fedplan.rounds import Tally, World, announced, close, hear, pull, push, settle, summed
-from fedplan.store import Store
+from fedplan.rounds import Tally, World, announced, close, pull, push, settle, summed
+from fedplan.store import Generation, Store
 from fedplan.turn import Turn
 
+WORLD, LEDGER, METRICS = "world", "ledger.jsonl", "metrics.jsonl"
+SMALL = ("study.json", "manifest.json", "task.json", RUN)
+"""Files of a run's folder that are written once, before its first round."""
 Roster = Mapping[str, Mapping[str, str]]
 """Every client's name, with its traits."""
 
@@ -35,7 +42,8 @@ Roster = Mapping[str, Mapping[str, str]]
 class Server:
     """A world and its ledger. What it has committed survives any kill.
 
-    `start` are the values that the model starts with, of every param.
+    `start` are the values that the model starts with, of every param, and `marks` the digest of
+    each; `rows` are the digests of clients' rows, where they are seen.
     """
 
     def __init__(
@@ -47,22 +55,27 @@ class Server:
         rounds: int,
         roster: Roster,
         attendance: Attendance | None = None,
+        marks: Mapping[str, str] | None = None,
+        rows: Mapping[str, str] | None = None,
     ) -> None:
-        self.setup, self.start, self.folder, self.rounds = setup, start, folder, rounds
+        self.start, self.folder, self.rounds = start, folder, rounds
         self.attendance = attendance or Attendance()
         self.roster: dict[str, Mapping[str, str]] = dict(roster)
         self.digests = Digests()
-        promise, place = setup.promise, folder / "privacy"
-        self.veil = Veil(promise, place) if promise and promise.unit == "client" else None
-        self.store = Store(folder / "world")
+        self.marks = dict(marks) if marks is not None else digests(start)
+        self.store = Store(folder / WORLD)
         self.store.claim()
         found = self.store.read()
+        self.identity = _identity(folder, setup, self.marks, rows or {}, found)
+        self.setup = setup = replace(setup, run=self.identity.id)
+        promise, place = setup.promise, folder / "privacy"
+        self.veil = Veil(promise, place) if promise and promise.unit == "client" else None
         self.world = _world_of(found.tensors, found.meta) if found else World.start(setup, start)
         if self.veil is not None:
             self.veil.require_paid(found.meta["charges"] if found else 0)
-        lengths: dict[str, int] = found.meta["lengths"] if found else {}
-        self.ledger = Ledger(folder / "ledger.jsonl", length=lengths.get("ledger", 0))
-        self.metrics = Ledger(folder / "metrics.jsonl", length=lengths.get("metrics", 0))
+        files: dict[str, Any] = found.meta["files"] if found else {}
+        self.ledger = _ledger(folder / LEDGER, files)
+        self.metrics = _ledger(folder / METRICS, files)
 
     def begin(self) -> Tally:
         """Announce the phase of the next round, and say who is asked for what."""
@@ -75,7 +88,12 @@ class Server:
             cohort = self.attendance.cohort(experiment, number, list(self.roster))
         fates = {name: self.attendance.fate(experiment, number, name) for name in cohort}
         asked = [name for name in cohort if fates[name] != "dropped"]
-        tally = Tally({n: push(self.setup, self.world, n, self.roster[n]) for n in asked})
+        tally = Tally(
+            {n: push(self.setup, self.world, n, self.roster[n]) for n in asked},
+            late=frozenset(name for name in asked if fates[name] == "late"),
+            marks=self.marks,
+            digests=self.digests,
+        )
         tally.rejected |= {n: fate for n, fate in fates.items() if fate != "answers"}
         self._settle(tally, self._standing(number))
         return tally
@@ -104,8 +122,16 @@ class Server:
     def choose(self, tally: Tally, polled: Mapping[str, Mapping[Block, float]]) -> None:
         """Have all choose alike: by the sum of what was polled, or by what a vote makes of it."""
         promise, number = self.setup.promise, self.world.round + 1
+        there = set(self.setup.blocks)
+        polled = {name: said for name, said in polled.items() if said.keys() <= there}
         if promise is None or not promise.vote:
-            return self._settle(tally, summed(polled.values()))
+            scores = summed(polled.values())
+            if not scores:
+                raise FedplanError(
+                    f"round {number}: nobody who was asked gave scores that are numbers, so "
+                    "nothing can be chosen; start the run again to go on with this round"
+                )
+            return self._settle(tally, scores)
         if self.veil is not None:
             ballots = [{b for b, named in each.items() if named} for each in polled.values()]
             blocks, most = self.setup.blocks, self.setup.most
@@ -137,11 +163,8 @@ class Server:
         return {key: self.world.values[key] for key in shared}
 
     def take(self, tally: Tally, update: Update) -> None:
-        """Count an update, unless it came too late to count."""
-        if tally.rejected.get(update.client) == "late":
-            hear(tally, update)
-        else:
-            pull(self.setup, self.world, tally, update)
+        """Count an update, or write down why not."""
+        pull(self.setup, self.world, tally, update)
 
     def end(self, tally: Tally) -> None:
         """Close a round with what has come; `commit` makes it last."""
@@ -209,14 +232,12 @@ class Server:
         `scores` are kept beside the ledger, `signs` in the round's own line.
         """
         *turns, whole = self._lines(tally)
-        lengths = {"ledger": self.ledger.append([*turns, {**whole, **(signs or {})}])}
+        self.ledger.append([*turns, read_round({**whole, **(signs or {})}).json()])
         reach("round.ledger_written")
-        lengths["metrics"] = self.metrics.append(
-            [{"round": self.world.round, **scores}] if scores else []
-        )
+        self.metrics.append([{"round": self.world.round, **scores}] if scores else [])
         reach("round.before_commit")
         tensors, meta = _written(self.world)
-        meta |= {"lengths": lengths}
+        meta |= {"run": self.identity.id, "files": self._files()}
         if self.veil is not None:
             meta["charges"] = len(self.veil.budget.charges)
         self.store.write(tensors, meta, number=self.world.round)
@@ -225,18 +246,26 @@ class Server:
     def _lines(self, tally: Tally) -> list[dict[str, Any]]:
         self.digests.only(self.world.values.values())
         moved = {k for k, v in self.world.versions.items() if v == self.world.round}
-        whole = {
-            "round": self.world.round,
-            "phase": self.world.phase,
-            "counted": sorted(tally.counted),
-            "rejected": dict(sorted(tally.rejected.items())),
-            "moved": {k: self.digests.of(self.world.values[k]) for k in sorted(moved)},
-            "drift": self.world.drift,
-            "up": sum(line["up"] for line in tally.lines.values()),
-            "down": tally.vain
-            + sum(self.setup.sizes[k] for down in tally.cohort.values() for k in down.versions),
-        }
-        return [*(tally.lines[c] for c in sorted(tally.lines)), whole]
+        down = (self.setup.sizes[k] for down in tally.cohort.values() for k in down.versions)
+        whole = RoundRecord(
+            round=self.world.round,
+            phase=self.world.phase,
+            counted=tuple(sorted(tally.counted)),
+            rejected=dict(sorted(tally.rejected.items())),
+            moved={k: self.digests.of(self.world.values[k]) for k in sorted(moved)},
+            drift=self.world.drift,
+            up=sum(record.up for record in tally.lines.values()),
+            down=tally.vain + sum(down),
+        )
+        return [*(tally.lines[client].json() for client in sorted(tally.lines)), whole.json()]
+
+    def _files(self) -> dict[str, list[int | str]]:
+        """The length and the digest of every file beside the world, for `verify`."""
+        files = [self.folder / name for name in SMALL if (self.folder / name).exists()]
+        for name in (SECRET, CHARGES) if self.setup.promise else ():
+            files += sorted((self.folder / "privacy").rglob(name))
+        marks = {str(file.relative_to(self.folder)): mark_of_file(file) for file in files}
+        return marks | {LEDGER: self.ledger.mark, METRICS: self.metrics.mark}
 
     def world_values(self) -> dict[str, Tensor]:
         """The federation's model: its values, and the start's for what each client keeps."""
@@ -257,10 +286,34 @@ def personal_values(
     return world_values(setup, world, start) | {k: v for k, v in home.items() if k in own}
 
 
-def world_in(folder: Path, setup: Setup, start: Mapping[str, Tensor]) -> World:
-    """The world that a run's folder holds, to look at: nothing is claimed or changed."""
-    found = Store(folder / "world").read() if (folder / "world").is_dir() else None
-    return _world_of(found.tensors, found.meta) if found else World.start(setup, start)
+def _identity(
+    folder: Path,
+    setup: Setup,
+    marks: Mapping[str, str],
+    rows: Mapping[str, str],
+    found: Generation | None,
+) -> Identity:
+    """Which run this is; a world without its identity, or with another's, is refused."""
+    if found and (not (folder / RUN).exists() or read_identity(folder).id != found.meta["run"]):
+        raise FedplanError(
+            f"{folder / RUN} is not that of the world beside it: put a copy of it back"
+        )
+    joint = joined(setup.params, marks)
+    return identified(folder, Identity("", setup.study, setup.start, dict(rows), joint))
+
+
+def _ledger(file: Path, files: Mapping[str, Any]) -> Ledger:
+    length, sha256 = files.get(file.name, (0, ""))
+    return Ledger(file, length=length, sha256=sha256)
+
+
+def read_world(folder: Path) -> tuple[World, dict[str, Any]] | None:
+    """The world that a run last committed and its meta, read without a lock; None before round 1.
+
+    Nothing is written, so it may be read while the run goes on.
+    """
+    found = Store(folder / WORLD, reading=True).read()
+    return (_world_of(found.tensors, found.meta), found.meta) if found else None
 
 
 def _about(number: int) -> str:

@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares: the rows that each client of a study trains on and is tested on."""
+"""Shares: the rows that each client of a study trains on and is tested on.
+
+No row is tested on, anywhere, that some client trains on; and where a study hides something, no row
+changes which others are trained on.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from fedplan import streams
 from fedplan.config import Study
+from fedplan.content import contents
+from fedplan.data import Partition, division, some, to_train
 from fedplan.fit import Examples
 from fedplan.ledger import digest
-from fedplan.tables import labels_in, load, rows, values, where
+from fedplan.tables import DataError, is_among, label_text, labels_in, load, names_in, rows, where
+from fedplan.tables import values as values_in
 from fedplan.tasks import Task, task
 
 if TYPE_CHECKING:
@@ -24,12 +31,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shares:
-    """The rows of each client, to train and to test on, and those of the common test, if any."""
+    """The rows of each client, to train and to test on, and those of the common test, if any.
+
+    `notes` say what a person should know of them.
+    """
 
     train: dict[str, Examples]
     own: dict[str, Examples]
     test: Examples | None
     task: Task
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def marks(self) -> dict[str, str]:
+        """The mark of each client's rows to train on."""
+        return {name: mark_of(examples) for name, examples in self.train.items()}
 
 
 def mark_of(examples: Examples) -> str:
@@ -41,32 +57,134 @@ def mark_of(examples: Examples) -> str:
     return found.hexdigest()[:32]
 
 
+NO_TEST = (
+    "No common test, so no score of the world: say data.test_split, data.test or data.test_path to "
+    "have one."
+)
+CUT = "Each text is one example: of a longer one, its first {} tokens."
+
+
 def shares_of(study: Study, own: tuple[str, Dataset] | None) -> Shares:
     """The rows of a study; `own` is a site's name with the table that it brings."""
-    said = study.data
-    whole, test = (
-        _kept(study, path, split, kept, limit) if path else None
-        for path, split, kept, limit in (
-            (said.path, said.split, said.train, said.limit),
-            (said.test_path or said.path, said.test_split, said.test, said.test_limit),
-        )
-    )
-    if study.task.labels or not study.task.label:
-        made = _task(study, study.task.labels)
-    else:
-        made = _task(study, labels_in([t for t in (whole, test) if t], study.task.label))
-    held = _held(study, whole) if whole else {own[0]: _only(own[1], said.only)} if own else {}
+    test, table = _test(study), _table(study, own[1] if own else None)
+    made = _task(study, _labels(study, [t for t in (table, test) if t is not None]))
+    notes = [] if test is not None else [NO_TEST]
+    notes += [CUT.format(made.max_length)] if made.single and made.kind.endswith("-lm") else []
     train, tests = dict[str, Examples](), dict[str, Examples]()
-    for name, table in held.items():
-        first, second = _halves(table, said.own_test, study.seed)
-        train[name] = made.prepare(first)
-        if len(second):
-            tests[name] = made.prepare(second)
-    return Shares(train, tests, made.prepare(test) if test else None, made)
+    if table is not None:
+        table, marks, left = _untested(table, test, made)
+        train, tests = _prepared(study, table, marks, own, made)
+        # What is counted of the rows is not said where they are hidden, nor is who has none.
+        notes += [] if study.privacy else [*left, *_without_rows(train, own)]
+    kept = {name: rows for name, rows in tests.items() if len(rows) and name in train}
+    return Shares(train, kept, made.prepare(test) if test else None, made, tuple(notes))
+
+
+def _prepared(
+    study: Study, table: Dataset, marks: list[bytes], own: tuple[str, Dataset] | None, made: Task
+) -> tuple[dict[str, Examples], dict[str, Examples]]:
+    """Each client's rows to train on, and those held out for its own test."""
+    first = to_train(marks, share=1 - study.data.own_test, seed=study.seed)
+    slim, train, tests = table.select_columns(_columns(made)), {}, {}
+    for name, numbers in _held(study, table, own).items():
+        sides = ([row for row in numbers if first[row] == side] for side in (True, False))
+        train[name], tests[name] = (made.prepare(rows(slim, side)) for side in sides)
+    return train, tests
+
+
+def _columns(made: Task) -> list[str]:
+    """What a task sees of a row."""
+    return [*made.columns, *([made.label] if made.label else [])]
+
+
+def _test(study: Study) -> Dataset | None:
+    """The rows of the common test; only if the study says which."""
+    said = study.data
+    if not (said.test_path or said.test_split or said.test):
+        return None
+    path = said.test_path or said.path
+    if not path:
+        raise DataError("data.test is of no table: say data.test_path, since there is no data.path")
+    table = _only(where(load(path, split=said.test_split), said.test), said.only)
+    if not len(table):
+        raise DataError(f"the common test has no row of {path!r}: change data.test or data.only")
+    return some(table, said.test_limit, seed=study.seed) if said.test_limit else table
+
+
+def _table(study: Study, own: Dataset | None) -> Dataset | None:
+    """The rows to be trained on and held out, of one table or of a site's own."""
+    said = study.data
+    if said.limit and study.privacy is not None:
+        raise DataError(
+            "data.limit: which rows are within it follows from all rows, so that one row less lets "
+            "another in, and privacy cannot hide that: cut the table beforehand, by something that "
+            "each row says, and name that in data.train"
+        )
+    if own is None and not said.path:
+        return None
+    table = own if own is not None else load(said.path, split=said.split)
+    table = _only(where(table, said.train), said.only)
+    if not len(table) and study.privacy is None:
+        raise DataError("no row is left to train on: change data.train or data.only")
+    return some(table, said.limit, seed=study.seed) if said.limit else table
+
+
+def _untested(
+    table: Dataset, test: Dataset | None, made: Task
+) -> tuple[Dataset, list[bytes], list[str]]:
+    """The rows that do not stand in the common test, what they hold, and what there is to say.
+
+    They are told by what the task sees of them. It is they that give way, and not the test, because
+    a site knows the test and nobody knows the rows of all sites.
+    """
+    columns = _columns(made)
+    marks = contents(table, columns)
+    tested = set(contents(test, columns)) if test is not None else set[bytes]()
+    kept = [row for row, mark in enumerate(marks) if mark not in tested]
+    count = len(table) - len(kept)
+    if count and not kept:
+        raise DataError(
+            f"all {count} rows to train on stand in the common test too: say by data.test_split, "
+            "data.test or data.test_path which rows are for the test alone, or leave these out"
+        )
+    left = [f"{count} rows stand in the common test too, and are not trained on."] if count else []
+    return rows(table, kept), [marks[row] for row in kept], left
+
+
+def _without_rows(train: dict[str, Examples], own: tuple[str, Dataset] | None) -> list[str]:
+    """Take out the clients that have no row to train on, and say so."""
+    empty = [name for name, held in train.items() if not len(held)]
+    if own and empty:
+        raise DataError(
+            f"{own[0]} has no row to train on: all are held out for its own test; lower "
+            "data.own_test"
+        )
+    for name in empty:
+        del train[name]
+    if empty and not train:
+        raise DataError("no client has a row to train on: ask for fewer, or lower data.own_test")
+    return [f"{len(empty)} clients have no row to train on, and take no part."] if empty else []
+
+
+def _labels(study: Study, tables: list[Dataset]) -> list[str | int]:
+    """The labels that the study says, or those that its tables hold."""
+    column, said = study.task.label, study.task.labels
+    if said or not column or study.task.kind.endswith("-lm"):
+        return said
+    if study.privacy is None:
+        return cast("list[str | int]", labels_in(tables, column))
+    wanted = study.data.only.get(column)
+    for names in (names_in(table, column) for table in tables):
+        if names:
+            return [name for name in names if wanted is None or is_among(name, wanted)]
+    raise DataError(
+        f"which labels there are in column {column!r} would follow from its rows, and privacy "
+        "cannot hide that: say all of them in task.labels"
+    )
 
 
 def _task(study: Study, labels: Iterable[str | int]) -> Task:
-    asked = study.task
+    asked, hidden = study.task, study.privacy
     return task(
         asked.kind,
         columns=asked.input.split(),
@@ -77,13 +195,14 @@ def _task(study: Study, labels: Iterable[str | int]) -> Task:
         max_length=asked.max_length,
         image_size=asked.image_size,
         template=asked.template,
+        single=hidden is not None and hidden.unit == "example",
     )
 
 
-def _held(study: Study, table: Dataset) -> dict[str, Dataset]:
-    """Each client's rows, where one table is divided among them."""
-    from fedplan.data import Partition, divide
-
+def _held(study: Study, table: Dataset, own: tuple[str, Dataset] | None) -> dict[str, list[int]]:
+    """The numbers of each client's rows."""
+    if own is not None:
+        return {own[0]: list(range(len(table)))}
     said = study.data
     partition = Partition(
         by=said.by,
@@ -94,31 +213,26 @@ def _held(study: Study, table: Dataset) -> dict[str, Dataset]:
         least=said.least,
         each=said.each,
     )
-    return divide(table, partition, seed=study.seed, label=study.task.label)
+    public = _public(study, partition) if study.privacy is not None else None
+    return division(table, partition, seed=study.seed, label=study.task.label, public=public)
 
 
-def _halves(table: Dataset, test: float, seed: int) -> tuple[Dataset, Dataset]:
-    from fedplan.data import halve
-
-    return halve(table, share=1 - test, seed=seed) if test else (table, rows(table, []))
-
-
-def _kept(
-    study: Study, path: str, split: str, kept: Mapping[str, str | int], limit: int
-) -> Dataset:
-    table = where(load(path, split=split), kept)
-    return _limited(_only(table, study.data.only), limit, study.seed)
+def _public(study: Study, partition: Partition) -> list[str]:
+    """What is known of a column that clients are made by, without a look at the rows."""
+    column = partition.column or study.task.label
+    if partition.by in ("iid", "dirichlet"):
+        return []
+    known = study.task.labels if column == study.task.label else []
+    if known := study.data.only.get(column, known):
+        return list(dict.fromkeys(label_text(value) for value in known))
+    raise DataError(
+        f"which values there are in column {column!r} would follow from its rows, and privacy "
+        f"cannot hide that: say all of them in data.only, as only = {{ {column} = [...] }}"
+    )
 
 
 def _only(table: Dataset, only: Mapping[str, list[Any]]) -> Dataset:
     for column, kept in only.items():
-        wanted = set(kept)
-        table = rows(table, [i for i, v in enumerate(values(table, column)) if v in wanted])
+        found = values_in(table, column)
+        table = rows(table, [row for row, value in enumerate(found) if is_among(value, kept)])
     return table
-
-
-def _limited(table: Dataset, limit: int, seed: int) -> Dataset:
-    if not limit or limit >= len(table):
-        return table
-    order = torch.randperm(len(table), generator=streams.generator("limit", seed))
-    return rows(table, sorted(order[:limit].tolist()))

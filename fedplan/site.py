@@ -25,6 +25,7 @@ from fedplan.privacy.clipping import capped
 from fedplan.privacy.guard import Cloak
 from fedplan.privacy.vote import ballot
 from fedplan.probe import Look
+from fedplan.record import TURN, VERSION
 from fedplan.resolution import permitted, resolve
 from fedplan.state import Tensors, put, take
 from fedplan.turn import Turn
@@ -67,7 +68,7 @@ def poll(setup: Setup, site: Site, down: Down) -> Mapping[Block, float]:
     if promise is None or not promise.vote:
         return setup.method.probe(look)
     if site.cloak is not None:
-        said = down.request, _content(site, before)
+        said = setup.about(turn.round, site.name), _content(site, before)
         return site.cloak.vote(look, setup.method.probe, setup.most, *said)
     named = ballot(setup.method.probe(look), setup.most)
     return {block: float(block in named) for block in look.blocks}
@@ -83,6 +84,8 @@ def local(setup: Setup, site: Site, down: Down) -> Update:
 def _receive(setup: Setup, site: Site, down: Down) -> None:
     """Take what the server sends, if it is what was agreed and nothing is then lacking."""
     request = setup.request(down.turn.round, site.name)
+    if down.run != setup.run:
+        raise Refused(f"{site.name} is in run {setup.run}, and is asked in run {down.run[:40]!r}")
     if (down.agreed, down.request) != (setup.fingerprint, request):
         raise Refused(
             f"{site.name} agreed to {setup.fingerprint}, and is asked for {down.request[:120]!r}: "
@@ -143,7 +146,7 @@ def _train(setup: Setup, site: Site, down: Down) -> tuple[dict[str, Tensor], dic
     notes = {"marks": own_marks, "lines": [*missed, line]}
     if site.cloak is not None:
         notes["charges"] = len(site.cloak.budget.charges)
-    line = line | ({"missed": missed} if missed else {})
+    line = line | {"missed": missed}
     kept = {k: v for k, v in home.items() if k not in own and k not in done.memory}
     site.journal.commit(down.request, {**kept, **own, **done.memory}, notes, reply, line)
     return reply, line
@@ -186,7 +189,7 @@ def _fit(
         memory={k: v for k, v in home.items() if "#" in k},
     )
     if site.cloak is not None:
-        about, content = setup.request(turn.round, site.name), _content(site, before)
+        about, content = setup.about(turn.round, site.name), _content(site, before)
         return site.cloak.fit(turn.round, about, content + spelled(roles))(job)
     return setup.method.fit(job)
 
@@ -235,6 +238,8 @@ def _line(
 ) -> dict[str, Any]:
     """One turn of one client, as the ledger says it."""
     return {
+        "kind": TURN,
+        "version": VERSION,
         "round": down.turn.round,
         "client": site.name,
         "phase": down.turn.phase,
@@ -246,5 +251,6 @@ def _line(
         "weight": 1 if setup.promise else len(site.rows),
         "steps": done.steps,
         "loss": done.loss if isfinite(done.loss) and not setup.promise else None,
-        **({"anew": True} if down.anew else {}),
+        "anew": down.anew,
+        "missed": [],
     }

@@ -52,14 +52,19 @@ class Store:
     """A folder of generations, of which the newest `keep` good ones stay.
 
     One process writes at a time; any may read. `claim` keeps the others from it for longer. With a
-    `seal` nothing but numbers and sizes can be read from the disk.
+    `seal` nothing but numbers and sizes can be read from the disk. Who is only `reading` makes no
+    folder and changes nothing on the disk.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, seal: Seal | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int = 2, seal: Seal | None = None, reading: bool = False
+    ) -> None:
         if keep < 1:
             raise StoreError(f"keep is {keep}: a store keeps at least 1 generation")
         self._unfit: dict[int, str] = {}
-        self._folder, self._keep, self._seal = folder, keep, seal
+        self._folder, self._keep, self._seal, self._reading = folder, keep, seal, reading
+        if reading:
+            return
         with told(f"{folder} cannot be made", "name a folder that you may write to"):
             missing = [each for each in (folder, *folder.parents) if not each.exists()]
             for each in reversed(missing):
@@ -78,6 +83,8 @@ class Store:
         A number that exists is replaced. After a StoreError either generation may be the newest.
         """
         require_same(meta, self._seal)
+        if self._reading:
+            raise StoreError(f"{self._folder} was opened for reading: nothing is written")
         with (
             told(
                 f"generation {number} was not finished in {self._folder}",
@@ -100,11 +107,10 @@ class Store:
     def find(self, wanted: Wanted) -> Generation | None:
         """The newest good generation with such a meta; tensors of others are not read."""
         with told(f"{self._folder} cannot be read", "make it readable to this user"):
-            # What a killed writer renamed may not be on disk yet: nobody acts on it before it is.
-            synced(self._folder)
-            numbers = self.numbers()
-            self._unfit = {n: reason for n, reason in self._unfit.items() if n in numbers}
-            found = self._newest(numbers, wanted)
+            if not self._reading:
+                # What a killed writer renamed may not be on disk yet: nobody acts on it before.
+                synced(self._folder)
+            numbers, found = self._look(wanted)
             self._one_origin()
         if numbers and len(self._unfit) == len(numbers):
             raise StoreError(
@@ -113,6 +119,31 @@ class Store:
             )
         return found
 
+    def faults(self) -> list[str]:
+        """All generations that are damaged, and the one before the newest if it is not there."""
+        with told(f"{self._folder} cannot be read", "make it readable to this user"):
+            numbers, faults = self.numbers(), list[str]()
+            for number in numbers:
+                try:
+                    self._tensors(self._manifest(number))
+                except Unfit as error:
+                    faults.append(f"generation {number}: {error}")
+        newest = max(numbers, default=0)
+        if self._keep > 1 and newest > 1 and newest - 1 not in numbers:
+            faults.append(f"generation {newest - 1} is lost, or a newer one than {newest}")
+        return faults
+
+    def _look(self, wanted: Wanted) -> tuple[list[int], Generation | None]:
+        """The numbers that were there, and the newest good one that is wanted."""
+        while True:
+            numbers = self.numbers()
+            self._unfit = {n: reason for n, reason in self._unfit.items() if n in numbers}
+            found = self._newest(numbers, wanted)
+            # A writer may have removed what it no longer needs while this was reading it.
+            if found or not self._reading or numbers == self.numbers():
+                return numbers, found
+            self._unfit = {}
+
     @property
     def skipped(self) -> list[Skipped]:
         """The generations that were passed over, the newest first; the next write removes them."""
@@ -120,6 +151,8 @@ class Store:
 
     def numbers(self) -> list[int]:
         """The numbers of all generations, good or not, the newest first."""
+        if self._reading and not self._folder.exists():
+            return []
         names = (_NUMBER.fullmatch(name) for name in os.listdir(self._folder))
         return sorted((int(name[1]) for name in names if name), reverse=True)
 

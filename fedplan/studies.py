@@ -27,10 +27,12 @@ from fedplan.config import (
 )
 from fedplan.description import describe
 from fedplan.evaluation import spread
+from fedplan.files import keep_file
 from fedplan.fit import Pace
 from fedplan.forecast import phases_in
-from fedplan.ledger import digests, joined, read_lines
+from fedplan.ledger import digests, joined
 from fedplan.loading import starting_model
+from fedplan.locks import Claim, claimed
 from fedplan.manifest import read, written
 from fedplan.method import Method
 from fedplan.methods import method
@@ -42,16 +44,17 @@ from fedplan.probe import probe_named
 from fedplan.resolution import check
 from fedplan.rounds import Tally
 from fedplan.runners.local import Federation
-from fedplan.shares import Shares, shares_of
+from fedplan.shares import Shares, mark_of, shares_of
 from fedplan.state import Tensors, put, take
+from fedplan.store import told
 from fedplan.text import parse
 from fedplan.wire import parse_wire
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-TASK = "task.json"
-"""In a run's folder: the labels of its task, and its clients."""
+STUDY, MANIFEST, TASK = "study.json", "manifest.json", "task.json"
+"""In a run's folder, and in a site's for a run: what it is of; its labels and its clients."""
 
 Watch = Callable[["Trial", Tally, Mapping[str, Any]], None]
 
@@ -74,10 +77,15 @@ class Stage:
         """The digest of each of them."""
         return digests(self.start)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Tells two starting models apart."""
         return hashlib.sha256(joined(self.setup.params, self.marks).encode()).hexdigest()[:16]
+
+    @cached_property
+    def agreed(self) -> Setup:
+        """What all ends agree on, the model that they start from with it."""
+        return replace(self.setup, start=self.digest)
 
 
 def stage_of(study: Study, own: tuple[str, Dataset] | None = None) -> Stage:
@@ -88,7 +96,7 @@ def stage_of(study: Study, own: tuple[str, Dataset] | None = None) -> Stage:
     torch.set_num_threads(study.threads)
     shares, made = shares_of(study, own), method_of(study)
     model = starting_model(study, shares.task, made)
-    stage = Stage(shares, model, _setup(study, describe(model)))
+    stage = Stage(shares, model, setup_of(study, describe(model)))
     check(stage.setup.method.plan, stage.setup.params)
     pinned = study.model.digest
     if pinned and stage.digest != pinned:
@@ -96,12 +104,25 @@ def stage_of(study: Study, own: tuple[str, Dataset] | None = None) -> Stage:
     return stage
 
 
-def opened_run(folder: Path, study: Study, params: Params) -> None:
-    """Write what a run is of, so that `read_run` can tell."""
+def opened_run(folder: Path, study: Study, params: Params) -> Claim:
+    """Claim a folder for a run of a study, and write what it is of, so that `read_run` can tell.
+
+    While the claim is held no other process opens the folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    placed_study = placed(study, Path.cwd())
-    (folder / "study.json").write_text(placed_study.model_dump_json(indent=1))
-    (folder / "manifest.json").write_text(written(params))
+    with told(f"{folder} cannot be claimed", "name a folder that you may write to"):
+        claim = claimed(folder)
+    if (folder / STUDY).exists() and study_in(folder).digest != study.digest:
+        raise ConfigError(f"{folder} holds a run of another study: name another folder")
+    write_run(folder, study, params)
+    return claim
+
+
+def write_run(folder: Path, study: Study, params: Params) -> None:
+    """Write what a folder is of, unless that stands there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    keep_file(folder / STUDY, placed(study, Path.cwd()).model_dump_json(indent=1))
+    keep_file(folder / MANIFEST, written(params))
 
 
 def note_task(folder: Path, shares: Shares) -> None:
@@ -110,7 +131,7 @@ def note_task(folder: Path, shares: Shares) -> None:
     Rows are needed to train, and not to export what was trained: they may be gone by then.
     """
     said = {"labels": shares.task.labels, "clients": list(shares.train)}
-    (folder / TASK).write_text(json.dumps(said, indent=1) + "\n")
+    keep_file(folder / TASK, json.dumps(said, indent=1) + "\n")
 
 
 def noted_task(folder: Path) -> tuple[list[str], list[str]]:
@@ -155,14 +176,14 @@ class Trial:
         if not study.data.path:
             raise ConfigError("data.path: each site of this study has its own: --runner flower")
         stage = stage_of(study)
-        self.shares, setup = stage.shares, stage.setup
+        self.shares, setup = stage.shares, stage.agreed
         names = study.clients.names or list(self.shares.train)
         for what, said in (("clients.traits", study.clients.traits), ("data", self.shares.train)):
             if strange := said.keys() - set(names):
                 there = ", ".join(names)
                 raise ConfigError(f"{what}: there is no client {min(strange)!r}; there are {there}")
         require_fitting(stage, study.train.batch)
-        opened_run(folder, study, setup.params)
+        self.claim = opened_run(folder, study, setup.params)
         note_task(folder, self.shares)
         self.federation = Federation(
             setup,
@@ -174,6 +195,7 @@ class Trial:
             attendance=attendance_of(study),
             traits=study.clients.traits,
             names=names,
+            marks={name: mark_of(rows) for name, rows in self.shares.train.items()},
         )
 
     def run(self, watch: Watch) -> None:
@@ -253,30 +275,19 @@ def _method(said: MethodSection) -> Method:
 def study_in(folder: Path) -> Study:
     """The study that a folder is of."""
     try:
-        said = json.loads((folder / "study.json").read_text(encoding="utf-8"))
-        return study_of(said if isinstance(said, dict) else {"study.json": said})
+        said = json.loads((folder / STUDY).read_text(encoding="utf-8"))
+        return study_of(said if isinstance(said, dict) else {STUDY: said})
     except (OSError, ValueError, RecursionError, ConfigError) as error:
         raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
 
 
-def read_run(folder: Path) -> tuple[Study, Setup, list[dict[str, Any]]]:
-    """A run as its folder tells it: the study, the agreement, and the lines of its ledger."""
-    study = study_in(folder)
-    try:
-        lines = read_lines(folder / "ledger.jsonl")
-        if not all(isinstance(line, dict) for line in lines):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError("a line of its ledger is none")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
-    return study, setup_in(folder), lines
-
-
 def setup_in(folder: Path) -> Setup:
     """The agreement of a run, as its folder tells it."""
-    return _setup(study_in(folder), read(folder / "manifest.json"))
+    return setup_of(study_in(folder), read(folder / MANIFEST))
 
 
-def _setup(study: Study, params: Params) -> Setup:
+def setup_of(study: Study, params: Params) -> Setup:
+    """What a study says to both ends, of a model with these params."""
     pace = Pace(**study.train.model_dump(exclude={"rounds"}))
     made, promise = method_of(study), promise_of(study)
     if promise is not None:

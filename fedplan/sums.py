@@ -143,15 +143,20 @@ class ExactSum:
 
     def add(self, values: Mapping[str, Tensor], weight: int) -> None:
         """Add one sender's tensors, each times the weight. Each name has senders of its own."""
+        peaks = self.require(values, weight)
+        self._totals |= {n: _Total.like(t) for n, t in values.items() if n not in self._totals}
+        for name, tensor in values.items():
+            self._totals[name].add(tensor, weight, peaks[name])
+
+    def require(self, values: Mapping[str, Tensor], weight: int) -> dict[str, int]:
+        """Refuse tensors that `add` would refuse; else the peak of each."""
         if type(weight) is not int or not 1 <= weight <= LARGEST_WEIGHT:
             most = LARGEST_WEIGHT
             raise SumError(f"weight {weight!r} is not an int from 1 to {most}: count examples")
         peaks = {name: _peak(name, tensor) for name, tensor in values.items()}
         for name, tensor in values.items():
             self._check(name, _dtype(tensor), tuple(tensor.shape), weight * peaks[name])
-        self._totals |= {n: _Total.like(t) for n, t in values.items() if n not in self._totals}
-        for name, tensor in values.items():
-            self._totals[name].add(tensor, weight, peaks[name])
+        return peaks
 
     def merge(self, other: ExactSum) -> None:
         """Add all that another sum holds, as if its updates had come here."""

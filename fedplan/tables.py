@@ -1,42 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables: rows of examples by file, folder or hub id, and the labels in them."""
+"""Tables: rows of examples by file, folder or hub id, their values, and the labels in them."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from math import isfinite, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fedplan.errors import FedplanError
+from fedplan.hub import bare
+from fedplan.hub import is_hub_id as is_hub_id
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class DataError(FedplanError):
     """Data that cannot be read, divided or used as asked."""
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether a name can only mean something on the hub: it looks like org/name and is no path."""
-    path = Path(name)
-    return bool(_HUB_ID.fullmatch(name)) and not path.exists() and path.suffix not in _READERS
-
-
 def load(path: str, *, split: str = "") -> Dataset:
-    """A table by file, folder or hub id; only a hub id may reach the network.
+    """A table by file, folder or hub id; only a hub id, as in hub:org/name, may reach the network.
 
-    Files are read into memory; a folder that `datasets` saved is mapped from disk. `split` picks
+    Files are read into memory; a folder that `datasets` saved is mapped from disk. The cells of a
+    .csv are texts, because it says no types, and one row must not change what others hold. A cell
+    without a sign in it is a value that is missing. `split` picks
     the rows whose column `split` says so, the arrays of an .npz whose names end in it, the files
     of a folder whose names start with it, or the split of that name.
     """
     place = Path(path)
     if is_hub_id(path):
-        return _from_hub(path, split)
+        return _from_hub(bare(path), split)
     try:
         if place.is_dir():
             return _from_folder(place, split)
@@ -51,8 +48,9 @@ def load(path: str, *, split: str = "") -> Dataset:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(f"{path!r} cannot be read as a table: {reason[:300]}") from error
     raise DataError(
-        f"{path!r} is not a table: give a {', '.join(_READERS)} or .npz file, a folder of such "
-        "files, a folder saved by datasets, or a hub id such as org/name"
+        f"{path!r} {'is not a table' if place.exists() else 'is not there'}: give a "
+        f"{', '.join(_READERS)} or .npz file, a folder of such files, a folder saved by datasets, "
+        "or a name of the hub as hub:org/name"
     )
 
 
@@ -64,12 +62,16 @@ def _from_parquet(path: Path) -> Dataset:
 
 
 def _from_csv(path: Path) -> Dataset:
+    import pyarrow
     from datasets import Dataset
     from pyarrow import csv
 
     library = cast("Any", csv)
-    options = library.ParseOptions(newlines_in_values=True)
-    return Dataset(library.read_csv(path, parse_options=options))
+    parse = library.ParseOptions(newlines_in_values=True)
+    with library.open_csv(path, parse_options=parse) as opened:
+        texts = dict.fromkeys(opened.schema.names, cast("Any", pyarrow).string())
+    convert = library.ConvertOptions(column_types=texts, null_values=[""], strings_can_be_null=True)
+    return Dataset(library.read_csv(path, parse_options=parse, convert_options=convert))
 
 
 def _from_json(path: Path) -> Dataset:
@@ -148,7 +150,7 @@ def _from_hub(name: str, split: str) -> Dataset:
         return _pick(datasets.load_dataset(name, split=split or None), split, name)
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{name!r} is no file, and not to be had from the hub: {reason}") from error
+        raise DataError(f"{name!r} is not to be had from the hub: {reason}") from error
 
 
 def _pick(found: Any, split: str, path: str) -> Dataset:
@@ -173,12 +175,17 @@ def _missing(thing: str, there: Iterable[object]) -> Any:
     raise DataError(f"there is no {thing}; there are {', '.join(names[:20])}{more}")
 
 
-def values(table: Dataset, column: str) -> list[Any]:
-    """A column as a list without gaps."""
+def require_column(table: Dataset, column: str) -> None:
+    """Refuse a name that is none of a table's columns."""
     if column not in table.column_names:
         _missing(f"column {column!r}", table.column_names)
+
+
+def values(table: Dataset, column: str) -> list[Any]:
+    """A column as a list without gaps."""
+    require_column(table, column)
     found = cast("list[Any]", table[column][:])
-    empty = sum(value is None for value in found)
+    empty = sum(value is None or (type(value) is float and isnan(value)) for value in found)
     if empty:
         raise DataError(
             f"column {column!r} has no value in {empty} of {len(found)} rows: drop them first"
@@ -190,13 +197,20 @@ def where(table: Dataset, conditions: Mapping[str, str | int]) -> Dataset:
     """The rows whose columns equal these values, in the table's order."""
     kept = range(len(table))
     for column, wanted in conditions.items():
-        if column not in table.column_names:
-            _missing(f"column {column!r}", table.column_names)
+        require_column(table, column)
         found = cast("list[Any]", table[column][:])
-        if wanted not in found and len(found):
+        equal = [is_among(value, (wanted,)) for value in found]
+        if not any(equal) and found:
             _missing(f"row with {column} = {wanted!r}", sorted(set(map(repr, found))))
-        kept = [row for row in kept if found[row] == wanted]
+        kept = [row for row in kept if equal[row]]
     return rows(table, kept)
+
+
+def is_among(value: Any, wanted: Iterable[Any]) -> bool:
+    """Whether a value is one of some; a text, such as a cell of a .csv, equals a number it says."""
+    if isinstance(value, str):
+        return any(value == each or value == label_text(each) for each in wanted)
+    return value in wanted
 
 
 def rows(table: Dataset, numbers: Iterable[int]) -> Dataset:
@@ -205,14 +219,67 @@ def rows(table: Dataset, numbers: Iterable[int]) -> Dataset:
 
 
 def labels_in(tables: Iterable[Dataset], column: str) -> list[str]:
-    """All labels in a column of some tables, those of single words included, in order."""
-    found = set[str]()
+    """All labels in a column of some tables, those of single words included, in order.
+
+    Numbers that measure something are refused: as classes they would mean nothing.
+    """
+    found, count = set[str](), 0
     for table in tables:
-        names = names_in(table, column)
-        for value in values(table, column):
-            each = cast("list[Any]", value) if isinstance(value, list) else [value]
-            found |= {str(names[word]) if names else str(word) for word in each}
+        for value in labels_of(table, column):
+            each = cast("list[str]", value) if isinstance(value, list) else [value]
+            found |= set(each)
+            count += len(each)
+    _require_classes(found, count, column)
     return sorted(found, key=label_order)
+
+
+def labels_of(table: Dataset, column: str) -> list[Any]:
+    """Each row's label as a text, or the list of those of its words.
+
+    A column that knows names for its numbers goes by these.
+    """
+    names = names_in(table, column)
+
+    def text(value: Any) -> Any:
+        if isinstance(value, list):
+            return [text(each) for each in cast("list[Any]", value)]
+        return str(names[value]) if names else label_text(value)
+
+    return [text(value) for value in values(table, column)]
+
+
+def label_text(value: Any) -> str:
+    """A label as a text: one type of number is as good as another."""
+    return number_text(value) if type(value) in (int, float) else str(value)
+
+
+def number_text(value: float) -> str:
+    """A number as a text, the same for 1 and 1.0: one row may turn a column into fractions."""
+    whole = isinstance(value, float) and value.is_integer()
+    return str(int(value)) if whole else str(value)
+
+
+def _require_classes(labels: set[str], count: int, column: str) -> None:
+    """Refuse labels that are measurements, or hardly ever the same."""
+    remedy = "say those that there are in task.labels, if they are classes all the same"
+    if measured := sorted(label for label in labels if _is_measured(label)):
+        raise DataError(
+            f"column {column!r} holds {measured[0]}, which measures something and names no class, "
+            f"and fedplan learns classes: {remedy}"
+        )
+    if len(labels) > 20 and 2 * len(labels) > count:
+        raise DataError(
+            f"column {column!r} has {len(labels)} different labels in {count}: these are no "
+            f"classes; {remedy}"
+        )
+
+
+def _is_measured(label: str) -> bool:
+    """Whether a label is no whole number, but a number; or one that is not even that."""
+    try:
+        return not float(label).is_integer() or not isfinite(float(label))
+    except ValueError:
+        return False
 
 
 def label_order(label: str) -> tuple[bool, int, str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import exp
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +26,17 @@ from fedplan.examples import (
     Sequences,
     centre_of,
     drawn,
-    filled,
-    pad_of,
+    keys_of,
     pictures,
     pieces,
 )
 from fedplan.fit import Examples
-from fedplan.tables import DataError, is_hub_id, label_order, names_in, values
+from fedplan.hub import bare, is_hub_id
+from fedplan.tables import DataError, label_order, labels_of, values
+from fedplan.tokens import at_first_tokens, blocks, cut, opening, pad_of, require_tokens
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-Each = TypeVar("Each")
 
 _ENTITY_TAG = re.compile(r"O|[BIESLU]-.+")
 
@@ -48,6 +47,7 @@ class Task(ABC):
 
     `labels` are the answers in the order of the model's classes. `source` is the folder or hub id
     of the tokenizer, or of the image processor. `template` makes texts of labels, for image-text.
+    With `single` each row is one example: of a language model, the first block of its text.
     """
 
     kind: str
@@ -58,6 +58,7 @@ class Task(ABC):
     max_length: int
     image_size: int
     template: str = "a picture of a {}"
+    single: bool = False
 
     @property
     def model_class(self) -> str:
@@ -115,10 +116,9 @@ class Task(ABC):
     ) -> dict[str, float]:
         return {"f1": macro_f1(truth, guess)}
 
-    def _numbers(self, found: Iterable[Any], names: Sequence[str] | None) -> list[int]:
-        """The class of each label; a column that knows names for its numbers goes by these."""
+    def _numbers(self, words: Sequence[str]) -> list[int]:
+        """The class of each label."""
         places = {label: place for place, label in enumerate(self.labels)}
-        words = [str(names[value]) if names else str(value) for value in found]
         unknown = sorted(set(words) - places.keys())
         if unknown:
             raise DataError(
@@ -139,7 +139,7 @@ class Task(ABC):
 
         try:
             return cast("Any", transformers.AutoTokenizer).from_pretrained(
-                self.source,
+                bare(self.source),
                 local_files_only=not is_hub_id(self.source),
                 trust_remote_code=False,
                 **({"add_prefix_space": True} if self.kind == "token-classification" else {}),
@@ -147,7 +147,7 @@ class Task(ABC):
         except (OSError, ValueError) as error:
             raise DataError(
                 f"there is no tokenizer in {self.source!r}: give a folder that holds one, or a "
-                "hub id such as org/name"
+                "name of the hub as hub:org/name"
             ) from error
 
     def _limit(self, tokenizer: Any) -> int:
@@ -160,11 +160,11 @@ class TextClassification(Task):
 
     def prepare(self, table: Dataset) -> Sequences:
         """The texts as tokens, cut at the longest length."""
-        labels = self._numbers(values(table, self.label), names_in(table, self.label))
+        labels = self._numbers(labels_of(table, self.label))
         tokenizer, texts = self._tokenizer, [self._texts(table, c) for c in self.columns]
         limit, ids, segments = self._limit(tokenizer), list[list[int]](), list[list[int]]()
         if len(texts) == 1:
-            texts = [[_opening(text, 2 * limit) for text in texts[0]]]
+            texts = [[opening(text, 2 * limit) for text in texts[0]]]
         for piece in pieces(len(table)):
             found = tokenizer(
                 *(column[piece] for column in texts),
@@ -175,9 +175,10 @@ class TextClassification(Task):
             )
             ids += found["input_ids"]
             segments += found.get("token_type_ids", []) if len(texts) == 2 else []
-        pad = pad_of(tokenizer)
+        require_tokens(ids, tokenizer, " ".join(self.columns))
         pairs = Ragged.of(segments) if segments else None
-        return Sequences(filled(ids, pad), pad, torch.tensor(labels, dtype=torch.long), pairs)
+        classes = torch.tensor(labels, dtype=torch.long)
+        return Sequences(Ragged.of(ids), pad_of(tokenizer), classes, pairs)
 
 
 @final
@@ -186,8 +187,8 @@ class TokenClassification(Task):
 
     def prepare(self, table: Dataset) -> Sequences:
         """The words as tokens, cut at the longest length."""
-        tokenizer, names = self._tokenizer, names_in(table, self.label)
-        words, tags = values(table, self.columns[0]), values(table, self.label)
+        tokenizer = self._tokenizer
+        words, tags = values(table, self.columns[0]), labels_of(table, self.label)
         ids, labels = list[list[int]](), list[list[int]]()
         for piece in pieces(len(table)):
             found = tokenizer(
@@ -198,12 +199,12 @@ class TokenClassification(Task):
                 verbose=False,
             )
             ids += found["input_ids"]
-            flat = self._numbers((tag for row in tags[piece] for tag in row), names)
-            for number, classes in enumerate(_cut(flat, [len(row) for row in tags[piece]])):
+            flat = self._numbers([tag for row in tags[piece] for tag in row])
+            for number, classes in enumerate(cut(flat, [len(row) for row in tags[piece]])):
                 self._require_pairs(words[piece][number], classes, piece.start + number)
-                labels.append(_at_first_tokens(found.word_ids(number), classes))
-        pad = pad_of(tokenizer)
-        return Sequences(filled(ids, pad), pad, filled(labels, NO_LABEL))
+                labels.append(at_first_tokens(found.word_ids(number), classes))
+        require_tokens(ids, tokenizer, self.columns[0])
+        return Sequences(Ragged.of(ids), pad_of(tokenizer), Ragged.of(labels))
 
     def _require_pairs(self, words: Sequence[Any], classes: Sequence[int], row: int) -> None:
         if len(words) != len(classes):
@@ -220,7 +221,7 @@ class TokenClassification(Task):
             return {"f1": macro_f1(truth, guess)}
         from seqeval.metrics import f1_score
 
-        sides = [_cut([self.labels[number] for number in s], sizes) for s in (truth, guess)]
+        sides = [cut([self.labels[number] for number in s], sizes) for s in (truth, guess)]
         # Where there is no entity, to find none is right.
         return {"f1": float(cast("Any", f1_score)(*sides, zero_division=1))}
 
@@ -233,7 +234,7 @@ class _Pictures(Task):
 
     def prepare(self, table: Dataset) -> Images:
         """The pictures, drawn to the size asked for; gray ones in three equal channels."""
-        labels = self._numbers(values(table, self.label), names_in(table, self.label))
+        labels = self._numbers(labels_of(table, self.label))
         size = self.image_size
         pixels = torch.empty((len(table), 3, size, size), dtype=torch.uint8)
         for row, value in enumerate(pictures(table, self.columns[0])):
@@ -260,18 +261,15 @@ class ImageText(_Pictures):
 
 @dataclass(frozen=True)
 class _Language(Task):
-    """Texts as one stream of tokens, cut into blocks; only the last may be shorter."""
+    """Texts as tokens, each cut into blocks of its own."""
 
     def _blocks(self, table: Dataset, tokenizer: Any, *, framed: bool, end: int | None) -> Ragged:
-        texts, limit = self._texts(table, self.columns[0]), self._limit(tokenizer)
-        stream = list[int]()
+        texts, rows = self._texts(table, self.columns[0]), list[list[int]]()
         for piece in pieces(len(table)):
-            found = tokenizer(texts[piece], add_special_tokens=framed, verbose=False)
-            for ids in found["input_ids"]:
-                stream += ids if end is None else [*ids, end]
-        # A last block of one token has nothing to predict.
-        starts = range(0, max(len(stream) - 1, 0), limit)
-        return Ragged.of([stream[start : start + limit] for start in starts])
+            rows += tokenizer(texts[piece], add_special_tokens=framed, verbose=False)["input_ids"]
+        require_tokens(rows, tokenizer, self.columns[0])
+        closed = rows if end is None else [[*row, end] for row in rows]
+        return Ragged.of(blocks(closed, self._limit(tokenizer), single=self.single))
 
     def _measures(
         self, loss: float, truth: list[int], guess: list[int], sizes: list[int]
@@ -288,8 +286,8 @@ class CausalLanguage(_Language):
         tokenizer = self._tokenizer
         end = tokenizer.eos_token_id
         end = tokenizer.sep_token_id if end is None else end
-        blocks = self._blocks(table, tokenizer, framed=False, end=end)
-        return Sequences(blocks, pad_of(tokenizer), blocks)
+        found = self._blocks(table, tokenizer, framed=False, end=end)
+        return Sequences(found, pad_of(tokenizer), found)
 
     def _targets(self, labels: Tensor) -> Tensor:
         last = torch.full_like(labels[:, :1], NO_LABEL)
@@ -305,10 +303,10 @@ class MaskedLanguage(_Language):
         tokenizer = self._tokenizer
         if tokenizer.mask_token_id is None:
             raise DataError(f"the tokenizer of {self.source!r} has no mask token: take causal-lm")
-        blocks = self._blocks(table, tokenizer, framed=True, end=None)
+        found = self._blocks(table, tokenizer, framed=True, end=None)
         special = torch.tensor(tokenizer.all_special_ids)
-        rows = Sequences(blocks, pad_of(tokenizer), blocks)
-        return Masked(rows, tokenizer.mask_token_id, special, len(tokenizer))
+        rows = Sequences(found, pad_of(tokenizer), found)
+        return Masked(rows, keys_of(found), tokenizer.mask_token_id, special, len(tokenizer))
 
 
 _KINDS: dict[str, type[Task]] = {
@@ -332,12 +330,14 @@ def task(
     max_length: int = 128,
     image_size: int = 224,
     template: str = "a picture of a {}",
+    single: bool = False,
 ) -> Task:
     """A task by its kind.
 
     `columns` is where a row's input stands: one column, or two for pairs of texts. `labels` are all
     labels of all clients; their order does not matter. The tokenizer or the image processor is
-    that of `model`, a folder or hub id, unless `tokenizer` names another.
+    that of `model`, a folder or hub id, unless `tokenizer` names another. With `single` each row is
+    one example, whatever is cut off.
     """
     if kind not in _KINDS:
         raise DataError(f"there is no task {kind!r}; there are {', '.join(_KINDS)}")
@@ -351,26 +351,5 @@ def task(
     if kind.endswith("-lm"):
         label, known = "", ()
     source = tokenizer or model
-    return _KINDS[kind](kind, source, columns, label, known, max_length, image_size, template)
-
-
-def _opening(text: str, words: int) -> str:
-    """The first words of a text: to tokenise what will be cut off takes most of the time.
-
-    Nearly every word is a token or more, so twice as many words as tokens are asked for lose none.
-    """
-    found = re.match(rf"(?:\s*\S+){{0,{words}}}", text)
-    return found[0] if found else text
-
-
-def _at_first_tokens(words: Sequence[int | None], classes: Sequence[int]) -> list[int]:
-    before = [None, *words]
-    return [
-        NO_LABEL if word is None or word == last else classes[word]
-        for word, last in zip(words, before, strict=False)
-    ]
-
-
-def _cut(flat: Sequence[Each], sizes: Sequence[int]) -> list[list[Each]]:
-    rest = iter(flat)
-    return [[next(rest) for _ in range(size)] for size in sizes]
+    sizes = max_length, image_size
+    return _KINDS[kind](kind, source, columns, label, known, *sizes, template, single)

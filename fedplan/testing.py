@@ -100,7 +100,7 @@ def law_sent_is_shared_and_own_is_in_no_message(case: _Case) -> None:
         assert not tally.rejected, tally.rejected
         for client, down in tally.cohort.items():
             may, line = case.roles(down.turn), tally.lines[client]
-            roles = dict(zip(may, (ROLES[letter] for letter in line["roles"]), strict=True))
+            roles = dict(zip(may, (ROLES[letter] for letter in line.roles), strict=True))
             answered = federation.sites[client].journal.answered(down.request)
             assert answered is not None
             sent = {k.split("#")[0] for k in answered[0]}
@@ -124,7 +124,7 @@ def law_a_param_is_the_mean_over_its_own_senders(case: _Case) -> None:
     """A param nobody sent keeps its value; one sent by one of two is that client's own."""
     federation = case.federation()
     one, *_ = federation.sites
-    setup = replace(case.setup, method=replace(case.method, serve=type(case.method.serve)()))
+    setup = replace(federation.setup, method=replace(case.method, serve=type(case.method.serve)()))
     world = World.start(setup, federation.start)
     tally = Tally({one: push(setup, world, one, {})})
     federation.ask(tally)
@@ -144,7 +144,7 @@ def law_each_gets_what_it_lacks(case: _Case) -> None:
     """Who missed rounds gets every part it lacks; who is up to date gets nothing it has."""
     federation = case.federation()
     late, *rest = federation.sites
-    world, setup = federation.world, case.setup
+    world, setup = federation.world, federation.setup
     for _ in range(2):
         world = announced(setup, world)
         tally = Tally({name: push(setup, world, name, {}) for name in rest})
@@ -203,9 +203,9 @@ def law_the_same_again_is_the_same(case: _Case) -> None:
         for name, down in tally.cohort.items():
             site = one.sites[name]
             home = digests(site.journal.home()[0])
-            again = local(case.setup, site, down)
+            again = local(one.setup, site, down)
             assert digests(site.journal.home()[0]) == home
-            assert again.line == tally.lines[name]
+            assert again.line == tally.lines[name].json()
         one.commit(tally)
         two.commit(two.round())
     assert digests(one.world.values) == digests(two.world.values)
@@ -230,7 +230,7 @@ def law_bytes_are_those_explained(case: _Case) -> None:
         tally = federation.round()
         roles = case.roles(tally.cohort[client].turn)
         explained += sum(case.setup.up(p) for p in case.setup.params if roles[p.key] is Role.SHARE)
-        up += tally.lines[client]["up"]
+        up += tally.lines[client].up
         down += nbytes({k: v for k, v in tally.cohort[client].values.items() if "#" not in k})
         federation.commit(tally)
     assert up == explained

@@ -10,21 +10,22 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedplan.config import ConfigError, Study, read_study
-from fedplan.desk import Desk, journal_in
+from fedplan.desk import Desk, journal_in, place_of
 from fedplan.errands import Order
 from fedplan.errors import FedplanError
-from fedplan.mail import parcel_of
+from fedplan.mail import parcel_of, run_of
 from fedplan.names import folder_named
 from fedplan.outgoing import Limits
 from fedplan.parcel import BrokenParcel, Parcel
 from fedplan.seals import Seal
 from fedplan.site import Site, cloak_of
-from fedplan.studies import note_task, opened_run, stage_of
+from fedplan.studies import note_task, stage_of, write_run
 from fedplan.tables import load
 
 if TYPE_CHECKING:
@@ -42,34 +43,54 @@ IDLE = 900.0
 """Seconds without a request after which a trainer ends."""
 
 
-def desk_of(order: Order) -> Desk:
-    """A site's desk, built from its study and from what its node was started with."""
-    study, node = read_study(Path(order.study)), order.node
-    name = name_of(study, node)
-    own = None if study.data.path else (name, _table(order, study))
-    stage = stage_of(study, own)
-    if name not in stage.shares.train:
-        raise ConfigError(f"the study has no client {name!r}")
+class Office:
+    """A site's rows and model, and its desk in the run that it was last asked in."""
+
+    def __init__(self, order: Order) -> None:
+        self.order, self.study = order, read_study(Path(order.study))
+        self.name = name = name_of(self.study, order.node)
+        own = None if self.study.data.path else (name, _table(order, self.study))
+        self.stage = stage_of(self.study, own)
+        if name not in self.stage.shares.train:
+            raise ConfigError(f"the study has no client {name!r}")
+        self._desk: Desk | None = None
+
+    def answer(self, kind: str, parcel: Parcel) -> Parcel:
+        """The answer of the desk of the run that a request is of."""
+        try:
+            run = run_of(parcel)
+        except FedplanError as error:
+            return parcel_of({}, {"refused": str(error).splitlines()[0]})
+        if self._desk is None or self._desk.setup.run != run:
+            self._desk = desk_of(self, run)
+        return self._desk.answer(kind, parcel)
+
+
+def desk_of(office: Office, run: str) -> Desk:
+    """A site's desk in a run, built from its study and from what its node was started with."""
+    order, study, name, stage = office.order, office.study, office.name, office.stage
+    node, setup = order.node, replace(stage.agreed, run=run)
     folder = folder_of(order.home, study, name)
+    place = place_of(folder, run)
     seal = Seal.from_file(Path(str(node["key"]))) if "key" in node else None
     traits = _traits(study, name, node)
     site = Site(
         name=name,
         rows=stage.shares.train[name],
-        journal=journal_in(folder, seal),
+        journal=journal_in(place, seal),
         model=stage.model,
         start=stage.start,
         marks=stage.marks,
         loss=stage.shares.task.loss,
         traits=traits,
-        cloak=cloak_of(stage.setup, folder / "privacy"),
+        cloak=cloak_of(setup, folder / "privacy"),
     )
     limits = Limits(
         _whole(node, "limit_rounds"), _whole(node, "limit_bytes"), _number(node, "limit_epsilon")
     )
-    opened_run(folder, study, stage.setup.params)
-    note_task(folder, stage.shares)
-    return Desk(stage.setup, site, folder, limits, start=stage.digest)
+    write_run(place, study, setup.params)
+    note_task(place, stage.shares)
+    return Desk(setup, site, folder, limits)
 
 
 def _traits(study: Study, name: str, node: Mapping[str, Any]) -> dict[str, str]:
@@ -84,7 +105,7 @@ def _traits(study: Study, name: str, node: Mapping[str, Any]) -> dict[str, str]:
 
 
 def folder_of(home: str, study: Study, name: str) -> Path:
-    """Where a site keeps an experiment, under its own name: neither a node's nor a run's number."""
+    """Where a site keeps an experiment, under its own name; each run has a folder in it."""
     return Path(home) / folder_named(f"{study.name}-{study.seed}") / folder_named(name)
 
 
@@ -133,7 +154,7 @@ def _number(node: Mapping[str, Any], name: str) -> float:
     return float(said)
 
 
-def serve(desk: Desk, listener: socket.socket, *, idle: float = IDLE) -> None:
+def serve(office: Office, listener: socket.socket, *, idle: float = IDLE) -> None:
     """Answer one request after the other, until none has come for a while."""
     listener.settimeout(idle)
     while True:
@@ -145,16 +166,16 @@ def serve(desk: Desk, listener: socket.socket, *, idle: float = IDLE) -> None:
             # Who asked may be gone by now: the answer stands in the journal.
             line.settimeout(None)
             kind = stream.readline(64).decode(errors="replace").strip()
-            answered(desk, kind, Parcel.read(stream)).write(stream)
+            answered(office, kind, Parcel.read(stream)).write(stream)
 
 
-def answered(desk: Desk, kind: str, parcel: Parcel) -> Parcel:
-    """A desk's answer. An error that nobody foresaw stays in the log: it may tell of rows."""
+def answered(office: Office, kind: str, parcel: Parcel) -> Parcel:
+    """A site's answer. An error that nobody foresaw stays in the log: it may tell of rows."""
     try:
-        return desk.answer(kind, parcel)
+        return office.answer(kind, parcel)
     except Exception as error:
         traceback.print_exc()
-        said = f"{type(error).__name__} at {desk.site.name}; its log says more"
+        said = f"{type(error).__name__} at {office.name}; its log says more"
         return parcel_of({}, {"failed": said})
 
 
@@ -162,7 +183,7 @@ def main(text: str, address: str) -> None:
     """Build a desk, and stay. The socket opens when all is ready."""
     order = Order.of(text)
     try:
-        desk = desk_of(order)
+        office = Office(order)
     except FedplanError as error:
         raise SystemExit(f"fedplan: {error}") from error
     with suppress(FileNotFoundError):
@@ -170,7 +191,7 @@ def main(text: str, address: str) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
-        serve(desk, listener, idle=float(order.node.get("idle", IDLE)))
+        serve(office, listener, idle=float(order.node.get("idle", IDLE)))
         os.unlink(address)
 
 

@@ -7,53 +7,79 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fedplan.agreement import Setup
+from fedplan.errors import FedplanError
 from fedplan.ledger import ROLES, parted
 from fedplan.params import Block
 from fedplan.plan import Role
+from fedplan.record import Record, RoundRecord, TurnRecord, read_record
 from fedplan.resolution import permitted, resolve
 from fedplan.turn import Turn
 
 
-def verify_lines(setup: Setup, lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Every fault of a ledger, in words; an empty list is a clean one."""
-    checker = _Checker(setup)
-    return [fault for line in lines for fault in checker.check(line)]
+def verify_lines(setup: Setup, lines: Iterable[object], start: str = "") -> list[str]:
+    """Every fault of a ledger, in words; an empty list is a clean one.
+
+    `start` are the digests of all that the model starts with, one after the other.
+    """
+    checker = _Checker(setup, start)
+    return [*(fault for line in lines for fault in checker.check(line)), *checker.end()]
 
 
 class _Checker:
     """Follows the world's and each client's values through a ledger, by their digests."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, start: str) -> None:
         self.setup = setup
-        self.world: dict[str, str] = {}
+        self.world: dict[str, str] = parted(setup.params, start) if start else {}
         self.homes: dict[str, dict[str, str]] = {}
         self.versions: dict[str, int] = {p.key: 0 for p in setup.movable}
         self.known: dict[str, dict[str, int]] = {}
         self.scores: tuple[int, Any] = (0, None)
+        self.round, self.turns = 0, dict[str, TurnRecord]()
 
-    def check(self, line: Mapping[str, Any]) -> Iterator[str]:
+    def check(self, line: object) -> Iterator[str]:
         """The faults of one line."""
         try:
-            yield from self._round(line) if "moved" in line else self._turn(line)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            yield f"this is not a line of a ledger ({error!r}): {str(line)[:60]}"
+            record = read_record(line)
+            yield from self._record(record)
+        except FedplanError as error:
+            yield f"this is not a line of a ledger ({error}): {str(line)[:60]}"
 
-    def _turn(self, line: Mapping[str, Any]) -> Iterator[str]:
-        for missed in line.get("missed", ()):
+    def end(self) -> Iterator[str]:
+        """The faults of what is there after the last line."""
+        if self.turns:
+            yield f"round {self.round + 1}: it has turns, and no line of its own"
+
+    def _record(self, record: Record) -> Iterator[str]:
+        if record.round != self.round + 1:
+            yield f"round {record.round}: it stands where a line of round {self.round + 1} should"
+        if isinstance(record, RoundRecord):
+            yield from self._round(record)
+        else:
+            yield from self._turn(record)
+
+    def _turn(self, line: TurnRecord) -> Iterator[str]:
+        if line.client in self.turns:
+            yield f"round {line.round}, {line.client}: its turn is told twice"
+        self.turns[line.client] = line
+        for missed in line.missed:
             yield from self._one(missed, heard=False)
         yield from self._one(line, heard=True)
 
-    def _one(self, line: Mapping[str, Any], *, heard: bool) -> Iterator[str]:
+    def _one(self, line: TurnRecord, *, heard: bool) -> Iterator[str]:
         """A turn; of one that the server did not hear, it cannot know what came down."""
-        where = f"round {line['round']}, {line['client']}"
+        where = f"round {line.round}, {line.client}"
         params = self.setup.params
-        roles = dict(zip(params, (ROLES[x] for x in line["roles"]), strict=True))
-        scores = {Block(stack, number): score for stack, number, score in line["scores"] or ()}
-        turn = Turn(line["round"], line["client"], line["phase"], line["traits"], scores or None)
+        if len(line.roles) != len(params):
+            yield f"{where}: it has {len(line.roles)} roles for {len(params)} params"
+            return
+        roles = dict(zip(params, (ROLES[x] for x in line.roles), strict=True))
+        scores = {Block(stack, number): score for stack, number, score in line.scores or ()}
+        turn = Turn(line.round, line.client, line.phase, line.traits, scores or None)
         most = permitted(self.setup.method.plan, params, turn)
         said = resolve(self.setup.method.plan, params, turn)
-        before, after = parted(params, line["before"]), parted(params, line["after"])
-        home = self.homes.setdefault(line["client"], {})
+        before, after = parted(params, line.before), parted(params, line.after)
+        home = self.homes.setdefault(line.client, {})
         for p in params:
             key, role = p.key, roles[p]
             if role is not said[p]:
@@ -65,28 +91,28 @@ class _Checker:
                 yield f"{where}: {key} did not start from what it last was"
             if role.own:
                 home[key] = after[key]
-        if heard and self.setup.method.together and line["scores"] != self._agreed(line):
+        if heard and self.setup.method.together and line.scores != self._agreed(line):
             yield f"{where}: chose by other scores than the rest"
         shared = [p for p in params if roles[p] is Role.SHARE]
         if heard:
             yield from self._bytes(where, line, shared, most)
 
-    def _agreed(self, line: Mapping[str, Any]) -> Any:
+    def _agreed(self, line: TurnRecord) -> Any:
         """The scores that the first line of a round chose by."""
-        if self.scores[0] != line["round"]:
-            self.scores = (line["round"], line["scores"])
+        if self.scores[0] != line.round:
+            self.scores = (line.round, line.scores)
         return self.scores[1]
 
     def _bytes(
-        self, where: str, line: Mapping[str, Any], shared: list[Any], most: Mapping[Any, Role]
+        self, where: str, line: TurnRecord, shared: list[Any], most: Mapping[Any, Role]
     ) -> Iterator[str]:
         method = self.setup.method
         up = sum(self.setup.up(p) for p in shared)
-        if line["up"] != up:
-            yield f"{where}: {line['up']} bytes went up, and the plan explains {up}"
-        if line.get("anew"):
-            self.known.pop(line["client"], None)
-        known = self.known.setdefault(line["client"], {})
+        if line.up != up:
+            yield f"{where}: {line.up} bytes went up, and the plan explains {up}"
+        if line.anew:
+            self.known.pop(line.client, None)
+        known = self.known.setdefault(line.client, {})
         down = 0
         for p in self.setup.movable:
             if most[p].own:
@@ -99,13 +125,23 @@ class _Checker:
                 if known.get(p.key + rider, 0) < version:
                     down += p.nbytes
                     known[p.key + rider] = version
-        if line["down"] != down:
-            yield f"{where}: {line['down']} bytes came down, and the plan explains {down}"
+        if line.down != down:
+            yield f"{where}: {line.down} bytes came down, and the plan explains {down}"
 
-    def _round(self, line: Mapping[str, Any]) -> Iterator[str]:
+    def _round(self, line: RoundRecord) -> Iterator[str]:
+        where, turns, self.turns, self.round = f"round {line.round}", self.turns, {}, line.round
         movable = {p.key for p in self.setup.movable}
-        for key, mark in line["moved"].items():
+        for key, mark in line.moved.items():
             if key.split("#")[0] not in movable:
-                yield f"round {line['round']}: {key} moved, and no turn may share it"
+                yield f"{where}: {key} moved, and no turn may share it"
             self.world[key] = mark
-            self.versions[key] = line["round"]
+            self.versions[key] = line.round
+        for client in sorted(set(line.counted) - turns.keys()):
+            yield f"{where}, {client}: it was counted, and its turn is not told"
+        for client in sorted(turns.keys() - set(line.counted)):
+            if line.rejected.get(client) != "late":
+                yield f"{where}, {client}: its turn is told, and it was not counted"
+        if sum(turn.up for turn in turns.values()) != line.up:
+            yield f"{where}: {line.up} bytes went up in all, and its turns say another number"
+        if any(turn.phase != line.phase for turn in turns.values()):
+            yield f"{where}: its turns are of another phase"

@@ -16,6 +16,7 @@ settings = { image_size = 8, patch_size = 4, hidden_size = 16, num_hidden_layers
 kind = "image-classification"
 input = "image"
 label = "digit"
+labels = [0, 1, 2]
 image_size = 8
 [data]
 path = "digits.npz"

@@ -280,7 +280,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "vit_mae": (of("ViTMAEModel", "ViTMAEConfig", mask_ratio=0.0, **VISION), pixels),
     "smollm3": (of("SmolLM3ForCausalLM", "SmolLM3Config", **GROUPED), tokens),
     "phi": (of("PhiForCausalLM", "PhiConfig", qk_layernorm=True, **GROUPED), tokens),
-    "dinov3_vit": (of("DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=2, **VISION), pixels),
+    "dinov3_vit": (
+        of("DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=2, **VISION),
+        pixels,
+    ),
     "siglip2": (
         lambda: hf.Siglip2Model(
             hf.Siglip2Config(

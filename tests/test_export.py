@@ -16,7 +16,7 @@ from zoo import TEXT, VISION
 
 from fedplan.models.folder import load, predict
 from fedplan.state import put
-from fedplan.studies import Trial, read_run
+from fedplan.studies import Trial, study_in
 
 WORDS = [
     "[PAD]",
@@ -39,7 +39,7 @@ WORDS = [
 def said(client: str) -> Tensor:
     """What a client's model, or the world's, says of a few rows of the test."""
     folder = Path("runs/tiny")
-    trial = Trial(read_run(folder)[0], folder)
+    trial = Trial(study_in(folder), folder)
     federation = trial.federation
     values = federation.personal_values(client) if client else federation.world_values()
     put(federation.model, values, federation.setup.trainable)
@@ -61,7 +61,7 @@ def test_an_exported_classifier_is_the_clients_own(here: Path, client: str, name
     assert code == 0 and "AutoModelForImageClassification.from_pretrained('model')" in out
     model = hf.AutoModelForImageClassification.from_pretrained("model")
     assert model.config.id2label == {0: "0", 1: "1", 2: "2"}
-    trial = Trial(read_run(Path("runs/tiny"))[0], Path("runs/tiny"))
+    trial = Trial(study_in(Path("runs/tiny")), Path("runs/tiny"))
     with torch.no_grad():
         logits = model(pixel_values=pixels(trial)).logits
     # Merging an adapter rounds once; without one every bit is the same.
@@ -89,7 +89,7 @@ image_size = 16
     assert run("verify", "runs/tiny")[0] == 0
     assert run("export", "runs/tiny", "model", "--client", "client-01")[0] == 0
     assert {p.suffix for p in Path("model").iterdir()} == {".json", ".safetensors"}
-    trial = Trial(read_run(Path("runs/tiny"))[0], Path("runs/tiny"))
+    trial = Trial(study_in(Path("runs/tiny")), Path("runs/tiny"))
     with torch.no_grad():
         assert torch.equal(load("model")(pixels(trial)), said("client-01"))
     first = np.load("digits.npz")["image_test"][0]

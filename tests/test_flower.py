@@ -27,6 +27,7 @@ from fedplan.desk import Desk
 from fedplan.errors import FedplanError
 from fedplan.exchange import Down, Update
 from fedplan.fit import Pace
+from fedplan.identity import read_identity
 from fedplan.journal import Journal, home_of
 from fedplan.ledger import digests, read_lines
 from fedplan.message import MessageError
@@ -71,9 +72,12 @@ def setup_of(made: Method) -> Setup:
     return Setup("flower", describe(zoo.build("bert")), made, PACE, promise)
 
 
-def desk(made: Method, folder: Path, name: str, limits: Limits | None = None) -> Desk:
-    """A site with a model, a disk and rows of its own."""
-    setup, model = setup_of(made), zoo.build("bert")
+def desk(
+    made: Method, folder: Path, name: str, limits: Limits | None = None, *, run: str = ""
+) -> Desk:
+    """A site with a model, a disk and rows of its own, in the run of its folder."""
+    run = run or read_identity(folder).id
+    setup, model = replace(setup_of(made), run=run), zoo.build("bert")
     start = take(model, setup.params)
     site = Site(
         name=name,
@@ -94,16 +98,17 @@ class Run:
 
     def __init__(self, made: Method, folder: Path, **limits: Limits) -> None:
         self.folder, self.made = folder, made
-        self.desks = {name: desk(made, folder, name, limits.get(name[-1:])) for name in NAMES}
-        # Nodes come in another order than the roster's.
-        nodes = [{"name": name} for name in reversed(NAMES)]
-        self.grid = InProcess(client_app(self.answer), nodes)
-        start = next(iter(self.desks.values())).site.start
+        start = take(zoo.build("bert"), setup_of(made).params)
         setup = setup_of(made)
         # Traits of clients that are hidden stand in the study; others tell theirs.
         public = setup.promise is not None and setup.promise.unit == "client"
         roster = {name: TRAITS.get(name, {}) if public else {} for name in NAMES}
+        folder.mkdir(exist_ok=True)
         self.server = Server(setup, start, folder, rounds=ROUNDS, roster=roster)
+        self.desks = {name: desk(made, folder, name, limits.get(name[-1:])) for name in NAMES}
+        # Nodes come in another order than the roster's.
+        nodes = [{"name": name} for name in reversed(NAMES)]
+        self.grid = InProcess(client_app(self.answer), nodes)
 
     def answer(self, context: Context, kind: str, parcel: Parcel) -> Parcel:
         return self.desks[str(context.node_config["name"])].answer(kind, parcel)
@@ -184,7 +189,7 @@ class Failing(Run):
             self.desks[self.name] = desk(self.made, self.folder, self.name)
             raise RuntimeError("killed after its turn, before it could say so")
         if fault == "cache":
-            shutil.rmtree(self.folder / "sites" / self.name / "seen")
+            shutil.rmtree(self.desks[self.name].folder / "seen")
             self.desks[self.name] = desk(self.made, self.folder, self.name)
         if fault == "spoilt":
             return Parcel(found.header, (b"no tensors",))
@@ -310,7 +315,7 @@ class Greedy(Server):
     def __init__(self, run: Run, change: Callable[[Down], Down]) -> None:
         start = next(iter(run.desks.values())).site.start
         roster = dict(run.server.roster)
-        super().__init__(run.server.setup, start, run.folder, rounds=1, roster=roster)
+        super().__init__(setup_of(run.made), start, run.folder, rounds=1, roster=roster)
         self.change = change
 
     def begin(self) -> Tally:
@@ -348,9 +353,9 @@ def test_a_server_that_asks_for_more_is_refused(
 
 
 def test_who_does_not_come_is_named(tmp_path: Path) -> None:
-    held = desk(METHODS["fedavg"], tmp_path, "client-0")
+    held = desk(METHODS["fedavg"], tmp_path, "client-0", run="0" * 16)
     grid = InProcess(client_app(lambda _, kind, parcel: held.answer(kind, parcel)), [{}])
-    calls = Calls(grid, ["client-0", "client-1"], replace(SOON, sites=0.1))
+    calls = Calls(grid, ["client-0", "client-1"], replace(SOON, sites=0.1), "0" * 16)
     with pytest.raises(FedplanError, match="have not come: client-1"):
         calls.gather(2)
 
@@ -401,15 +406,25 @@ def test_another_apps_message_is_refused() -> None:
             mail.update_of(parcel_in(records))
 
 
-def test_a_site_with_another_plan_or_model_is_named_before_anything_is_sent(tmp_path: Path) -> None:
+def test_a_site_with_another_plan_model_or_run_ends_its_own_part_alone(tmp_path: Path) -> None:
     run = Run(METHODS["fedavg"], tmp_path)
-    run.desks["client-1"] = desk(METHODS["fedper"], tmp_path / "other", "client-1")
-    with pytest.raises(FedplanError, match=r"client-1 agreed to .* give it the same study"):
+    odd = desk(METHODS["fedper"], tmp_path / "other", "client-1", run=run.server.setup.run)
+    run.desks["client-1"] = odd
+    other = run.desks["client-2"]
+    other.setup = replace(other.setup, start="another model")
+    run.carry()
+    for line in run.rounds():
+        assert line["counted"] == ["client-0"]
+        assert "agreed to" in line["rejected"]["client-1"]
+        assert "agreed to" in line["rejected"]["client-2"]
+    assert run.clean()
+
+
+def test_a_run_of_which_too_few_agreed_says_who_did_not(tmp_path: Path) -> None:
+    run = Run(METHODS["fedavg"], tmp_path)
+    run.server.setup = replace(run.server.setup, start="the model")
+    with pytest.raises(FedplanError, match="client-2: not asked: it starts from the model"):
         run.carry()
-    again = Run(METHODS["fedavg"], tmp_path)
-    again.desks["client-2"].start = "another model"
-    with pytest.raises(FedplanError, match="client-2 starts from the model another model"):
-        Carrier(again.grid, again.server, SOON, start="the model").carry()
     assert not (tmp_path / "ledger.jsonl").read_bytes()
 
 

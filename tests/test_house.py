@@ -20,6 +20,7 @@ FILES = [file for files in MODULES.values() for file in files]
 ORDER = (
     *(
         "errors",
+        "hub",
         "names",
         "plain",
         "parcel",
@@ -33,7 +34,7 @@ ORDER = (
     *("predicates", "parts", "turn", "plan", "horizon", "resolution", "text", "state"),
     *("manifest", "catalog", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
-    *("locks", "seals", "generations", "store", "journal"),
+    *("locks", "files", "identity", "seals", "generations", "store", "journal"),
     *(
         "serve",
         "drift",
@@ -44,14 +45,17 @@ ORDER = (
         "behaviour",
         "probe",
         "tables",
+        "content",
         "examples",
         "models",
         "method",
         "methods",
         "privacy",
         "ledger",
+        "record",
         "agreement",
         "exchange",
+        "claims",
         "mail",
         "outgoing",
         "site",
@@ -62,10 +66,10 @@ ORDER = (
         "verification",
         "runners",
     ),
-    *("data", "evaluation", "tasks", "config", "loading", "shares"),
+    *("data", "evaluation", "tokens", "tasks", "foresight", "config", "loading", "shares"),
     *("testing", "studies", "continuation", "trainer", "flower", "keys", "starter"),
     "attacks",
-    *("audit", "auditor", "export", "progress", "cli"),
+    *("archive", "audit", "auditor", "export", "progress", "cli"),
 )
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__", "hasattr"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "random", "yaml"}

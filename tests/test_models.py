@@ -557,5 +557,5 @@ def test_the_message_of_a_full_size_clip_is_the_arithmetic(
     tally = whole.round()
     answered = whole.sites["ann"].journal.answered(tally.cohort["ann"].request)
     assert answered is not None
-    assert tally.lines["ann"]["up"] == tally.lines["ann"]["down"] == upload
+    assert tally.lines["ann"].up == tally.lines["ann"].down == upload
     assert upload < len(pack(answered[0], {})) < upload + 1024

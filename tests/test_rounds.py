@@ -253,10 +253,15 @@ def swap(text: str, at: int, letter: str) -> str:
     return text[:at] + letter + text[at + 1 :]
 
 
+def other(marks: str) -> str:
+    return swap(marks, 0, "0" if marks[0] != "0" else "1")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda x: x.update(after=swap(x["after"], 0, "x")), "is FREEZE and moved"),
+        (lambda x: x.update(after=other(x["after"])), "is FREEZE and moved"),
+        (lambda x: x.update(after=swap(x["after"], 0, "x")), "not a line of a ledger"),
         (lambda x: x.update(roles=swap(x["roles"], 0, "S")), "the plan says FREEZE"),
         (lambda x: x.update(up=x["up"] + 1), "bytes went up"),
         (lambda x: x.pop("roles"), "not a line of a ledger"),

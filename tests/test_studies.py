@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,9 @@ def test_a_stopped_study_resumes_to_the_same_files(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run("run", "study.toml", "--output", "whole")[0] == 0
+    # The id of a run is drawn once, and is all that differs between two runs of one study.
+    (here / "parts").mkdir()
+    shutil.copy(here / "whole/run.json", here / "parts/run.json")
     calm = Federation.round
 
     def interrupted(self: Federation) -> object:

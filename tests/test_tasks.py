@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import isclose, isfinite, log
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 import transformers as hf
 import zoo
-from datasets import ClassLabel, Dataset, Features, Image, List, Value
+from datasets import ClassLabel, Dataset, Features, Image, List, Value, concatenate_datasets
 from PIL import Image as Pictures
 from torch import Tensor, nn
 
@@ -282,13 +283,37 @@ def test_where_there_is_no_entity_to_find_none_is_right(tokenizer: str) -> None:
     assert asked.score(Oracle(asked, rows, 2), rows, batch_size=1)["f1"] == 1.0
 
 
-def test_texts_become_blocks_and_no_token_is_lost(tokenizer: str) -> None:
-    rows = small("causal-lm", tokenizer).prepare(table())
+def test_texts_become_blocks_of_their_own_and_no_token_is_lost(tokenizer: str) -> None:
+    long = Dataset.from_dict({"text": [*TEXTS, " ".join(["cat"] * 19), " ".join(["dog"] * 16)]})
+    rows = small("causal-lm", tokenizer).prepare(long)
     batch = all_of(rows)
-    words = sum(len(text.split()) for text in TEXTS) + 1 + len(TEXTS)
-    assert batch["attention_mask"].sum() == words
-    assert batch["attention_mask"][:-1].all()
+    sizes = batch["attention_mask"].sum(1).tolist()
+    words = [len(text.split()) + 1 for text in TEXTS]
+    words[4] += 1  # unhappy is two tokens
+    # of 20 tokens 8, 8 and 4; of 17 the last one, alone in its block, has nothing to predict
+    assert sizes == [*words, 8, 8, 4, 8, 8]
     assert torch.equal(batch["labels"] != -100, batch["attention_mask"].bool())
+    one = replace(small("causal-lm", tokenizer), single=True).prepare(long)
+    assert all_of(one)["attention_mask"].sum(1).tolist() == [*words, 8, 8]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "image" not in kind])
+def test_texts_without_a_token_are_refused(kind: str, tokenizer: str) -> None:
+    empty = {"text": ["", " \n"], "mood": ["calm"] * 2, "words": [[], [""]], "tags": [[], ["O"]]}
+    asked, none = small(kind, tokenizer), Dataset.from_dict(empty)
+    rows = concatenate_datasets([table().select_columns(list(empty)), none.cast(FORM)])
+    with pytest.raises(DataError, match=r"without a token in 2 of 10 rows: take"):
+        asked.prepare(rows)
+
+
+FORM = Features(
+    {
+        "text": Value("string"),
+        "mood": Value("string"),
+        "words": List(Value("string")),
+        "tags": List(Value("string")),
+    }
+)
 
 
 def test_masks_are_as_the_seed_says(tokenizer: str) -> None:
@@ -307,12 +332,13 @@ def test_masks_are_as_the_seed_says(tokenizer: str) -> None:
         assert asked.any(1).all() and not asked[first["attention_mask"] == 0].any()
         assert not torch.isin(first["labels"][asked], torch.arange(5)).any()
     assert not torch.equal(drawn(1)["labels"], drawn(2)["labels"])
-    alone = [rows.batch(index[None])["labels"][0] for index in indices[:-1]]
-    assert torch.equal(torch.stack(alone), drawn(0)["labels"][:-1])
+    for index in indices:
+        alone = rows.batch(index[None])["labels"][0]
+        assert torch.equal(alone, drawn(0)["labels"][index][: len(alone)])
 
 
 def test_masks_have_the_shares_of_bert(tokenizer: str) -> None:
-    many = Dataset.from_dict({"text": ["cat dog sat ran on mat"] * 4000})
+    many = Dataset.from_dict({"text": ["cat dog sat ran on mat " * 10] * 400})
     asked = task("masked-lm", tokenizer=tokenizer, columns="text", max_length=64)
     rows = asked.prepare(many)
     ids, before = all_of(rows)["input_ids"], all_of(rows.blocks)["input_ids"]  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedplan.architectures import BRIDGE, DUALS, EMBEDDINGS, RESIZED, TOWERS
 from fedplan.errors import FedplanError
-from fedplan.tables import is_hub_id
+from fedplan.hub import bare, is_hub_id
 
 TEMPLATE = "a picture of a {}"
 
@@ -147,7 +147,7 @@ def load_dual(
     words = tokenizer or path or text
     try:
         reader = cast("Any", transformers.AutoTokenizer).from_pretrained(
-            words, local_files_only=not is_hub_id(words), trust_remote_code=False
+            bare(words), local_files_only=not is_hub_id(words), trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"there is no tokenizer in {words!r}") from error
@@ -159,7 +159,7 @@ def _read(path: str) -> nn.Module:
 
     try:
         model = cast("Any", transformers.AutoModel).from_pretrained(
-            path,
+            bare(path),
             dtype=torch.float32,
             local_files_only=not is_hub_id(path),
             trust_remote_code=False,

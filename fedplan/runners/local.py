@@ -14,7 +14,6 @@ from fedplan.exchange import Down
 from fedplan.failpoints import reach
 from fedplan.fit import Examples, Loss
 from fedplan.journal import Journal, home_of
-from fedplan.ledger import digests
 from fedplan.rounds import Tally
 from fedplan.server import Server, personal_values
 from fedplan.site import Site, cloak_of, local, poll
@@ -23,7 +22,7 @@ from fedplan.turn import Turn
 
 
 class Federation(Server):
-    """A server and its sites in one process.
+    """A server and its sites in one process; `marks` are the digests of the clients' rows.
 
     `names` are all who may take part; those without rows never answer.
     """
@@ -41,11 +40,20 @@ class Federation(Server):
         traits: Mapping[str, Mapping[str, str]] | None = None,
         names: Iterable[str] = (),
         replies: bool = False,
+        marks: Mapping[str, str] | None = None,
     ) -> None:
         self.model, start = model, take(model, setup.params)
         roster = {name: dict((traits or {}).get(name, {})) for name in names or rows}
-        super().__init__(setup, start, folder, rounds=rounds, roster=roster, attendance=attendance)
-        marks = digests(start)
+        super().__init__(
+            setup,
+            start,
+            folder,
+            rounds=rounds,
+            roster=roster,
+            attendance=attendance,
+            rows=marks,
+        )
+        setup = self.setup
         self.sites = {
             name: Site(
                 name=name,
@@ -53,7 +61,7 @@ class Federation(Server):
                 journal=Journal(home_of(folder, name), replies=replies),
                 model=model,
                 start=start,
-                marks=marks,
+                marks=self.marks,
                 loss=loss,
                 digests=self.digests,
                 traits=roster[name],

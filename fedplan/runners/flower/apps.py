@@ -19,7 +19,7 @@ from fedplan.parcel import Parcel
 from fedplan.runners.flower.client import client_app
 
 if TYPE_CHECKING:
-    from fedplan.desk import Desk
+    from fedplan.trainer import Office
 
 # What needs torch is imported where it is used: a client's process lives for one message.
 
@@ -37,7 +37,7 @@ def client_of(file: Path, rows: Callable[[str], Any] | None = None) -> ClientApp
             return ask(order, kind, parcel)
         from fedplan.trainer import answered
 
-        return answered(_desk(order.text), kind, parcel)
+        return answered(_office(order.text), kind, parcel)
 
     return client_app(answer)
 
@@ -75,7 +75,7 @@ def _order(file: Path, context: Context, rows: str) -> Order:
 
 
 @cache
-def _desk(order: str) -> Desk:
-    from fedplan.trainer import desk_of
+def _office(order: str) -> Office:
+    from fedplan.trainer import Office
 
-    return desk_of(Order.of(order))
+    return Office(Order.of(order))

@@ -40,11 +40,12 @@ class Patience:
 
 @dataclass(frozen=True)
 class Guest:
-    """A site that said who it is: its node, what it agreed to, its start and its traits."""
+    """A site that said who it is: its node, what it agreed to, in which run, and its traits."""
 
     node: int
     agreed: str
     start: str
+    run: str
     traits: dict[str, str]
 
 
@@ -63,8 +64,8 @@ class _Open:
 class Calls:
     """The sites that have come, by the names that they say, and what is asked of them."""
 
-    def __init__(self, grid: Grid, names: Iterable[str], patience: Patience) -> None:
-        self.grid, self.names, self.patience = grid, list(names), patience
+    def __init__(self, grid: Grid, names: Iterable[str], patience: Patience, run: str = "") -> None:
+        self.grid, self.names, self.patience, self.run = grid, list(names), patience, run
         self.guests: dict[str, Guest] = {}
         self._greeted: dict[int, str] = {}
         self._hellos: dict[str, int] = {}
@@ -90,7 +91,8 @@ class Calls:
         for node, since in there.items():
             if self._greeted.get(node) != since:
                 self._greeted[node] = since
-                for number in self._push(node, "query.hello", parcel_of({}, {}), None):
+                hello = parcel_of({}, {"run": self.run})
+                for number in self._push(node, "query.hello", hello, None):
                     self._hellos[number] = node
         for number, node in list(self._hellos.items()):
             for reply in steady(lambda n=number: self.grid.pull_messages([n]), self.patience):
@@ -154,12 +156,14 @@ class Calls:
     def _met(self, node: int, reply: Message) -> None:
         try:
             _, said = opened(parcel_in(reply.content))
+            if reason := said.get("refused") or said.get("failed"):
+                raise FedplanError(str(reason))
             name = str(said.get("client"))
             if name not in self.names:
                 log.warning("node %s says it is %r, whom the study does not name", node, name[:80])
                 return
             traits = {str(k): str(v) for k, v in dict(said.get("traits") or {}).items()}
-            agreed, start = str(said.get("agreed")), str(said.get("start"))
+            agreed, start, run = (str(said.get(word)) for word in ("agreed", "start", "run"))
         except (FedplanError, TypeError, ValueError) as error:
             log.warning("node %s does not say who it is: %s", node, str(error)[:200])
             return
@@ -167,7 +171,7 @@ class Calls:
         if other is not None and other.node != node and other.node in self._there():
             log.warning("node %s says it is %r, and so does node %s", node, name, other.node)
             return
-        self.guests[name] = Guest(node, agreed, start, traits)
+        self.guests[name] = Guest(node, agreed, start, run, traits)
 
     def _send(self, kind: str, name: str, request: _Open, there: dict[int, str]) -> None:
         """Ask, or ask again a node that came back since it was asked."""

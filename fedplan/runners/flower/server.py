@@ -16,11 +16,12 @@ from fedplan.config import read_study
 from fedplan.continuation import require_free
 from fedplan.errors import FedplanError
 from fedplan.exchange import Down, nbytes, scored
+from fedplan.files import put_file
 from fedplan.mail import down_parcel, down_said, opened, parcel_of, update_of
 from fedplan.parcel import Parcel
 from fedplan.privacy.errors import PrivacyError
 from fedplan.rounds import Tally, push
-from fedplan.runners.flower.calls import Calls, Letter, Patience
+from fedplan.runners.flower.calls import Calls, Guest, Letter, Patience
 from fedplan.runners.flower.records import arrays_of
 from fedplan.runners.flower.submit import FAULT
 from fedplan.server import Server
@@ -36,7 +37,7 @@ def carry_study(grid: Grid, file: Path, folder: Path) -> None:
         _carry_study(grid, file, folder)
     except FedplanError as error:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FAULT).write_text(str(error))
+        put_file(folder / FAULT, str(error))
         raise
 
 
@@ -44,31 +45,28 @@ def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
     study = read_study(file)
     require_free(folder, study, resume=True)
     stage = stage_of(study)
-    opened_run(folder, study, stage.setup.params)
+    claim = opened_run(folder, study, stage.setup.params)
     note_task(folder, stage.shares)
     names = study.clients.names or list(stage.shares.train)
     server = Server(
-        stage.setup,
+        stage.agreed,
         stage.start,
         folder,
         rounds=study.train.rounds,
         roster={name: study.clients.traits.get(name, {}) for name in names},
         attendance=attendance_of(study),
+        marks=stage.marks,
     )
-    Carrier(
-        grid,
-        server,
-        Patience(**study.patience.model_dump()),
-        quorum=study.clients.quorum,
-        start=stage.digest,
-    ).carry()
+    patience = Patience(**study.patience.model_dump())
+    Carrier(grid, server, patience, quorum=study.clients.quorum).carry()
+    del claim
 
 
 class Carrier:
     """A server and the grid that carries its rounds.
 
-    A round waits for all until it is time, and closes with no fewer than `quorum`. Sites must start
-    from the model whose digest is `start`.
+    A round waits for all until it is time, and closes with no fewer than `quorum`. A site that
+    agreed to another study, or starts from another model, is not asked; the others go on.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class Carrier:
         patience: Patience | None = None,
         *,
         quorum: int = 1,
-        start: str = "",
     ) -> None:
         if server.veil is not None and quorum > 1:
             raise PrivacyError(
@@ -86,9 +83,9 @@ class Carrier:
                 "want of answers tells who was away; leave clients.quorum out"
             )
         # A round of hidden clients closes with whatever came, and be it nothing.
-        self.server, self.start = server, start
-        self.quorum = quorum if server.veil is None else 0
-        self.calls = Calls(grid, server.roster, patience or Patience())
+        self.server, self.quorum = server, quorum if server.veil is None else 0
+        self.calls = Calls(grid, server.roster, patience or Patience(), server.setup.run)
+        self._unfit: dict[str, str] = {}
         self._packed: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
 
     def carry(self, watch: Watch | None = None) -> None:
@@ -99,6 +96,8 @@ class Carrier:
         while server.world.round < server.rounds:
             self._greet()
             tally = server.begin()
+            for name in tally.cohort.keys() & self._unfit.keys():
+                tally.rejected[name] = f"not asked: it {self._unfit[name]}"
             self._choose_together(tally)
             self._ask(tally)
             server.end(tally)
@@ -108,43 +107,41 @@ class Carrier:
                 watch(server, tally)
 
     def _greet(self) -> None:
-        """Hear who the sites are; refuse to go on with one that agreed to something else."""
+        """Hear who the sites are; one that agreed to something else has no part until it mends."""
         self.calls.look()
-        if self.server.veil is not None:
-            return self._turn_away()
         for name, guest in self.calls.guests.items():
-            agreed = self.server.setup.fingerprint
-            if guest.agreed != agreed:
-                raise FedplanError(
-                    f"{name} agreed to {guest.agreed[:40]} and this study is {agreed}: give it the "
-                    "same study, then start the run again"
-                )
-            if self.start and guest.start != self.start:
-                raise FedplanError(
-                    f"{name} starts from the model {guest.start[:40]} and not from {self.start}: "
-                    "give it the same weights, then start the run again"
-                )
-            self.server.roster[name] = guest.traits
+            if reason := self._unfit_for(name, guest):
+                if self._unfit.get(name) != reason:
+                    log.warning("%s is not asked: it %s", name, reason)
+                self._unfit[name] = reason
+            else:
+                self._unfit.pop(name, None)
+                self.server.roster[name] = guest.traits
 
-    def _turn_away(self) -> None:
-        """Where clients are hidden, one that does not fit is as if it had not come.
+    def _unfit_for(self, name: str, guest: Guest) -> str:
+        """Why a site cannot take part, in words; nothing if it can.
 
-        To stop for it, or to hear what traits it has, would tell that it is there.
+        Where clients are hidden their traits are public, in the study: to hear them from a site
+        would tell that it is there.
         """
-        server = self.server
-        for name, guest in list(self.calls.guests.items()):
-            fits = {
-                "study": guest.agreed == server.setup.fingerprint,
-                "model": guest.start == self.start or not self.start,
-                "traits (clients.traits)": guest.traits == dict(server.roster[name]),
-            }
-            if wrong := [what for what, fit in fits.items() if not fit]:
-                del self.calls.guests[name]
-                log.warning("%s is turned away: its %s is not this study's", name, wrong[0])
+        setup, said = self.server.setup, dict(self.server.roster[name])
+        if self.server.veil is not None and guest.traits != said:
+            return "has traits of its own, and this run hides its clients: see clients.traits"
+        if setup.start and guest.start != setup.start:
+            return (
+                f"starts from the model {guest.start[:40]} and not from {setup.start}: give it the "
+                "same weights, and start it again"
+            )
+        if guest.agreed != setup.fingerprint or guest.run != setup.run:
+            return (
+                f"agreed to {guest.agreed[:40]} and this study is {setup.fingerprint}: give it the "
+                "same study, and start it again"
+            )
+        return ""
 
     def _ask(self, tally: Tally) -> None:
         """Ask all for their turns, and count each as it comes."""
-        letters = {name: self._letter(tally, name) for name in tally.cohort}
+        letters = {n: self._letter(tally, n) for n in tally.cohort if n not in self._unfit}
         for name, answer in self.calls.ask("train", letters, lambda: self._enough(tally)):
             if isinstance(answer, str):
                 tally.rejected.setdefault(name, answer.splitlines()[0])
@@ -212,7 +209,7 @@ class Carrier:
         downs = tally.cohort
         if not self.server.polls(tally):
             return
-        letters = {name: self._letter(tally, name) for name in downs}
+        letters = {name: self._letter(tally, name) for name in downs if name not in self._unfit}
         polled = dict[str, Any]()
         enough = min(self.quorum, len(downs))
         for name, answer in self.calls.ask("query.poll", letters, lambda: len(polled) >= enough):
@@ -239,9 +236,9 @@ def _said(answer: Parcel) -> dict[str, Any]:
 
 def _told(server: Server, tally: Tally) -> str:
     lines = list(tally.lines.values())
-    up, down = (sum(line[way] for line in lines) for way in ("up", "down"))
-    weight = sum(line["weight"] for line in lines) or 1
-    loss = sum((line["loss"] or 0) * line["weight"] for line in lines) / weight
+    up, down = sum(line.up for line in lines), sum(line.down for line in lines)
+    weight = sum(line.weight for line in lines) or 1
+    loss = sum((line.loss or 0) * line.weight for line in lines) / weight
     missing = f", not counted: {', '.join(sorted(tally.rejected))}" if tally.rejected else ""
     return (
         f"round {server.world.round} of {server.rounds}: loss {loss:.3f}, "

@@ -14,6 +14,7 @@ from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.ledger import read_lines
+from fedplan.record import ROUND
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -92,9 +93,10 @@ def _statuses(number: str, link: str, near: Callable[[], bool]) -> Iterator[str]
 def _rounds(folder: Path) -> list[dict[str, Any]]:
     file = folder / "ledger.jsonl"
     try:
-        return [line for line in read_lines(file) if "moved" in line] if file.exists() else []
+        lines = read_lines(file) if file.exists() else []
     except ValueError:
-        return []  # a line that is being written
+        return []  # a line that is being written over
+    return [line for line in lines if line.get("kind") == ROUND]
 
 
 def _flwr(*words: str) -> str:

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Archives: a run's folder as it was last committed, read without a lock and left as it is."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedplan.agreement import Setup
+from fedplan.config import ConfigError, Study
+from fedplan.errors import FedplanError
+from fedplan.identity import RUN, Identity, read_identity
+from fedplan.manifest import read
+from fedplan.record import parsed
+from fedplan.rounds import World
+from fedplan.server import LEDGER, METRICS, SMALL, WORLD, read_world
+from fedplan.studies import MANIFEST, setup_of, study_in
+
+
+@dataclass(frozen=True)
+class Archive:
+    """What a run's folder holds: the study, the agreement, and all up to its last commit.
+
+    `lines` are those of the ledger up to there, as JSON or, where they are none, as bytes.
+    """
+
+    folder: Path
+    study: Study
+    setup: Setup
+    identity: Identity
+    world: World
+    meta: dict[str, Any]
+    lines: list[object]
+
+
+def read_archive(folder: Path) -> Archive:
+    """The archive of a run that has committed a round. Nothing in the folder is changed."""
+    study, identity, params = study_in(folder), read_identity(folder), read(folder / MANIFEST)
+    found = read_world(folder)
+    if found is None:
+        raise ConfigError(f"{folder / WORLD} holds no round that was committed")
+    world, meta = found
+    try:
+        content = (folder / LEDGER).read_bytes()[: meta["files"][LEDGER][0]]
+    except OSError as error:
+        raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
+    setup = replace(setup_of(study, params), start=identity.start, run=identity.id)
+    lines = [_line(line) for line in content.splitlines()]
+    return Archive(folder, study, setup, identity, world, meta, lines)
+
+
+def _line(line: bytes) -> object:
+    try:
+        return parsed(line)
+    except FedplanError:
+        return line
+
+
+def file_faults(archive: Archive) -> list[str]:
+    """Files that are not as they were when the last round was committed."""
+    faults = list[str]()
+    for name, (length, sha256) in archive.meta["files"].items():
+        file = archive.folder / name
+        if not file.is_file():
+            faults.append(f"{name} is lost")
+            continue
+        content = file.read_bytes()
+        if hashlib.sha256(content[:length]).hexdigest() != sha256:
+            faults.append(f"{name} is not what round {archive.world.round} was committed with")
+        elif len(content) > length and name in (*SMALL, LEDGER, METRICS):
+            faults.append(
+                f"{name} has {len(content) - length} bytes after round {archive.world.round}, the "
+                "last that was committed: go on with the run by --resume, then verify it"
+            )
+    return faults
+
+
+def identity_faults(archive: Archive) -> list[str]:
+    """Whether the run is the one that its world was made in, of the study that stands there."""
+    identity, faults = archive.identity, list[str]()
+    if identity.id != archive.meta["run"]:
+        faults.append(f"{RUN} says another run than the world was made in")
+    if identity.study != archive.study.digest:
+        faults.append(f"{RUN} says another study than stands in the folder")
+    start = hashlib.sha256(identity.marks.encode()).hexdigest()[:16]
+    if identity.start != start:
+        faults.append(f"{RUN} says another start than its digests")
+    return faults

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small tables of every task, studies of them, and what their examples hold."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
+import torch
+import transformers as hf
+from PIL import Image
+
+from fedplan.config import Study, study_of
+from fedplan.examples import Masked
+from fedplan.fit import Examples, Seeded
+from fedplan.ledger import digest
+
+KINDS = (
+    "text-classification",
+    "token-classification",
+    "image-classification",
+    "image-text",
+    "causal-lm",
+    "masked-lm",
+)
+WORDS = ["cat", "dog", "sat", "ran", "on", "mat", "the", "a", "hen", "egg"]
+MOODS = ["calm", "wild", "sad"]
+SITES = ["north", "south", "east"]
+Row = dict[str, Any]
+
+
+def tokenizer(folder: Path) -> str:
+    """A tokenizer of few words, with every special token."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    made = hf.BertTokenizer(vocab={word: i for i, word in enumerate(words)})
+    made.save_pretrained(folder / "tokenizer")
+    return str(folder / "tokenizer")
+
+
+def row(number: int, **changed: Any) -> Row:
+    """A row of all columns, that follows from its number."""
+    draw = np.random.default_rng(number)
+    words = [WORDS[i] for i in draw.integers(0, len(WORDS), 3 + number % 9)]
+    picture = io.BytesIO()
+    Image.fromarray(draw.integers(0, 256, (4, 4, 3), dtype="uint8")).save(picture, "PNG")
+    made = {
+        "text": " ".join(words),
+        "words": words,
+        "tags": ["B-pet" if word in ("cat", "dog", "hen") else "O" for word in words],
+        "mood": MOODS[draw.integers(0, 3)],
+        "site": SITES[draw.integers(0, 3)],
+        "fold": int(draw.integers(1, 4)),
+        "picture": picture.getvalue(),
+    }
+    return {**made, **changed}
+
+
+def written(rows: list[Row], file: Path) -> str:
+    """A file of these rows, in the form that its name says."""
+    names = list(dict.fromkeys(name for each in rows for name in each))
+    plain = [{n: v for n, v in each.items() if n != "picture"} for each in rows]
+    flat = [{n: v for n, v in each.items() if not isinstance(v, list | bytes)} for each in rows]
+    if file.suffix == ".parquet":
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, file)
+    elif file.suffix == ".csv":
+        pyarrow.csv.write_csv(pyarrow.Table.from_pylist([_texts(each) for each in flat]), file)
+    elif file.suffix == ".npz":
+        columns = [n for n in names if not isinstance(rows[0].get(n), list | bytes)]
+        np.savez(file, **{n: np.array([each[n] for each in flat]) for n in columns})
+    else:
+        file.write_text("\n".join(map(json.dumps, plain)))
+    return str(file)
+
+
+def _texts(each: Row) -> Row:
+    return {name: str(value) for name, value in each.items()}
+
+
+def study(kind: str, tokenizer: str, **sections: Any) -> Study:
+    """A study of such a table: what is said of a section comes on top."""
+    columns: dict[str, Row] = {
+        "text-classification": {"input": "text", "label": "mood", "labels": MOODS},
+        "token-classification": {"input": "words", "label": "tags", "labels": ["O", "B-pet"]},
+        "image-classification": {"input": "picture", "label": "mood", "labels": MOODS},
+        "image-text": {"input": "picture", "label": "mood", "labels": MOODS},
+        "causal-lm": {"input": "text", "label": "mood"},
+        "masked-lm": {"input": "text", "label": "mood"},
+    }
+    said: Row = {
+        "model": {"type": "bert"},
+        "task": {
+            "kind": kind,
+            "tokenizer": tokenizer if "image" not in kind else "",
+            "max_length": 8,
+            "image_size": 4,
+            **columns[kind],
+        },
+        "method": {"plan": "share()"},
+        "train": {"steps": 1, "batch": 4},
+    }
+    for name, section in sections.items():
+        said[name] = {**said.get(name, {}), **section}
+    return study_of(said)
+
+
+def held(examples: Examples) -> Counter[str]:
+    """Each example by what a batch of it alone holds; of masks, those of two turns."""
+    turns = [examples.seeded(seed) for seed in (0, 5)] if isinstance(examples, Seeded) else []
+    return Counter(
+        "".join(_digest(each, number) for each in turns or [examples])
+        for number in range(len(examples))
+    )
+
+
+def seen(examples: Examples) -> Counter[str]:
+    """Each example by what it holds, whatever tokens are hidden."""
+    return held(examples.blocks if isinstance(examples, Masked) else examples)
+
+
+def _digest(examples: Examples, number: int) -> str:
+    batch = examples.batch(torch.tensor([number]))
+    words = (f"{name} {digest(tensor)}" for name, tensor in sorted(batch.items()))
+    return hashlib.sha256(" ".join(words).encode()).hexdigest()

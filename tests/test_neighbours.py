@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Neighbours: two tables that differ in one row, or in one client, differ in nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tables import KINDS, MOODS, SITES, Row, held, row, study, tokenizer, written
+
+from fedplan.config import Study
+from fedplan.content import chances, contents, told_apart
+from fedplan.data import DataError, Partition, divide
+from fedplan.privacy.contributions import Subject, Sum, one_by_one, trained
+from fedplan.resolution import resolve
+from fedplan.shares import Shares, shares_of
+from fedplan.studies import stage_of
+from fedplan.tables import load
+from fedplan.turn import Turn
+
+EXAMPLE = {"unit": "example", "epsilon": 8.0, "size": 40}
+CLIENT = {"unit": "client", "epsilon": 8.0}
+BY_MOOD = {"column": "mood", "only": {"mood": MOODS}}
+BY_SITE = {"by": "column", "column": "site", "clients": 3, "only": {"site": SITES}}
+WAYS: dict[str, dict[str, Any]] = {
+    "iid": {"by": "iid", "clients": 3},
+    "iid, half": {"by": "iid", "clients": 2, "own_test": 0.5},
+    "iid, no own test": {"by": "iid", "clients": 5, "own_test": 0.0},
+    "dirichlet": {"by": "dirichlet", "alpha": 0.3, "clients": 3, "column": "mood"},
+    "dirichlet, many": {"by": "dirichlet", "alpha": 0.1, "clients": 5, "column": "site"},
+    "pathological": {"by": "pathological", "classes": 2, "clients": 4, **BY_MOOD},
+    "column": BY_SITE,
+    "column, each": {**BY_SITE, "each": 2, "alpha": 0.5},
+    "train": {"by": "iid", "clients": 2, "train": {"fold": 1}},
+    "only": {"by": "iid", "clients": 2, "only": {"mood": ["calm", "wild"]}},
+    "test": {"by": "iid", "clients": 2, "train": {"fold": 1}, "test": {"fold": 2}},
+    "test, limit": {"by": "iid", "clients": 2, "test": {"fold": 2}, "test_limit": 3},
+}
+ROWS = [*map(row, range(20)), row(3), row(3), row(7), row(8, text="cat " * 40, fold=1)]
+"""Some are there twice or three times, and one is much longer than the others."""
+GONE = (3, 23)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tokenizer(tmp_path_factory.mktemp("words"))
+
+
+def differ(one: Shares, other: Shares) -> int:
+    """How many units are in one and not in the other, over all clients, trained and tested on."""
+    assert list(one.train) == list(other.train), "the clients are the same"
+    assert one.task == other.task
+    count = 0
+    for side, again in ((one.train, other.train), (one.own, other.own)):
+        for name in side | again:
+            first, second = (held(s[name]) if name in s else Counter() for s in (side, again))
+            count += (first - second).total() + (second - first).total()
+    return count
+
+
+def pair(asked: Study, file: Path, rows: list[Row], gone: int) -> tuple[Shares, Shares]:
+    """The shares of a table, and of the same without one row."""
+    shares = list[Shares]()
+    for some in (rows, [*rows[:gone], *rows[gone + 1 :]]):
+        written(some, file)
+        shares.append(shares_of(asked, None))
+    return shares[0], shares[1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_row_less_is_one_unit_less(kind: str, way: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "t.parquet"
+    asked = study(kind, words, data={"path": str(file), **WAYS[way]}, privacy=EXAMPLE)
+    if kind == "token-classification" and way == "column, each":
+        written(ROWS, file)
+        with pytest.raises(DataError, match="no labels to divide by"):
+            shares_of(asked, None)
+        return
+    for gone in GONE:
+        one, other = pair(asked, file, ROWS, gone)
+        tested = "test" in WAYS[way] and ROWS[gone]["fold"] == 2
+        if not tested:
+            assert differ(one, other) <= 1, f"row {gone}"
+            assert (one.test is None) == (other.test is None) == ("test" not in WAYS[way])
+            assert one.test is None or held(one.test) == held(other.test)
+        if way in ("iid", "column", "dirichlet"):
+            total = sum(len(rows) for s in (one.train, one.own) for rows in s.values())
+            assert total == len(ROWS), "a row is one unit, and none is lost"
+            assert differ(one, other) == 1
+
+
+def bare(kind: str) -> Row:
+    """A language model of sites has no label: sites would have to say all of them."""
+    return {"task": {"label": ""}} if kind.endswith("-lm") else {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_site_lacks_one_row_and_trains_on_one_less(kind: str, words: str, tmp_path: Path) -> None:
+    names = {"names": ["north", "south"]}
+    for more in ({}, {"own_test": 0.5}, {"train": {"fold": 1}, "own_test": 0.0}):
+        asked = study(kind, words, **bare(kind), data=more, clients=names, privacy=EXAMPLE)
+        for gone in GONE:
+            shares = list[Shares]()
+            for some in (ROWS, [*ROWS[:gone], *ROWS[gone + 1 :]]):
+                table = load(written(some, tmp_path / "t.parquet"))
+                shares.append(shares_of(asked, ("north", table)))
+            assert differ(*shares) <= 1
+
+
+TABLES = st.lists(st.integers(0, 12), min_size=1, max_size=16)
+DRAWN = st.one_of(
+    st.builds(dict, by=st.just("iid"), clients=st.integers(1, 6)),
+    st.builds(
+        dict,
+        by=st.just("dirichlet"),
+        clients=st.integers(1, 6),
+        alpha=st.sampled_from([1e-3, 0.1, 1.0, 100.0]),
+    ),
+    st.builds(
+        dict, by=st.just("pathological"), clients=st.integers(3, 6), classes=st.integers(1, 3)
+    ),
+    st.just(BY_SITE),
+    st.builds(lambda each: {**BY_SITE, "each": each, "alpha": 0.5}, st.integers(2, 3)),
+)
+
+
+@settings(max_examples=25)
+@given(TABLES, DRAWN, st.data(), st.integers(0, 2**31), st.sampled_from([0.0, 0.2, 0.7]))
+def test_any_row_of_any_table_is_one_unit(
+    words: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    numbers: list[int],
+    way: dict[str, Any],
+    data: st.DataObject,
+    seed: int,
+    own_test: float,
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.jsonl"
+    said = {"path": str(file), **way, "own_test": own_test}
+    asked = study("text-classification", words, data=said, privacy=EXAMPLE)
+    asked = asked.model_copy(update={"seed": seed})
+    gone = data.draw(st.integers(0, len(numbers) - 1))
+    rows = [row(number) for number in numbers]
+    if len(rows) == 1:
+        rows.append(row(99))  # a file without a line has no columns either
+    assert differ(*pair(asked, file, rows, gone)) == 1
+
+
+ODD: dict[str, Row] = {
+    "a fraction among whole numbers": {"fold": 1.5},
+    "a number that is much larger": {"fold": 2**40},
+    "a column that no other row has": {"note": "x"},
+    "a value that no other row has": {"site": "nowhere at all"},
+    "a longer text": {"text": "hen egg " * 50},
+    "a text that says a number": {"text": "7"},
+    "an id": {"name": "0017"},
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("form", [".csv", ".jsonl", ".parquet", ".npz"])
+def test_one_odd_row_changes_no_other(form: str, odd: str, words: str, tmp_path: Path) -> None:
+    """What a file says of all rows, types above all, must not follow from one of them."""
+    rows = [{**row(n), "text": f"cat {n}", "name": f"{n}"} for n in range(12)]
+    for each in rows:
+        del each["picture"], each["words"], each["tags"]
+    if form == ".npz" and "note" in ODD[odd]:
+        rows = [{**each, "note": ""} for each in rows]  # arrays are as long as the table
+    strange = {**rows[5], **ODD[odd]}
+    file = tmp_path / f"t{form}"
+    for kind in ("text-classification", "causal-lm"):
+        asked = study(kind, words, data={"path": str(file), "clients": 3}, privacy=EXAMPLE)
+        assert differ(*pair(asked, file, [*rows, strange], len(rows))) == 1
+
+
+@pytest.mark.parametrize(
+    "way", [way for way, said in WAYS.items() if not {"train", "test"} & said.keys()]
+)
+def test_a_client_that_is_gone_changes_no_other(way: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "t.parquet"
+    said = {"path": str(file), **WAYS[way]}
+    asked = study("text-classification", words, data=said, privacy=CLIENT)
+    rows = [each for each in ROWS if way != "only" or each["mood"] != "sad"]
+    table = load(written(rows, file))
+    whole = shares_of(asked, None)
+    part = ("by", "clients", "column", "alpha", "classes", "each")
+    partition = Partition(**{name: said[name] for name in part if name in said})
+    public = SITES if said["by"] == "column" else MOODS
+    places = divide(table, partition, seed=0, label="mood", public=public)
+    for name, own in list(places.items())[:3]:
+        lost = set(contents(own))
+        marks = contents(table)
+        written([each for each, mark in zip(rows, marks, strict=True) if mark not in lost], file)
+        again = shares_of(asked, None)
+        assert list(again.train) == list(whole.train)
+        assert not len(again.train[name]) and name not in again.own
+        for other in places.keys() - {name}:
+            assert held(again.train[other]) == held(whole.train[other])
+
+
+@pytest.mark.parametrize("privacy", [EXAMPLE, CLIENT], ids=lambda said: said["unit"])
+@pytest.mark.parametrize(
+    ("task", "data", "words_said"),
+    [
+        ({"labels": []}, {"by": "iid", "clients": 2}, r"'mood'.*say all of them in task.labels"),
+        ({}, {"limit": 9, "clients": 2}, r"data.limit: .*cut the table beforehand"),
+        ({}, {"by": "column", "column": "site", "clients": 3}, r"'site'.*only = \{ site = "),
+        ({}, {**BY_SITE, "clients": 2}, r"3 known values, and 2 clients.*say clients = 3"),
+        (
+            {},
+            {"by": "pathological", "classes": 2, "clients": 4, "column": "site"},
+            r"'site'.*data.only",
+        ),
+    ],
+)
+def test_what_would_follow_from_all_rows_is_refused(
+    privacy: Row, task: Row, data: Row, words_said: str, words: str, tmp_path: Path
+) -> None:
+    file = written(ROWS, tmp_path / "t.parquet")
+    kind, said = "text-classification", {"path": file, **data}
+    with pytest.raises(DataError, match=words_said):
+        shares_of(study(kind, words, task=task, data=said, privacy=privacy), None)
+    shares_of(study(kind, words, task=task, data={**said, "least": 1}), None)
+
+
+MODELS: dict[str, Row] = {
+    "causal-lm": {
+        "type": "gpt2",
+        "settings": {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 15, "n_positions": 8}
+        | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+        | {"bos_token_id": 2, "eos_token_id": 3},
+    },
+    "masked-lm": {"type": "bert", "settings": {"vocab_size": 15, "max_position_embeddings": 8}},
+    "text-classification": {
+        "type": "bert",
+        "settings": {"vocab_size": 15, "max_position_embeddings": 8},
+    },
+    "image-classification": {"type": "vit", "settings": {"image_size": 4, "patch_size": 2}},
+}
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+STILL = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+
+
+def clipped(asked: Study, table: Dataset) -> tuple[torch.Tensor, float]:
+    """The sum of clipped gradients over all rows of a site, and the clip that is charged."""
+    stage = stage_of(asked, ("north", table))
+    roles = resolve(stage.setup.method.plan, stage.setup.params, Turn())
+    rows = stage.shares.train["north"]
+    subject = Subject(stage.model, trained(stage.model, roles), rows, stage.shares.task.loss)
+    promise = stage.setup.promise
+    assert promise is not None
+    found = Sum(subject.tensors, promise.clip)
+    stage.model.eval()
+    one_by_one(subject, torch.arange(len(rows)), found)
+    totals = [found.totals[name].flatten().double() for name in sorted(found.totals)]
+    return torch.cat(totals), promise.clip
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_one_row_moves_a_clipped_sum_by_one_clip(kind: str, words: str, tmp_path: Path) -> None:
+    model = MODELS[kind]
+    if model["type"] != "gpt2":
+        sizes = {**SMALL, **STILL, "intermediate_size": 16}
+        model = {**model, "settings": {**model["settings"], **sizes}}
+    names = {"names": ["north"]}
+    asked = study(kind, words, **bare(kind), model=model, clients=names, privacy=EXAMPLE)
+    far, clip = 0.0, inf
+    for gone in (0, 3, 23):
+        sums = list[torch.Tensor]()
+        for some in (ROWS, [*ROWS[:gone], *ROWS[gone + 1 :]]):
+            total, clip = clipped(asked, load(written(some, tmp_path / "t.parquet")))
+            sums.append(total)
+        far = max(far, float((sums[0] - sums[1]).norm()))
+    assert 0 < far <= clip * (1 + 1e-4)
+
+
+def test_equal_rows_are_told_apart_and_chances_are_even() -> None:
+    marks = told_apart(contents(Dataset.from_dict({"a": [1] * 4000})))
+    assert len(set(marks)) == 4000
+    found = chances(marks, "purpose", 3)
+    assert found.min() >= 0 and found.max() < 1 and abs(found.mean() - 0.5) < 0.02
+    assert (found != chances(marks, "purpose", 4)).all()
+    assert told_apart([b"x"] * 3)[:2] == told_apart([b"x"] * 2)

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shares: no row is tested on, anywhere, that some client trains on; and odd data are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+import zoo
+from commands import run
+from datasets import ClassLabel, Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tables import KINDS, MOODS, Row, row, seen, study, tokenizer, written
+
+from fedplan.data import DataError
+from fedplan.foresight import require_sight
+from fedplan.shares import Shares, mark_of, shares_of
+from fedplan.tables import load
+
+ROWS = [*map(row, range(30)), row(3, fold=1), row(3, fold=2), row(7, fold=3), row(9), row(9)]
+"""Some are equal in all that a task sees, and differ in their fold; some are equal in all."""
+WAYS: dict[str, Row] = {
+    "no test": {},
+    "no test, one client": {"clients": 1, "least": 0},
+    "no own test": {"own_test": 0.0},
+    "folds": {"train": {"fold": 1}, "test": {"fold": 2}},
+    "folds that overlap": {"test": {"fold": 2}},
+    "a test of few": {"test": {"fold": 2}, "test_limit": 3},
+    "few rows": {"test": {"fold": 2}, "limit": 12},
+    "another file": {"test_path": "other.parquet"},
+    "another form": {"test_path": "other.csv"},
+    "one mood": {"only": {"mood": ["calm"]}, "test": {"fold": 2}, "least": 0},
+    "by site": {"by": "column", "column": "site", "test": {"fold": 2}, "own_test": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tokenizer(tmp_path_factory.mktemp("words"))
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    written(ROWS, tmp_path / "t.parquet")
+    for form in ("parquet", "csv"):
+        written([row(2), row(4), *map(row, range(100, 110))], tmp_path / f"other.{form}")
+    return tmp_path
+
+
+def require_apart(shares: Shares) -> None:
+    """The law: what is trained on, by whomever, is in no test."""
+    trained = set[str]().union(*(seen(rows) for rows in shares.train.values()))
+    for tested in (*shares.own.values(), *([shares.test] if shares.test else [])):
+        assert not trained & set(seen(tested))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_row_is_tested_on_that_is_trained_on(
+    kind: str, way: str, words: str, files: Path
+) -> None:
+    data = {"path": "t.parquet", "clients": 3, **WAYS[way]}
+    if way == "another form" and kind not in ("text-classification", "causal-lm", "masked-lm"):
+        return  # a .csv holds no lists and no pictures
+    task = {"max_length": 16}  # so that each text is one block: of longer ones, ends may be equal
+    for own in (None, ("north", load("t.parquet"))):
+        if own:
+            sites = {"path": "", "test_path": data.get("test_path", "t.parquet")}
+            data = data | (sites if "test" in data or "test_path" in data else {"path": ""})
+            task |= {"label": ""} if kind.endswith("-lm") else {}
+            asked = study(kind, words, task=task, data=data, clients={"names": ["north"]})
+        else:
+            asked = study(kind, words, task=task, data=data)
+        shares = shares_of(asked, own)
+        require_apart(shares)
+        assert (shares.test is not None) == bool({"test", "test_path"} & WAYS[way].keys())
+        assert (shares.test is None) == any("No common test" in note for note in shares.notes)
+        left = any("stand in the common test too" in note for note in shares.notes)
+        assert left == (shares.test is not None) or way == "few rows"
+        assert sum(map(len, shares.train.values()))
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.integers(0, 20), min_size=3, max_size=20),
+    st.lists(st.integers(0, 25), min_size=1, max_size=8),
+    st.sampled_from([0.0, 0.2, 0.7]),
+    st.integers(0, 2**31),
+)
+def test_any_two_tables_are_kept_apart(
+    words: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    train: list[int],
+    test: list[int],
+    own_test: float,
+    seed: int,
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    paths = [
+        written([row(n) for n in numbers], folder / f"{name}.jsonl")
+        for name, numbers in (("train", train), ("test", test))
+    ]
+    data = {"path": paths[0], "test_path": paths[1], "own_test": own_test, "clients": 2, "least": 0}
+    asked = study("text-classification", words, data=data).model_copy(update={"seed": seed})
+    try:
+        shares = shares_of(asked, None)
+    except DataError as error:
+        assert "stand in the common test" in str(error) or "no row to train on" in str(error)
+        return
+    require_apart(shares)
+    assert shares.test is not None and len(shares.test) == len(test), "the test stays as it is"
+    kept = sum(len(rows) for s in (shares.train, shares.own) for rows in s.values())
+    assert kept <= sum(n not in test for n in train)
+
+
+@pytest.mark.parametrize(
+    ("data", "words_said"),
+    [
+        ({"test_path": "t.parquet"}, "all 35 rows to train on stand in the common test too"),
+        ({"test": {"fold": 9}}, "no row with fold = 9"),
+        ({"path": "", "test": {"fold": 2}}, "data.test is of no table: say data.test_path"),
+        ({"only": {"mood": ["glad"]}}, "no row is left to train on"),
+        ({"clients": 12, "limit": 24, "own_test": 0.9}, "12 clients 2 rows, in 100 draws"),
+    ],
+)
+def test_a_test_that_cannot_be_is_refused(
+    data: Row, words_said: str, words: str, files: Path
+) -> None:
+    said: Row = {"data": {"path": "t.parquet", "clients": 3, **data}}
+    if not said["data"]["path"]:
+        said["clients"] = {"names": ["north"]}
+    with pytest.raises(DataError, match=words_said):
+        shares_of(study("text-classification", words, **said), None)
+
+
+def test_a_client_without_rows_to_train_on_is_told(words: str, files: Path) -> None:
+    data = {"path": "t.parquet", "clients": 30, "own_test": 0.5, "least": 0}
+    shares = shares_of(study("text-classification", words, data=data), None)
+    assert all(len(rows) for rows in shares.train.values()) and len(shares.train) < 30
+    assert shares.own.keys() <= shares.train.keys()
+    assert f"{30 - len(shares.train)} clients have no row to train on" in shares.notes[1]
+    with pytest.raises(DataError, match="north has no row to train on: all are held out"):
+        asked = study(
+            "text-classification",
+            words,
+            data={"own_test": 0.999},
+            clients={"names": ["north"]},
+        )
+        shares_of(asked, ("north", load("t.parquet")))
+
+
+def test_marks_tell_rows_apart(words: str, files: Path) -> None:
+    asked = study("masked-lm", words, data={"path": "t.parquet", "clients": 3})
+    one, other = shares_of(asked, None), shares_of(asked.model_copy(update={"seed": 1}), None)
+    assert one.marks == {name: mark_of(rows) for name, rows in one.train.items()}
+    assert one.marks == shares_of(asked, None).marks != other.marks
+
+
+def test_names_that_a_column_declares_are_its_labels(words: str, files: Path) -> None:
+    table = Dataset.from_list([{n: row(i)[n] for n in ("text", "mood")} for i in range(20)])
+    table = table.cast_column("mood", ClassLabel(names=MOODS))
+    named = {"privacy": {"unit": "example", "epsilon": 8.0, "size": 20}}
+    table.save_to_disk("named")
+    data = {"path": "named", "clients": 2}
+    shares = shares_of(
+        study("text-classification", words, task={"labels": []}, data=data, **named), None
+    )
+    assert shares.task.labels == tuple(sorted(MOODS))
+
+
+def play(study_text: str, *changes: str) -> tuple[int, str]:
+    Path("study.toml").write_text(study_text)
+    return run("run", "study.toml", *(part for each in changes for part in ("--set", each)))
+
+
+TEXTS = """
+name = "texts"
+[model]
+type = "bert"
+settings = { vocab_size = 15, hidden_size = 16, num_hidden_layers = 1, num_attention_heads = 2, intermediate_size = 16, max_position_embeddings = 8 }
+[task]
+kind = "text-classification"
+label = "mood"
+max_length = 8
+tokenizer = "tokenizer"
+[data]
+path = "rows.csv"
+clients = 2
+[method]
+plan = "share()"
+[train]
+rounds = 1
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    tokenizer(tmp_path)
+    rows = [{n: v for n, v in row(i).items() if n != "picture"} for i in range(60)]
+    written([{**each, "score": i + 0.5} for i, each in enumerate(rows)], tmp_path / "rows.csv")
+    return tmp_path
+
+
+def test_a_run_without_a_test_says_so_and_scores_no_world(folder: Path) -> None:
+    code, out = play(TEXTS)
+    assert code == 0 and "No common test" in out, out
+    metrics = json.loads((folder / "runs/texts/metrics.jsonl").read_text())
+    assert "world" not in metrics and "clients" in metrics
+
+
+@pytest.mark.parametrize(
+    ("changes", "words_said"),
+    [
+        (["task.label=score"], "measures something and names no class"),
+        (["task.label=text"], "different labels in 60"),
+        (["task.kind=causal-lm"], "sees the tokens that causal-lm asks it to predict"),
+        (["task.kind=masked-lm", "model.settings.is_decoder=true"], "sees nothing of what comes"),
+        (["data.path=data/rows"], "'data/rows' is not there: give a"),
+        (["data.path=data/rows.csv"], "'data/rows.csv' is not there: give a"),
+        (["data.test_path=rows.csv"], "stand in the common test too"),
+    ],
+)
+def test_what_a_person_did_not_mean_is_refused(
+    folder: Path, changes: list[str], words_said: str
+) -> None:
+    code, out = play(TEXTS, *changes)
+    assert code == 2 and words_said in " ".join(out.split()), out
+
+
+def test_a_decoder_sees_the_past_alone() -> None:
+    sizes: dict[str, Any] = {**zoo.TEXT, "is_decoder": True}
+    require_sight(hf.BertLMHeadModel(hf.BertConfig(**sizes)), "causal-lm")
+    require_sight(hf.GPT2LMHeadModel(hf.GPT2Config(**zoo.GPT2)), "causal-lm")
+    require_sight(hf.BertForMaskedLM(hf.BertConfig(**zoo.TEXT)), "masked-lm")
+    with pytest.raises(DataError, match="BertLMHeadModel sees the tokens"):
+        require_sight(hf.BertLMHeadModel(hf.BertConfig(**zoo.TEXT)), "causal-lm")
