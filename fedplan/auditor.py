@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,31 @@ class Account:
 
 def told_of(folder: Path) -> list[Account]:
     """The account of each experiment under a folder."""
-    found = [
-        Account(each, read_agreement(each), read_outgoing(each)) for each in records_in(folder)
-    ]
+    found = [_account(each) for each in records_in(folder)]
     if not found:
         raise FedplanError(f"{folder} is no site's home: nothing in it says what has left")
     return found
+
+
+AGREED = dict.fromkeys(("site", "experiment", "plan", "fingerprint", "model"), str)
+SENT = {"answer": str, "again": bool, **dict.fromkeys(("round", "up", "said", "down"), int)}
+
+
+def _account(folder: Path) -> Account:
+    """The account of one experiment, if each of its files holds what a site writes there."""
+    agreed, lines = read_agreement(folder), read_outgoing(folder)
+    sound = _fits(agreed, AGREED) and _counts(agreed.get("limits"), float)
+    if not sound:
+        raise FedplanError(f"{folder} does not hold what a site agreed to: its file was changed")
+    for number, line in enumerate(lines, 1):
+        if not _fits(line, SENT) or not _counts(line.get("parts"), int):
+            raise FedplanError(f"line {number} of the record in {folder} was changed: {line!s:.60}")
+    return Account(folder, agreed, lines)
+
+
+def _fits(said: Any, kinds: Mapping[str, type]) -> bool:
+    return type(said) is dict and all(type(said.get(name)) is kind for name, kind in kinds.items())
+
+
+def _counts(said: Any, most: type) -> bool:
+    return type(said) is dict and all(type(each) in (int, most) for each in said.values())

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fedplan.errors import FedplanError
 from fedplan.exchange import Update, listed, scored
 from fedplan.failpoints import reach
 from fedplan.files import mark_of_file
+from fedplan.horizon import rounds_ahead
 from fedplan.identity import RUN, Identity, identified, read_identity
 from fedplan.ledger import Digests, Ledger, digests, joined
 from fedplan.params import Block
@@ -31,7 +33,7 @@ from fedplan.store import Generation, Store
 from fedplan.turn import Turn
 
 WORLD, LEDGER, METRICS = "world", "ledger.jsonl", "metrics.jsonl"
-SMALL = ("study.json", "manifest.json", RUN)
+SMALL = ("study.json", "manifest.json", "task.json", RUN)
 """Files of a run's folder that are written once, before its first round."""
 Roster = Mapping[str, Mapping[str, str]]
 """Every client's name, with its traits."""
@@ -198,23 +200,29 @@ class Server:
         return {key for found in moves for key, last in found.items() if last > number}
 
     @cached_property
-    def _last_moves(self) -> dict[str, dict[str, int]]:
-        """The last round that may move each key, in each phase."""
+    def _last_moves(self) -> dict[str, dict[str, float]]:
+        """The last round that may move each key, in each phase, if a run were never to end.
+
+        A run that is given more rounds later must remember what a longer one would.
+        """
         phases = ("", *self.setup.method.announce.phases)
         return {phase: self._moves(phase) for phase in phases}
 
-    def _moves(self, phase: str) -> dict[str, int]:
+    def _moves(self, phase: str) -> dict[str, float]:
         plan, params = self.setup.method.plan, self.setup.params
+        ahead = rounds_ahead(plan)
+        if ahead is None:
+            return dict.fromkeys((p.key for p in self.setup.movable), inf)
         sayings = {
-            plan.settle(turn): turn
-            for number in range(1, self.rounds + 1)
+            plan.settle(turn): (turn, inf if ever else number)
+            for number, ever in ahead
             for turn in self._turns(number, phase)
         }
-        found = dict[str, int]()
-        for turn in sayings.values():
+        found = dict[str, float]()
+        for turn, last in sayings.values():
             roles = permitted(plan, params, turn)
             shared = [p.key for p in params if roles[p] is Role.SHARE]
-            found |= {key: max(turn.round, found.get(key, 0)) for key in shared}
+            found |= {key: max(last, found.get(key, 0)) for key in shared}
         return found
 
     def _turns(self, number: int, phase: str) -> list[Turn]:
@@ -268,8 +276,21 @@ class Server:
 
     def world_values(self) -> dict[str, Tensor]:
         """The federation's model: its values, and the start's for what each client keeps."""
-        trainable = self.setup.trainable
-        return {p.key: self.world.values.get(p.key, self.start[p.key]) for p in trainable}
+        return world_values(self.setup, self.world, self.start)
+
+
+def world_values(setup: Setup, world: World, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values of a federation's model, where it starts from `start`."""
+    return {p.key: world.values.get(p.key, start[p.key]) for p in setup.trainable}
+
+
+def personal_values(
+    setup: Setup, world: World, start: Mapping[str, Tensor], turn: Turn, home: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The values of one client's model: its own, as of the turn, over the federation's."""
+    roles = permitted(setup.method.plan, setup.params, turn)
+    own = {p.key for p in setup.trainable if roles[p].own}
+    return world_values(setup, world, start) | {k: v for k, v in home.items() if k in own}
 
 
 def _identity(

@@ -14,18 +14,18 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from fedplan.config import ConfigError, Study, read_study
 from fedplan.desk import Desk, journal_in, place_of
 from fedplan.errands import Order
 from fedplan.errors import FedplanError
 from fedplan.mail import parcel_of, run_of
+from fedplan.names import folder_named
 from fedplan.outgoing import Limits
 from fedplan.parcel import BrokenParcel, Parcel
 from fedplan.seals import Seal
 from fedplan.site import Site, cloak_of
-from fedplan.studies import stage_of, write_run
+from fedplan.studies import note_task, stage_of, write_run
 from fedplan.tables import load
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def desk_of(office: Office, run: str) -> Desk:
         _whole(node, "limit_rounds"), _whole(node, "limit_bytes"), _number(node, "limit_epsilon")
     )
     write_run(place, study, setup.params)
+    note_task(place, stage.shares)
     return Desk(setup, site, folder, limits)
 
 
@@ -105,7 +106,7 @@ def _traits(study: Study, name: str, node: Mapping[str, Any]) -> dict[str, str]:
 
 def folder_of(home: str, study: Study, name: str) -> Path:
     """Where a site keeps an experiment, under its own name; each run has a folder in it."""
-    return Path(home) / quote(f"{study.name}-{study.seed}", safe="") / quote(name, safe="")
+    return Path(home) / folder_named(f"{study.name}-{study.seed}") / folder_named(name)
 
 
 def name_of(study: Study, node: Mapping[str, Any]) -> str:

@@ -18,9 +18,9 @@ FILES = [file for files in MODULES.values() for file in files]
 
 # Imports flow one way: each module, or folder of them, may use those that stand before it.
 ORDER = (
-    *("errors", "hub", "parcel", "errands", "params", "anatomy", "teaching", "architectures"),
-    *("adapters", "description"),
-    *("predicates", "parts", "turn", "plan", "resolution", "text", "state", "buffers"),
+    *("errors", "hub", "names", "plain", "parcel", "errands", "params", "anatomy", "teaching"),
+    *("architectures", "adapters", "description"),
+    *("predicates", "parts", "turn", "plan", "horizon", "resolution", "text", "state", "buffers"),
     *("manifest", "catalog", "crowds", "views", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
     *("locks", "files", "identity", "seals", "generations", "store", "journal"),
@@ -58,7 +58,7 @@ ORDER = (
         "runners",
     ),
     *("data", "evaluation", "tokens", "tasks", "foresight", "config", "loading", "shares"),
-    *("testing", "studies", "trainer", "flower", "keys", "starter"),
+    *("testing", "studies", "continuation", "trainer", "flower", "keys", "starter"),
     "attacks",
     *("archive", "audit", "auditor", "export", "progress", "cli"),
 )

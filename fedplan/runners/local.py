@@ -15,9 +15,8 @@ from fedplan.exchange import Down, Lacking
 from fedplan.failpoints import reach
 from fedplan.fit import Examples, Loss
 from fedplan.journal import Journal, home_of
-from fedplan.resolution import permitted
 from fedplan.rounds import Tally
-from fedplan.server import Server
+from fedplan.server import Server, personal_values
 from fedplan.site import Site, cloak_of, local, poll
 from fedplan.state import take
 from fedplan.turn import Turn
@@ -117,6 +116,4 @@ class Federation(Server):
         """One client's model: its own values over the federation's."""
         home, _ = self.sites[name].journal.home()
         turn = Turn(self.world.round, name, self.world.phase, self.sites[name].traits)
-        roles = permitted(self.setup.method.plan, self.setup.params, turn)
-        own = {p.key for p in self.setup.trainable if roles[p].own}
-        return self.world_values() | {k: v for k, v in home.items() if k in own}
+        return personal_values(self.setup, self.world, self.start, turn, home)

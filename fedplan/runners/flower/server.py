@@ -13,6 +13,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedplan.config import read_study
+from fedplan.continuation import require_free
 from fedplan.errors import FedplanError
 from fedplan.exchange import Down, nbytes, scored
 from fedplan.files import put_file
@@ -24,7 +25,7 @@ from fedplan.runners.flower.calls import Calls, Guest, Letter, Patience
 from fedplan.runners.flower.records import arrays_of
 from fedplan.runners.flower.submit import FAULT
 from fedplan.server import Server
-from fedplan.studies import attendance_of, opened_run, stage_of
+from fedplan.studies import attendance_of, note_task, opened_run, stage_of
 
 log = logging.getLogger("fedplan")
 Watch = Callable[[Server, Tally], None]
@@ -42,8 +43,10 @@ def carry_study(grid: Grid, file: Path, folder: Path) -> None:
 
 def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
     study = read_study(file)
+    require_free(folder, study, resume=True)
     stage = stage_of(study)
     claim = opened_run(folder, study, stage.setup.params)
+    note_task(folder, stage.shares)
     names = study.clients.names or list(stage.shares.train)
     server = Server(
         stage.agreed,
