@@ -221,8 +221,8 @@ def study_in(folder: Path) -> Study:
     """The study that a folder is of."""
     try:
         return study_of(json.loads((folder / STUDY).read_text()))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
+    except (OSError, ValueError, RecursionError, ConfigError) as error:
+        raise ConfigError(f"{folder} is not the folder of a run: {STUDY}: {error}") from error
 
 
 def setup_of(study: Study, params: Params) -> Setup:
