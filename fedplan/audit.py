@@ -23,7 +23,7 @@ from fedplan.phases import Planned
 from fedplan.privacy.promise import require_sound
 from fedplan.privacy.statement import Statement
 from fedplan.record import RecordError, RoundRecord, TurnRecord, read_record
-from fedplan.server import WORLD
+from fedplan.server import LEDGER, SMALL, WORLD
 from fedplan.shares import mark_of, shares_of
 from fedplan.store import Store
 from fedplan.studies import Stage, attendance_of, method_of, promise_of, stage_of, study_in
@@ -35,11 +35,16 @@ def verify_run(folder: Path) -> tuple[list[str], str]:
 
     Nothing in the folder is changed. Rows are checked where they can be read.
     """
+    found = file_faults(folder)
+    if found.keys() & {*SMALL} or not (folder / LEDGER).is_file():
+        # Without these there is nothing to hold the rest against.
+        return [*found.values()], ""
     archive = read_archive(folder)
     setup, turns = archive.setup, list(_turns(archive))
-    faults = [*file_faults(archive), *identity_faults(archive)]
+    faults = [*found.values(), *identity_faults(archive)]
     faults += verify_lines(setup, archive.lines, archive.identity.marks)
     faults += _world_faults(archive)
+    faults += _charge_faults(archive)
     if archive.identity.rows:
         faults += _home_faults(archive, turns)
     changed, read = _row_faults(archive)
@@ -118,6 +123,16 @@ def _kept_faults(archive: Archive, journal: Journal, turn: TurnRecord) -> Iterat
             yield f"{client}'s {p.key} is lost from its home"
         elif digest(home[p.key]) != after[p.key]:
             yield f"{client}'s {p.key} is not what its last turn left"
+
+
+def _charge_faults(archive: Archive) -> list[str]:
+    """Charges that were changed, or are not those of the promise."""
+    try:
+        if archive.setup.promise is not None:
+            Statement.of(archive.setup.promise, archive.study.train.rounds, archive.folder)
+    except FedplanError as error:
+        return [str(error)]
+    return []
 
 
 def _row_faults(archive: Archive) -> tuple[list[str], str]:

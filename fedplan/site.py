@@ -137,6 +137,7 @@ def _own_turn(site: Site, down: Down) -> Turn:
 def _train(
     setup: Setup, site: Site, down: Down, home: Tensors, notes: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    _require_forward(site, down.turn.round, notes)
     if site.cloak is not None:
         site.cloak.require_paid(notes.get("charges", 0))
     turn, still = _own_turn(site, down), buffers_of(site.model)
@@ -171,6 +172,16 @@ def _train(
     kept = {k: v for k, v in home.items() if k not in own and k not in done.memory}
     site.journal.commit(down.request, {**kept, **own, **done.memory}, notes, reply, line)
     return reply, line
+
+
+def _require_forward(site: Site, number: int, notes: Mapping[str, Any]) -> None:
+    """Refuse a turn before the last one: what the client kept since would be lost, or mixed in."""
+    last = max((line["round"] for line in notes.get("lines", ())), default=0)
+    if last >= number:
+        raise Refused(
+            f"{site.name} has taken its turn in round {last} of this run, and is asked for round "
+            f"{number}: the server has lost its world; put a copy back, or begin another run"
+        )
 
 
 def _values(setup: Setup, site: Site, turn: Turn, home: Tensors) -> dict[str, Tensor]:

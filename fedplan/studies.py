@@ -271,7 +271,7 @@ def study_in(folder: Path) -> Study:
         said = json.loads((folder / STUDY).read_text(encoding="utf-8"))
         return study_of(said if isinstance(said, dict) else {STUDY: said})
     except (OSError, ValueError, RecursionError, ConfigError) as error:
-        raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
+        raise ConfigError(f"{folder} is not the folder of a run: {STUDY}: {error}") from error
 
 
 def setup_in(folder: Path) -> Setup:
