@@ -9,12 +9,16 @@ from typing import Any
 
 from fedplan.agreement import Setup
 from fedplan.config import ConfigError, read_study
+from fedplan.content import keyed
 from fedplan.explanation import Explanation, explain
 from fedplan.journal import Journal, home_of
 from fedplan.ledger import digest, parted
+from fedplan.outgoing import AGREEMENT, read_agreement
 from fedplan.phases import Planned
 from fedplan.privacy.promise import require_sound
+from fedplan.privacy.secret import secret_of
 from fedplan.privacy.statement import Statement
+from fedplan.site import KEY
 from fedplan.store import Store
 from fedplan.studies import method_of, promise_of, read_run, stage_of, study_in
 from fedplan.verification import verify_lines
@@ -56,10 +60,17 @@ def _home_faults(folder: Path, setup: Setup, turns: list[dict[str, Any]]) -> lis
     """Each home must be what its client's last turn left."""
     faults = list[str]()
     for client, line in {line["client"]: line for line in turns}.items():
-        home, _ = Journal(home_of(folder, client)).home()
+        place = home_of(folder, client)
+        home, _ = Journal(place).home()
+        if home and not (place / KEY).exists():
+            faults.append(f"{client} has lost the key of its digests, {place / KEY}")
+            continue
+        key = secret_of(place / KEY) if home else b""
         after = parted(setup.params, line["after"])
         for p, letter in zip(setup.params, line["roles"], strict=True):
-            if letter in "KH" and p.key in home and digest(home[p.key]) != after[p.key]:
+            if letter not in "KH" or p.key not in home:
+                continue
+            if keyed(key, p.key, digest(home[p.key])) != after[p.key]:
                 faults.append(f"{client}'s {p.key} is not what its last turn left")
     return faults
 
@@ -85,7 +96,11 @@ def stated(place: Path) -> Statement:
     if promise is None:
         raise ConfigError(f"{place} promises nothing: it has no [privacy]")
     require_sound(promise, method_of(study))
-    found = Statement.of(promise, study.train.rounds, folder)
+    charged, run = folder, ""
+    if folder is not None and (folder / AGREEMENT).exists():
+        agreed = read_agreement(folder)
+        charged, run = Path(agreed["account"]), agreed["run"]
+    found = Statement.of(promise, study.train.rounds, charged, run=run)
     if folder is not None:
         (folder / "privacy.json").write_text(json.dumps(found.json(), indent=1) + "\n")
     return found

@@ -32,7 +32,12 @@ class Journal:
 
     def __init__(self, folder: Path, *, replies: bool = True, seal: Seal | None = None) -> None:
         self._store = Store(folder, seal=seal)
-        self._folder, self._replies = folder, replies
+        self._folder, self._replies, self.seal = folder, replies, seal
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return self._folder
 
     @property
     def skipped(self) -> list[Skipped]:

@@ -133,7 +133,8 @@ class Server:
         released, clip = None, 0.0
         if self.veil is not None and tally.mechanism is not None:
             about, made = _about(number), tally.mechanism
-            released = self.veil.release(made, tally.sums, number, about)
+            within = f"{tally.within} of {len(tally.counted)}"
+            released = self.veil.release(made, tally.sums, number, about, within)
             clip = self.veil.moved(made, tally.within, len(tally.counted), about)
         self.world = close(
             self.setup,

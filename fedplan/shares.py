@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from fedplan import streams
 from fedplan.config import Study
+from fedplan.content import mark_of as mark_of
 from fedplan.fit import Examples
-from fedplan.ledger import digest
 from fedplan.tables import labels_in, load, rows, values, where
 from fedplan.tasks import Task, task
 
@@ -30,15 +28,6 @@ class Shares:
     own: dict[str, Examples]
     test: Examples | None
     task: Task
-
-
-def mark_of(examples: Examples) -> str:
-    """Tells two clients' rows apart by all that a batch of them holds, whatever they are called."""
-    found = hashlib.sha256()
-    for indices in cast("tuple[Tensor, ...]", torch.arange(len(examples)).split(256)):
-        for name, tensor in sorted(examples.batch(indices).items()):
-            found.update(f"{name} {digest(tensor)}".encode())
-    return found.hexdigest()[:32]
 
 
 def shares_of(study: Study, own: tuple[str, Dataset] | None) -> Shares:

@@ -20,6 +20,8 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 class DataError(FedplanError):
     """Data that cannot be read, divided or used as asked."""
 
+    code = "data"
+
 
 def is_hub_id(name: str) -> bool:
     """Whether a name can only mean something on the hub: it looks like org/name and is no path."""

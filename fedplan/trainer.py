@@ -7,20 +7,22 @@ import importlib.util
 import os
 import socket
 import sys
-import traceback
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from fedplan.account import DELTA, Account, Limits
+from fedplan.codes import EXITS, said_of, told
 from fedplan.config import ConfigError, Study, read_study
 from fedplan.desk import Desk, journal_in
 from fedplan.errands import Order
-from fedplan.errors import FedplanError
+from fedplan.faults import Faults
+from fedplan.journal import home_of
 from fedplan.mail import parcel_of
-from fedplan.outgoing import Limits
 from fedplan.parcel import BrokenParcel, Parcel
 from fedplan.seals import Seal
 from fedplan.site import Site, cloak_of
@@ -32,8 +34,9 @@ if TYPE_CHECKING:
 
 SAID = frozenset(
     (
-        *("name", "home", "data", "key", "resident", "idle"),
-        *("limit_rounds", "limit_bytes", "limit_epsilon", "partition-id", "num-partitions"),
+        *("name", "home", "data", "dataset", "key", "resident", "idle"),
+        *("limit_rounds", "limit_bytes", "limit_epsilon", "limit_delta"),
+        *("partition-id", "num-partitions"),
     )
 )
 """What a node may be started with; every other word is a trait of the site."""
@@ -43,7 +46,15 @@ IDLE = 900.0
 
 
 def desk_of(order: Order) -> Desk:
-    """A site's desk, built from its study and from what its node was started with."""
+    """A site's desk, built from its study and from what its node was started with.
+
+    What it writes only its owner may read; with a key, what tells of rows is sealed.
+    """
+    with _private():
+        return _desk_of(order, seal_of(order))
+
+
+def _desk_of(order: Order, seal: Seal | None) -> Desk:
     study, node = read_study(Path(order.study)), order.node
     name = name_of(study, node)
     own = None if study.data.path else (name, _table(order, study))
@@ -51,7 +62,7 @@ def desk_of(order: Order) -> Desk:
     if name not in stage.shares.train:
         raise ConfigError(f"the study has no client {name!r}")
     folder = folder_of(order.home, study, name)
-    seal = Seal.from_file(Path(str(node["key"]))) if "key" in node else None
+    account = account_of(order, name, seal)
     traits = study.clients.traits.get(name, {})
     traits = traits | {k: str(v) for k, v in node.items() if k not in SAID}
     site = Site(
@@ -63,13 +74,43 @@ def desk_of(order: Order) -> Desk:
         marks=stage.marks,
         loss=stage.shares.task.loss,
         traits=traits,
-        cloak=cloak_of(stage.setup, folder / "privacy"),
-    )
-    limits = Limits(
-        _whole(node, "limit_rounds"), _whole(node, "limit_bytes"), _number(node, "limit_epsilon")
+        cloak=cloak_of(stage.setup, account.folder, account),
+        account=account,
     )
     opened_run(folder, study, stage.setup.params)
-    return Desk(stage.setup, site, folder, limits, start=stage.digest)
+    faults = Faults(Path(order.home), seal)
+    return Desk(stage.setup, site, folder, start=stage.digest, faults=faults)
+
+
+def seal_of(order: Order) -> Seal | None:
+    """What seals all that tells of a site's rows, if its node was given a key."""
+    return Seal.from_file(Path(str(order.node["key"]))) if "key" in order.node else None
+
+
+def account_of(order: Order, name: str, seal: Seal | None) -> Account:
+    """The account of a site's dataset: one for all studies, by the node's own words alone.
+
+    In a simulation all clients have one home, and each has an account.
+    """
+    node = order.node
+    limits = Limits(
+        _whole(node, "limit_rounds"),
+        _whole(node, "limit_bytes"),
+        _number(node, "limit_epsilon"),
+        _number(node, "limit_delta") or DELTA,
+    )
+    dataset = name if "partition-id" in node else str(node.get("dataset", "rows"))
+    return Account(Path(order.home) / "account" / home_of(Path(), dataset).name, limits, seal=seal)
+
+
+@contextmanager
+def _private() -> Generator[None]:
+    """Let nobody else read what is written meanwhile."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def folder_of(home: str, study: Study, name: str) -> Path:
@@ -134,26 +175,43 @@ def serve(desk: Desk, listener: socket.socket, *, idle: float = IDLE) -> None:
             # Who asked may be gone by now: the answer stands in the journal.
             line.settimeout(None)
             kind = stream.readline(64).decode(errors="replace").strip()
-            answered(desk, kind, Parcel.read(stream)).write(stream)
+            desk.answer(kind, Parcel.read(stream)).write(stream)
 
 
-def answered(desk: Desk, kind: str, parcel: Parcel) -> Parcel:
-    """A desk's answer. An error that nobody foresaw stays in the log: it may tell of rows."""
+def noted(order: Order, error: Exception) -> str:
+    """The code of an error of a site that has no desk yet; its text goes into the site's log.
+
+    If not even the key can be read, nothing else was.
+    """
+    with suppress(Exception):
+        return Faults(Path(order.home), seal_of(order)).note(error)
+    return Faults(Path(order.home)).note(error)
+
+
+def answered(order: Order, kind: str, parcel: Parcel) -> Parcel:
+    """The answer of a site whose trainer does not stay."""
     try:
-        return desk.answer(kind, parcel)
+        desk = _desk(order.text)
     except Exception as error:
-        traceback.print_exc()
-        said = f"{type(error).__name__} at {desk.site.name}; its log says more"
-        return parcel_of({}, {"failed": said})
+        return parcel_of({}, {**said_of(noted(order, error))})
+    return desk.answer(kind, parcel)
+
+
+@cache
+def _desk(order: str) -> Desk:
+    return desk_of(Order.of(order))
 
 
 def main(text: str, address: str) -> None:
     """Build a desk, and stay. The socket opens when all is ready."""
     order = Order.of(text)
+    os.umask(0o077)
     try:
         desk = desk_of(order)
-    except FedplanError as error:
-        raise SystemExit(f"fedplan: {error}") from error
+    except Exception as error:
+        code = noted(order, error)
+        sys.stderr.write(f"fedplan: {told(code)}; fedplan faults {order.home} says more\n")
+        raise SystemExit(EXITS[code]) from None
     with suppress(FileNotFoundError):
         os.unlink(address)
     with socket.socket(socket.AF_UNIX) as listener:

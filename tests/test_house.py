@@ -18,11 +18,11 @@ FILES = [file for files in MODULES.values() for file in files]
 
 # Imports flow one way: each module, or folder of them, may use those that stand before it.
 ORDER = (
-    *("errors", "parcel", "errands", "params", "anatomy", "architectures", "description"),
+    *("errors", "codes", "parcel", "errands", "params", "anatomy", "architectures", "description"),
     *("predicates", "parts", "turn", "plan", "resolution", "text", "state"),
     *("manifest", "catalog", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
-    *("locks", "seals", "generations", "store", "journal"),
+    *("locks", "seals", "faults", "generations", "store", "journal"),
     *(
         "serve",
         "drift",
@@ -37,9 +37,11 @@ ORDER = (
         "methods",
         "privacy",
         "ledger",
+        "content",
         "agreement",
         "exchange",
         "mail",
+        "account",
         "outgoing",
         "site",
         "desk",

@@ -83,7 +83,7 @@ class Federation(Server):
     def spent(self) -> float | None:
         """The epsilon of whoever has spent most, if anything was promised."""
         guards = [self.veil, *(site.cloak for site in self.sites.values())]
-        return max((guard.budget.spent() for guard in guards if guard), default=None)
+        return max((guard.spent for guard in guards if guard), default=None)
 
     def personal_values(self, name: str) -> dict[str, Tensor]:
         """One client's model: its own values over the federation's."""

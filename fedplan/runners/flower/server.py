@@ -12,6 +12,7 @@ from typing import Any
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
+from fedplan.codes import KINDS, meant
 from fedplan.config import read_study
 from fedplan.errors import FedplanError
 from fedplan.exchange import Down, nbytes, scored
@@ -163,11 +164,10 @@ class Carrier:
 
     def _count(self, tally: Tally, name: str, answer: Parcel) -> None:
         said = _said(answer)
-        for word in ("refused", "failed", "lacking"):
-            if word in said:
-                tally.rejected.setdefault(name, f"{word}: {str(said[word])[:300]}")
-                log.warning("%s %s: %s", name, word, str(said[word])[:300])
-                return
+        if kind := next((kind for kind in KINDS if kind in said), ""):
+            tally.rejected.setdefault(name, meant(kind, str(said[kind])))
+            log.warning("%s %s", name, meant(kind, str(said[kind])))
+            return
         limit = 2 * nbytes(self.server.world.values) + 2**22
         try:
             update = update_of(answer, limit=limit)
