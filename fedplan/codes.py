@@ -27,6 +27,7 @@ FAILURES = {
     "data": "its rows are not what the study asks for",
     "model": "its model cannot be loaded, or is not what the study asks for",
     "plan": "the plan does not fit its model",
+    "training": "its training broke the plan, or left numbers that are not finite",
     "settings": "its study, or what its node was started with, cannot be used",
     "disk": "its disk, or what lies on it, cannot be used",
     "memory": "it has too little memory",

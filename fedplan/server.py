@@ -76,13 +76,13 @@ class Server:
         self._settle(tally, self.world.choice or None)
         return tally
 
-    def polls(self, tally: Tally) -> bool:
-        """Whether the clients of a round say first what they would choose."""
+    def voters(self, tally: Tally) -> list[str]:
+        """The clients of a round that say first what they would choose: those whose plan does."""
         promise = self.setup.promise
         if promise is not None and promise.vote:
-            return promise.votes(self.world.round + 1)
-        chooses = any(self.setup.chooses(down.turn) for down in tally.cohort.values())
-        return self.setup.method.together and chooses
+            return list(tally.cohort) if promise.votes(self.world.round + 1) else []
+        together, chooses = self.setup.method.together, self.setup.chooses
+        return [name for name, down in tally.cohort.items() if together and chooses(down.turn)]
 
     def choose(self, tally: Tally, polled: Mapping[str, Mapping[Block, float]]) -> None:
         """Have all choose alike: by the sum of what was polled, or by what a vote makes of it."""

@@ -317,7 +317,9 @@ def _require_still(
             )
         now[key] = digest(after[key]) if roles[p].trained else was[key]
         if not roles[p].trained and not torch.equal(before[key], after[key]):
-            raise FedplanError(f"{key} is {roles[p].name} and moved: the fit broke the plan")
+            raise FedplanError(f"{key} is {roles[p].name} and moved: the fit broke the plan").coded(
+                "training"
+            )
     resting = [p for p in setup.params if p.key not in before]
     tensors = dict(site.model.named_parameters())
     for p in resting:

@@ -75,9 +75,9 @@ class Federation(Server):
 
     def ask(self, tally: Tally) -> None:
         """Where all choose together, hear first what each one would choose."""
-        if self.polls(tally):
-            asked = tally.cohort.items()
-            self.choose(tally, {n: poll(self.setup, self.sites[n], down) for n, down in asked})
+        if voters := self.voters(tally):
+            sites, downs = self.sites, tally.cohort
+            self.choose(tally, {n: poll(self.setup, sites[n], downs[n]) for n in voters})
 
     @property
     def spent(self) -> float | None:

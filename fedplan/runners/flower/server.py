@@ -180,12 +180,12 @@ class Carrier:
         self.server.take(tally, update)
 
     def _choose_together(self, tally: Tally) -> None:
-        downs = tally.cohort
-        if not self.server.polls(tally):
+        voters = self.server.voters(tally)
+        if not voters:
             return
-        letters = {name: self._letter(tally, name) for name in downs}
+        letters = {name: self._letter(tally, name) for name in voters}
         polled = dict[str, Any]()
-        enough = min(self.quorum, len(downs))
+        enough = min(self.quorum, len(voters))
         for name, answer in self.calls.ask("query.poll", letters, lambda: len(polled) >= enough):
             if isinstance(answer, Parcel) and self._lacks(tally, name, answer):
                 letters[name] = self._letter(tally, name)
