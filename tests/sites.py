@@ -110,6 +110,9 @@ def world_of(desk: Desk, *, round: int = 1, scale: float = 1.0, version: int = 0
 def asked(desk: Desk, world: World, kind: str = TRAIN) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What a site answers: the tensors, and what it says."""
     down = push(desk.setup, world, NAME, {}, anew=True)
+    if desk.setup.method.together and kind == TRAIN:
+        scores = {block: float(block.number) for block in desk.setup.blocks}
+        down = replace(down, turn=replace(down.turn, scores=scores))
     return opened(desk.answer(kind, down_parcel(down)))
 
 
