@@ -8,6 +8,7 @@ the trainer that stays at the site.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 
 from flwr.app import Context, Error, Message
@@ -54,5 +55,6 @@ def client_app(answer: Answer) -> ClientApp:
 
 def failed(message: Message, error: Exception) -> Message:
     """What leaves of an error: its code. Flower would send its text, which may tell of rows."""
-    log.error("%s", error, exc_info=None if isinstance(error, FedplanError) else error)
+    foreseen = isinstance(error, FedplanError)
+    log.error("%s", error if foreseen else "".join(traceback.format_exception(error)))
     return Message(Error(RAISED, told(code_of(error))), reply_to=message)
