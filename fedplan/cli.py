@@ -229,6 +229,20 @@ def ledger(
 
 
 @app.command()
+def faults(
+    folder: Annotated[Path, typer.Argument(help="A site's home.")],
+    key: Annotated[Path | None, typer.Option(help="What opens its home, if it is sealed.")] = None,
+) -> None:
+    """At a site: what went wrong there, in full. Of all this only a code has left it."""
+    from fedplan.faults import read_faults
+    from fedplan.seals import Seal
+
+    with told():
+        for each in read_faults(folder, Seal.from_file(key) if key else None):
+            Console(soft_wrap=True, highlight=False).print(each, markup=False)
+
+
+@app.command()
 def audit(
     draws: Annotated[int, typer.Option(help="Releases of each world.", min=100)] = 50_000,
     clients: Annotated[int, typer.Option(help="Clients that are attacked.", min=2)] = 8,

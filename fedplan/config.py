@@ -36,6 +36,8 @@ ASIDE: dict[str, Any] = {"evaluate": True, "patience": True, "threads": True, "t
 class ConfigError(FedplanError):
     """A study file that does not fit the schema: the message names the field."""
 
+    code = "settings"
+
 
 class Section(BaseModel):
     """A part of the file: unknown fields are refused, values are not converted."""

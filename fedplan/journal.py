@@ -39,7 +39,12 @@ class Journal:
         reading: bool = False,
     ) -> None:
         self._store = Store(folder, seal=seal, reading=reading)
-        self._folder, self._replies = folder, replies
+        self._folder, self._replies, self.seal = folder, replies, seal
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return self._folder
 
     @property
     def skipped(self) -> list[Skipped]:

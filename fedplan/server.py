@@ -111,13 +111,14 @@ class Server:
         seed = streams.seed(setup.experiment, "probe", number)
         return public_scores(setup.method.probe, setup.blocks, seed)
 
-    def polls(self, tally: Tally) -> bool:
-        """Whether the clients of a round say first what they would choose."""
+    def voters(self, tally: Tally) -> list[str]:
+        """The clients of a round that say first what they would choose: those whose plan does."""
         promise = self.setup.promise
         if promise is not None and promise.vote:
-            return promise.votes(self.world.round + 1)
-        chooses = any(self.setup.chooses(down.turn) for down in tally.cohort.values())
-        return self.setup.method.together and chooses and self.veil is None
+            return list(tally.cohort) if promise.votes(self.world.round + 1) else []
+        together = self.setup.method.together and self.veil is None
+        chooses = self.setup.chooses
+        return [name for name, down in tally.cohort.items() if together and chooses(down.turn)]
 
     def choose(self, tally: Tally, polled: Mapping[str, Mapping[Block, float]]) -> None:
         """Have all choose alike: by the sum of what was polled, or by what a vote makes of it."""
@@ -180,7 +181,8 @@ class Server:
         released, clip = None, 0.0
         if self.veil is not None and tally.mechanism is not None:
             about, made = _about(number), tally.mechanism
-            released = self.veil.release(made, tally.sums, number, about)
+            within = f"{tally.within} of {len(tally.counted)}"
+            released = self.veil.release(made, tally.sums, number, about, within)
             clip = self.veil.moved(made, tally.within, len(tally.counted), about)
         self.world = close(
             self.setup,

@@ -37,7 +37,7 @@ from fedplan.probe import probe_named
 from fedplan.resolution import check
 from fedplan.rounds import Tally
 from fedplan.runners.local import Federation
-from fedplan.shares import Shares, mark_of, shares_of
+from fedplan.shares import Shares, shares_of
 from fedplan.state import Tensors, put, take
 from fedplan.store import told
 from fedplan.text import parse
@@ -188,7 +188,7 @@ class Trial:
             attendance=attendance_of(study),
             traits=study.clients.traits,
             names=names,
-            marks={name: mark_of(rows) for name, rows in self.shares.train.items()},
+            marks=self.shares.marks,
         )
 
     def run(self, watch: Watch) -> None:

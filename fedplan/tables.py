@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class DataError(FedplanError):
     """Data that cannot be read, divided or used as asked."""
 
+    code = "data"
+
 
 def load(path: str, *, split: str = "") -> Dataset:
     """A table by file, folder or hub id; only a hub id, as in hub:org/name, may reach the network.

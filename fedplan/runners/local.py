@@ -92,8 +92,9 @@ class Federation(Server):
 
     def ask(self, tally: Tally) -> None:
         """Where all choose together, hear first what each one would choose."""
-        if self.polls(tally):
-            self.choose(tally, {n: self._asked(poll, tally, n) for n in self._there(tally)})
+        if voters := self._there(tally).keys() & set(self.voters(tally)):
+            said = {n: self._asked(poll, tally, n) for n in tally.cohort if n in voters}
+            self.choose(tally, said)
 
     def _asked(self, turn: Callable[[Setup, Site, Down], Said], tally: Tally, name: str) -> Said:
         """What a site says; one that has lost what it had is asked anew."""
@@ -110,7 +111,7 @@ class Federation(Server):
     def spent(self) -> float | None:
         """The epsilon of whoever has spent most, if anything was promised."""
         guards = [self.veil, *(site.cloak for site in self.sites.values())]
-        return max((guard.budget.spent() for guard in guards if guard), default=None)
+        return max((guard.spent for guard in guards if guard), default=None)
 
     def personal_values(self, name: str) -> dict[str, Tensor]:
         """One client's model: its own values over the federation's."""
