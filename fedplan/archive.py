@@ -13,9 +13,10 @@ from fedplan.config import ConfigError, Study
 from fedplan.errors import FedplanError
 from fedplan.identity import RUN, Identity, read_identity
 from fedplan.manifest import read
+from fedplan.privacy.guard import CHARGES
 from fedplan.record import parsed
 from fedplan.rounds import World
-from fedplan.server import LEDGER, METRICS, SMALL, WORLD, read_world
+from fedplan.server import LEDGER, WORLD, read_world
 from fedplan.studies import MANIFEST, setup_of, study_in
 
 
@@ -74,7 +75,7 @@ def file_faults(folder: Path) -> dict[str, str]:
             faults[name] = f"{name} is lost"
         elif hashlib.sha256(content[:length]).hexdigest() != sha256:
             faults[name] = f"{name} is not what round {world.round} was committed with"
-        elif len(content) > length and name in (*SMALL, LEDGER, METRICS):
+        elif len(content) > length and not name.endswith(CHARGES):
             faults[name] = (
                 f"{name} has {len(content) - length} bytes after round {world.round}, the last "
                 "that was committed: go on with the run by --resume, then verify it"

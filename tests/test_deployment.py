@@ -19,6 +19,7 @@ from proxy import Proxy
 
 from fedplan.config import read_study
 from fedplan.desk import journal_in
+from fedplan.identity import is_id
 from fedplan.journal import Journal, home_of
 from fedplan.ledger import digests, read_lines
 from fedplan.runners.flower.submit import QUIET
@@ -55,6 +56,10 @@ def whole(here: Path, study: str, name: str) -> Path:
     return here / "whole" / name
 
 
+def _changed(folder: Path) -> float:
+    return folder.stat().st_mtime
+
+
 def homes(fed: Path, study: Path) -> dict[str, dict[str, str]]:
     """What each site of a deployment keeps, opened with its own key."""
     found = dict[str, dict[str, str]]()
@@ -62,7 +67,8 @@ def homes(fed: Path, study: Path) -> dict[str, dict[str, str]]:
         key = fed / "sites" / name / "home.key"
         folder = folder_of(str(fed / "sites" / name / "home"), read_study(study), name)
         seal = Seal.from_file(key) if key.exists() else None
-        found[name] = digests(journal_in(folder, seal).home()[0])
+        run = max((each for each in folder.iterdir() if is_id(each.name)), key=_changed)
+        found[name] = digests(journal_in(run, seal).home()[0])
     return found
 
 
