@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from math import isfinite
-from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +168,7 @@ def _settled(down: Down, notes: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _bits(settled: Mapping[str, str]) -> int:
-    return reduce(or_, (int(bits, 16) for bits in settled.values()), 0)
+    return reduce(lambda found, bits: found | int(bits, 16), settled.values(), 0)
 
 
 def _require_wanted(site: Site, down: Down, wanted: Mapping[str, int]) -> None:
