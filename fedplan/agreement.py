@@ -17,6 +17,8 @@ from fedplan.plan import Best, Role
 from fedplan.privacy.promise import Promise
 from fedplan.resolution import permitted, touched
 from fedplan.turn import Turn
+from fedplan.views import Fare
+from fedplan.wire import plain
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,21 @@ class Setup:
         """Whether the plan chooses blocks by scores in a turn."""
         return any(isinstance(step, Best) for step in self.method.plan.settle(turn))
 
-    def wanted(self, turn: Turn) -> dict[str, int]:
+    def owned(self, turn: Turn) -> int:
+        """Which movable params are a client's own in a turn: one bit each, in their order."""
+        roles = permitted(self.method.plan, self.params, turn)
+        return sum(1 << i for i, p in enumerate(self.movable) if roles[p].own)
+
+    def wanted(self, turn: Turn, settled: int = 0) -> dict[str, int]:
         """What a client must have of the world in a turn, and the version that it starts with.
 
-        Params travel at first contact (-1: it has none); riders start at zero at both ends.
+        The federation's params travel at first contact (-1: it has none). A client's own come down
+        once, if they have moved by then: those that are `settled` are at home. Riders start at zero
+        at both ends.
         """
         roles = permitted(self.method.plan, self.params, turn)
-        found = {p.key: -1 for p in self.movable if not roles[p].own}
+        firsts = [(i, p.key, 0 if roles[p].own else -1) for i, p in enumerate(self.movable)]
+        found = {key: first for i, key, first in firsts if first or not settled >> i & 1}
         shared = [p.key for p in self.movable if roles[p] is Role.SHARE]
         return found | {key + rider: 0 for key in shared for rider in self.method.riders}
 
@@ -104,6 +114,14 @@ class Setup:
     def about(self, number: int, client: str) -> str:
         """The name of a client's turn, whatever run it is in: noise and charges go by it."""
         return f"{self.experiment}/{self.fingerprint}/{number}/{client}"
+
+
+def fare_of(setup: Setup) -> Fare:
+    """What travel costs in a federation."""
+    method = setup.method
+    words = [f"wire {method.wire.text}"] if method.wire.text != plain().text else []
+    words += [f"beside each shared param rides {', '.join(method.riders)}"] if method.riders else []
+    return Fare(setup.up, len(method.riders), "; ".join(words))
 
 
 def basis(versions: Mapping[str, int]) -> str:

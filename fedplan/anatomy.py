@@ -23,6 +23,8 @@ class Anatomy:
     Paths are dotted, relative, and match anywhere below the model: `self.query` is found in
     `bert.encoder.layer.3.attention.self.query.weight`. Of several that match, the longest is heard.
     `beside` are lists of modules with one for each block of a stack that has its blocks elsewhere.
+    `of` is the package whose models the row is made for: a class of the same name that comes from
+    elsewhere is another architecture. A row that a user teaches is for any.
     """
 
     blocks: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -32,6 +34,11 @@ class Anatomy:
     towers: Mapping[str, str] = field(default_factory=dict[str, str])
     tags: Mapping[Path, str] = field(default_factory=dict[Path, str])
     beside: Mapping[str, str] = field(default_factory=dict[str, str])
+    of: str = field(default="", compare=False)
+
+    def fits(self, kind: type) -> bool:
+        """Whether a class comes, or is derived, from the package that the row is made for."""
+        return not self.of or any(c.__module__.split(".")[0] == self.of for c in kind.__mro__)
 
 
 def path(text: str) -> Path:
@@ -117,3 +124,9 @@ def ranges(query: int, key: int, value: int) -> dict[Kind, Rows]:
     return {
         kind: Rows(0, start, size, total) for kind, (start, size) in zip(QKV, spans, strict=True)
     }
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.__name__: layout for layout in (thirds, per_head, grouped, falcon, key_value, latent)
+}
+"""The layouts by name, as a study says them."""

@@ -7,6 +7,8 @@ backbone is its head; a row says the rest.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fedplan.anatomy import (
     falcon,
     grouped,
@@ -25,7 +27,7 @@ teach(
     query="self.query",
     key="self.key",
     value="self.value",
-    out="attention.output.dense",
+    out="attention.output.dense crossattention.output.dense",
     mlp="intermediate.dense output.dense",
     head="pooler",
     cross="crossattention",
@@ -84,6 +86,7 @@ teach(
     value="self.value_proj",
     position="encoder.rel_embeddings",
     embed="embed_proj",
+    acts_on={"encoder.LayerNorm": "position"},
 )
 teach(
     "modernbert",
@@ -159,17 +162,16 @@ teach(
     blocks={"vision": "encoder.layers"},
     embed="embeddings",
 )
-teach("clip", head="visual_projection text_projection", scale="logit_scale")
+teach("clip", head="visual_projection text_projection classifier", scale="logit_scale")
 teach("siglip_text_model", like="clip_text_model", head="head")
 teach("siglip_vision_model", like="clip_vision_model", head="head")
-teach("siglip", scale="logit_scale logit_bias")
+teach("siglip", scale="logit_scale logit_bias", head="classifier")
 for part in ("", "_text_model", "_vision_model"):
     teach(f"siglip2{part}", like=f"siglip{part}")
 teach(
     "blip_text_model",
     like="bert",
     blocks={"text": "encoder.layer"},
-    out="crossattention.output.dense",
 )
 teach(
     "blip_vision_model",
@@ -177,7 +179,7 @@ teach(
     fused={"self_attn.qkv": thirds},
     out="self_attn.projection",
 )
-teach("blip", like="clip")
+teach("blip", like="clip", head="itm_head vision_proj text_proj")
 teach(
     "vision-text-dual-encoder",
     like="clip",
@@ -193,14 +195,14 @@ RESIZED = frozenset({"clip_vision_model", "vit", "deit"})
 
 # Our own: prompts of two towers, and what fuses their levels
 teach(
-    "DualPrompts",
+    "fedplan.models.prompts.DualPrompts",
     towers={"text": "text", "vision": "vision"},
     beside={"text": "text", "vision": "vision"},
     tags={"common": "common", "own": "own"},
     prompt="common own",
 )
 teach(
-    "DualFusion",
+    "fedplan.models.fusion.DualFusion",
     towers={"text": "fusion", "vision": "fusion"},
     tags={"text": "text", "vision": "vision"},
     query="query",
@@ -304,7 +306,7 @@ teach(
     out="SelfAttention.o EncDecAttention.o",
     position="relative_attention_bias",
     mlp="DenseReluDense",
-    head="lm_head",
+    head="lm_head qa_outputs",
     cross="EncDecAttention",
 )
 teach(
@@ -327,7 +329,7 @@ teach(
     embed="project_in",
     head="project_out",
 )
-teach("whisper", like="bart", embed="conv1 conv2")
+teach("whisper", like="bart", embed="conv1 conv2", head="projector classifier layer_weights")
 teach(
     "detr",
     like="bart",
@@ -336,33 +338,30 @@ teach(
     embed="backbone input_projection",
 )
 
+# Whatever two models are joined: each is the stack that its place says
+for name in ("encoder-decoder", "vision-encoder-decoder", "speech-encoder-decoder"):
+    towers = {"encoder": "encoder", "decoder": "decoder"}
+    teach(name, towers=towers, embed="enc_to_dec_proj")
+
+for name, row in KNOWN.items():
+    if not name.startswith("fedplan."):
+        KNOWN[name] = replace(row, of="transformers")
+
 # Plain torch. An adapter of peft on the attention itself acts on its packed weight.
 PACKED = ("in_proj_weight", "in_proj_bias", "self_attn.weight", "multihead_attn.weight")
-teach(
-    "TransformerEncoder",
-    blocks={"encoder": "layers"},
-    fused=dict.fromkeys(PACKED, thirds),
-    query="q_proj_weight",
-    key="k_proj_weight bias_k",
-    value="v_proj_weight bias_v",
-    out="self_attn.out_proj multihead_attn.out_proj",
-    mlp="linear1 linear2",
-    cross="multihead_attn",
-)
-teach("TransformerDecoder", like="TransformerEncoder", blocks={"decoder": "layers"})
-
-# peft: where an adapter stands within its host, the wrappers to see through, the copies nobody runs
-ADAPTERS = {
-    "lora_A": "lora_a",
-    "lora_B": "lora_b",
-    "lora_embedding_A": "lora_a",
-    "lora_embedding_B": "lora_b",
-    "lora_magnitude_vector": "lora_m",
-}
-WRAPPED = "base_layer"
-SAVED = "modules_to_save"
-DORMANT = "original_module"
-PROMPTS = "prompt_encoder"
+for name in ("EncoderLayer", "DecoderLayer"):
+    teach(
+        f"torch.nn.modules.transformer.Transformer{name}",
+        fused=dict.fromkeys(PACKED, thirds),
+        query="q_proj_weight",
+        key="k_proj_weight bias_k",
+        value="v_proj_weight bias_v",
+        out="self_attn.out_proj multihead_attn.out_proj",
+        mlp="linear1 linear2",
+        cross="multihead_attn",
+    )
+teach("torch.nn.modules.transformer.TransformerEncoder", blocks={"encoder": "layers"})
+teach("torch.nn.modules.transformer.TransformerDecoder", blocks={"decoder": "layers"})
 
 EAGER = "_attn_implementation"
 GIVES_ATTENTION = {"output_attentions": True, "need_weights": True, "average_attn_weights": False}

@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from fedplan.agreement import fare_of
 from fedplan.archive import Archive, file_faults, identity_faults, read_archive
-from fedplan.config import ConfigError, read_study
+from fedplan.attendance import Attendance
+from fedplan.config import ConfigError, Study, read_study
+from fedplan.crowds import Crowd
 from fedplan.errors import FedplanError
 from fedplan.explanation import Explanation, explain
 from fedplan.files import put_file
@@ -20,10 +23,10 @@ from fedplan.phases import Planned
 from fedplan.privacy.promise import require_sound
 from fedplan.privacy.statement import Statement
 from fedplan.record import RecordError, RoundRecord, TurnRecord, read_record
-from fedplan.server import WORLD
+from fedplan.server import LEDGER, SMALL, WORLD
 from fedplan.shares import mark_of, shares_of
 from fedplan.store import Store
-from fedplan.studies import method_of, promise_of, stage_of, study_in
+from fedplan.studies import Stage, attendance_of, method_of, promise_of, stage_of, study_in
 from fedplan.verification import verify_lines
 
 
@@ -32,11 +35,16 @@ def verify_run(folder: Path) -> tuple[list[str], str]:
 
     Nothing in the folder is changed. Rows are checked where they can be read.
     """
+    found = file_faults(folder)
+    if found.keys() & {*SMALL} or not (folder / LEDGER).is_file():
+        # Without these there is nothing to hold the rest against.
+        return [*found.values()], ""
     archive = read_archive(folder)
     setup, turns = archive.setup, list(_turns(archive))
-    faults = [*file_faults(archive), *identity_faults(archive)]
+    faults = [*found.values(), *identity_faults(archive)]
     faults += verify_lines(setup, archive.lines, archive.identity.marks)
     faults += _world_faults(archive)
+    faults += _charge_faults(archive)
     if archive.identity.rows:
         faults += _home_faults(archive, turns)
     changed, read = _row_faults(archive)
@@ -47,7 +55,7 @@ def verify_run(folder: Path) -> tuple[list[str], str]:
         f"{archive.world.round} rounds, {clients} clients, {len(turns)} turns: "
         f"{rested} params rested and none of them moved; "
         f"{up} bytes went up and {down} came down, all of them explained by the plan "
-        f"{setup.method.plan.fingerprint}; no client's own param was in a message. {read}"
+        f"{setup.method.plan.fingerprint}; no client's own param went up. {read}"
     )
 
 
@@ -117,6 +125,16 @@ def _kept_faults(archive: Archive, journal: Journal, turn: TurnRecord) -> Iterat
             yield f"{client}'s {p.key} is not what its last turn left"
 
 
+def _charge_faults(archive: Archive) -> list[str]:
+    """Charges that were changed, or are not those of the promise."""
+    try:
+        if archive.setup.promise is not None:
+            Statement.of(archive.setup.promise, archive.study.train.rounds, archive.folder)
+    except FedplanError as error:
+        return [str(error)]
+    return []
+
+
 def _row_faults(archive: Archive) -> tuple[list[str], str]:
     """Clients whose rows are no longer those of the run, and whether that could be seen."""
     if not archive.identity.rows:
@@ -136,11 +154,25 @@ def _row_faults(archive: Archive) -> tuple[list[str], str]:
 def foretold(file: Path) -> tuple[Explanation, Statement | None]:
     """What a study will do with its model, and what that will cost of privacy."""
     study = read_study(file)
-    setup, rounds = stage_of(study).setup, study.train.rounds
-    announce = setup.method.announce
-    phases = announce.after if isinstance(announce, Planned) else None
-    explanation = explain(setup.method.plan, setup.params, rounds=rounds, phases=phases)
+    stage, rounds = stage_of(study), study.train.rounds
+    setup, announce = stage.setup, stage.setup.method.announce
+    explanation = explain(
+        setup.method.plan,
+        setup.params,
+        rounds=rounds,
+        phases=announce.after if isinstance(announce, Planned) else None,
+        crowd=_crowd(study, stage) if study.data.path else None,
+        fare=fare_of(setup),
+    )
     return explanation, Statement.of(setup.promise, rounds) if setup.promise else None
+
+
+def _crowd(study: Study, stage: Stage) -> Crowd:
+    """Who takes part in a study that says it all; sites of their own may say more of themselves."""
+    promise, said = stage.setup.promise, attendance_of(study)
+    drawn = promise is not None and promise.unit == "client" and promise.rate is not None
+    roster = {name: study.clients.traits.get(name, {}) for name in stage.shares.train}
+    return Crowd(roster, everyone=said == Attendance() and not drawn)
 
 
 def stated(place: Path) -> Statement:

@@ -18,15 +18,34 @@ from torch import Tensor, nn
 
 from fedplan.attention import at_rest, eager
 from fedplan.description import blocks_of, describe
-from fedplan.errors import FedplanError, UnknownArchitecture
-from fedplan.hearing import Call, Run, Seen, heard, same
+from fedplan.errors import UnknownArchitecture
+from fedplan.hearing import Call, Run, Seen, heard, same, tensors_in
 from fedplan.params import Block, Kind, Param, Params
+from fedplan.stimulus import stimulus
 
 Change = Callable[[Tensor, int], Tensor]
 KERNEL = frozenset({Kind.QUERY, Kind.KEY, Kind.POSITION})
 LATER = (Kind.MLP, Kind.EXPERT, Kind.ROUTER, Kind.SCALE)
 UNJUDGED = (Kind.NORM, Kind.ADAPTER, Kind.PROMPT)
 """Norms are told by their type, adapters and prompts by the library that put them there."""
+BEHAVES = {
+    Kind.QUERY: "moves what its own token looks at",
+    Kind.KEY: "moves what others look at",
+    Kind.VALUE: "moves what attention passes on, and not who attends to whom",
+    Kind.OUT: "all that attention passes on goes through it",
+    Kind.POSITION: "moves who attends to whom",
+    Kind.MLP: "moves its block's output, and no attention in it",
+    Kind.ROUTER: "moves its block's output through the experts alone",
+    Kind.EXPERT: "moves no attention in its block",
+    Kind.NORM: "by its type; none acts on query or key alone without saying so",
+    Kind.SCALE: "moves no attention in its block",
+    Kind.EMBED: "reaches a block",
+    Kind.HEAD: "moves no block",
+    Kind.PROMPT: "not judged",
+    Kind.ADAPTER: "not judged",
+    Kind.UNKNOWN: "",
+}
+"""What was seen of each kind that is what it is said to be."""
 ABSENT = "did not run on this input"
 
 
@@ -134,6 +153,8 @@ class _Scene:
             return "is not told by any row"
         if p.kind in KERNEL or p.on & KERNEL:
             return self._kernel(p)
+        if p.kind is Kind.NORM:
+            return self._norm(p)
         if p.kind in (Kind.VALUE, Kind.OUT):
             return self._value(p) if p.kind is Kind.VALUE else self._out(p)
         return self._later(p) if p.kind in LATER else ""
@@ -176,14 +197,50 @@ class _Scene:
             return "moves its block's attention"
         if not same(self.base.maps[:1], after.maps[:1]):
             return "moves its block's attention"
+        if p.kind is Kind.SCALE and _matrix(p):
+            return "is a matrix, and no scale"
         if p.kind is Kind.ROUTER and self._acts_without_experts(p):
             return "moves its block's output without any expert"
+        if p.kind is Kind.MLP and self._hides_experts(p):
+            return "is one of experts, or what chooses them, and does not say so"
         # An expert that no token was sent to is idle, and so is a scale that nothing passes.
         if p.kind is Kind.MLP and same(self.base.outputs, after.outputs):
             return "does not move its block's output"
         if p.kind is Kind.MLP and _matrix(p) and self._silences(p):
             return "is all that values go through"
         return ""
+
+    def _norm(self, p: Param) -> str:
+        """A norm that moves attention and no value acts on query or key, and must say so."""
+        values = [v for v in self.params if v.kind is Kind.VALUE and "cross" not in v.tags]
+        if not values or same(self.base.maps[:1], self._after((p,)).maps[:1]):
+            return ""
+        before = self._given(values)
+        with changed(self.tensors, (p,), stirred):
+            after = self._given(values)
+        alone = before and same(before, after)
+        return "acts on query or key alone, and does not say so" if alone else ""
+
+    def _given(self, params: list[Param]) -> tuple[Tensor, ...]:
+        """What the owners of some params give."""
+        found: list[Tensor] = []
+        with ExitStack() as undo:
+            for name in {_below(p, self.call.module, self.tensors) for p in params}:
+                owner = self.call.module.get_submodule(name)
+                keep = owner.register_forward_hook(lambda _, __, out: found.extend(tensors_in(out)))  # pyright: ignore[reportUnknownArgumentType,reportUnknownLambdaType]
+                undo.callback(keep.remove)
+            self.call.again()
+        return tuple(each.clone() for each in found)
+
+    def _hides_experts(self, p: Param) -> bool:
+        """Whether a feed-forward layer is a stack of them, or its block chooses and has no router.
+
+        Experts that every token uses stand beside those that are chosen.
+        """
+        owner = self.call.module.get_submodule(_below(p, self.call.module, self.tensors))
+        stacked = self.tensors[p.name].dim() == 3 and not isinstance(owner, nn.Conv1d)
+        routed = any(each.kind is Kind.ROUTER for each in self.params)
+        return stacked or (self.base.choices > 0 and not routed)
 
     def _own(self, p: Param, all_heard: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Of what was heard, that of a param's own attention: a decoder's second is its cross."""
@@ -284,54 +341,3 @@ def _filled(tensors: Mapping[str, Tensor], params: Params) -> Any:
 
 def _matrix(p: Param) -> bool:
     return len(p.shape) - (p.rows is not None) > 1
-
-
-def stimulus(model: nn.Module) -> dict[str, Tensor]:
-    """A small random batch for a Hugging Face model, by the name of its main input."""
-    config, main = getattr(model, "config", None), str(getattr(model, "main_input_name", ""))
-    if config is None or main not in INPUTS:
-        raise FedplanError(f"{type(model).__name__}: give a batch to look at its behaviour with")
-    batch = {main: INPUTS[main](config)}
-    if getattr(config, "is_encoder_decoder", False):
-        batch["decoder_input_ids"] = _tokens(config)[:, :5]
-    if "text_config" in dir(config) and main == "input_ids" and "vision_config" in dir(config):
-        batch["pixel_values"] = _pixels(config.vision_config)
-    return batch
-
-
-def _tokens(config: Any) -> Tensor:
-    most = min(getattr(_of(config, "vocab_size"), "vocab_size", 64), 1000)
-    return torch.randint(3, most - 3, (2, 8), generator=torch.Generator().manual_seed(1))
-
-
-def _pixels(config: Any) -> Tensor:
-    found = _of(config, "image_size")
-    size = found.image_size if isinstance(found.image_size, int) else found.image_size[0]
-    return _noise(2, getattr(found, "num_channels", 3), size, size)
-
-
-def _features(config: Any) -> Tensor:
-    return _noise(2, config.num_mel_bins, 2 * config.max_source_positions)
-
-
-def _wave(config: Any) -> Tensor:
-    mels = getattr(config, "num_mel_bins", 0)
-    return _noise(2, config.max_length, mels) if mels else _noise(2, 4000)
-
-
-def _noise(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
-
-
-def _of(config: Any, name: str) -> Any:
-    """The configuration, or the one within it, that has a field."""
-    inner = (getattr(config, each, None) for each in ("vision_config", "text_config", "encoder"))
-    return next((c for c in (config, *inner) if c is not None and name in dir(c)), config)
-
-
-INPUTS: dict[str, Callable[[Any], Tensor]] = {
-    "input_ids": _tokens,
-    "pixel_values": _pixels,
-    "input_features": _features,
-    "input_values": _wave,
-}

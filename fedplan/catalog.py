@@ -121,7 +121,7 @@ def skeleton(name: str, *, task: str = "", labels: int = 0) -> nn.Module:
 
     if task and task not in TASKS:
         raise UnknownModel(f"there is no task {task!r}; there are {', '.join(TASKS)}")
-    config, usual = _configuration(name)
+    config, usual = configuration(name)
     if labels:
         config.num_labels = labels
     loader = getattr(transformers, TASKS[task] if task else usual)
@@ -129,7 +129,7 @@ def skeleton(name: str, *, task: str = "", labels: int = 0) -> nn.Module:
         return loader.from_config(config) if task or usual == "AutoModel" else loader(config)
 
 
-def _configuration(name: str) -> tuple[Any, str]:
+def configuration(name: str) -> tuple[Any, str]:
     """The configuration that a name stands for, and the class that it is usually loaded with."""
     import transformers
 

@@ -28,7 +28,7 @@ app = typer.Typer(
 )
 
 Model = Annotated[
-    str, typer.Argument(help="A short name (vit-base-16), a folder, a hub id, or a manifest.")
+    str, typer.Argument(help="A short name (vit-base-16), a folder, hub:org/name, or a manifest.")
 ]
 PlanText = Annotated[str, typer.Argument(help="A plan, in quotes: 'chain(share(), keep(head))'.")]
 Task = Annotated[str, typer.Option(help="Another head: text-classification, causal-lm, ...")]
@@ -107,6 +107,21 @@ def explain(
         print(json.dumps(explanation.json(), indent=1))
     else:
         Console().print(explanation)
+
+
+@app.command()
+def propose(
+    model: Annotated[str, typer.Argument(help="A model type (granite), a folder or a hub id.")],
+) -> None:
+    """Propose an anatomy for a model type that has none, and judge it by behaviour."""
+    from fedplan.proposal import propose as proposed
+    from fedplan.proposal import report, small_copy
+
+    with told():
+        proposal = proposed(small_copy(model))
+    for line in report(proposal):
+        Console(soft_wrap=True, highlight=False).print(line, markup=False)
+    raise typer.Exit(1 if proposal.faults else 0)
 
 
 def _explain_study(file: Path, *, as_json: bool) -> None:

@@ -44,10 +44,12 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """The model: a folder or hub id with weights, or a type and settings to start from scratch.
+    """The model: a folder or hub:org/name with weights, or a type and settings to start from.
 
     A model of two towers may also be made of two: `vision` and `text`, joined by a `bridge`.
-    `digest` pins it: every end refuses a model whose `fedplan digest` is another.
+    `digest` pins it: every end refuses a model whose `fedplan digest` is another. `still` has batch
+    norms use the statistics that they have: a run moves params, and nothing else. For a type that
+    fedplan does not know, `like` names the row of one that it does, or `anatomy` says its own.
     """
 
     path: str = ""
@@ -57,6 +59,9 @@ class ModelSection(Section):
     text: str = ""
     bridge: str = ""
     digest: str = ""
+    still: bool = False
+    like: str = ""
+    anatomy: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _one(self) -> ModelSection:
@@ -64,6 +69,8 @@ class ModelSection(Section):
             raise ValueError("two towers are both vision and text, and a bridge is between them")
         if sum(map(bool, (self.path, self.type, self.vision))) != 1:
             raise ValueError("say one of path (pretrained), type (from scratch), vision and text")
+        if (self.like or self.anatomy) and (self.vision or (self.like and self.anatomy)):
+            raise ValueError("say like, or an anatomy (which may say like), of a model of one type")
         return self
 
 

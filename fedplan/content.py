@@ -105,8 +105,8 @@ def _plain(value: Any) -> Any:
 def _plain_object(held: dict[str, Any]) -> Any:
     """An object without what is missing in it; a picture is its bytes, whatever its file's name."""
     if held.keys() == {"bytes", "path"}:
-        known = held["bytes"] is not None or held["path"] is None
-        return _plain(held["bytes"] if known else Path(held["path"]).read_bytes())
+        path, inside = held["path"], held["bytes"]
+        return _plain(Path(path).read_bytes() if inside is None and path else inside)
     return {name: _plain(each) for name, each in held.items() if each is not None}
 
 
@@ -130,5 +130,5 @@ def _array(array: np.ndarray) -> Any:
         array = array.astype(np.uint8)
     else:
         array = array.astype(np.float64)
-    held = hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
+    held = hashlib.sha256(array.tobytes()).hexdigest()
     return {"array": [*array.shape, held]}

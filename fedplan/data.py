@@ -114,8 +114,8 @@ def division(
     return {f"client-{i:0{width}}": _at(places, i) for i in range(partition.clients)}
 
 
-def _at(places: np.ndarray, client: int) -> list[int]:
-    return cast("list[int]", np.flatnonzero(places == client).tolist())
+def _at(places: np.ndarray, client: int | bool) -> list[int]:
+    return np.flatnonzero(places == client).tolist()
 
 
 def _require_enough(count: int, partition: Partition, of: str = "rows") -> None:
@@ -214,7 +214,7 @@ def _deal(names: Sequence[str], partition: Partition, draw: Draw) -> dict[str, l
         )
     numbers = np.random.default_rng(streams.seed("deal", *draw))
     held, found = [0] * partition.clients, dict[str, list[int]]()
-    for place in numbers.permutation(count).tolist():
+    for place in cast("list[int]", numbers.permutation(count).tolist()):
         order = cast("list[int]", numbers.permutation(partition.clients).tolist())
         emptiest = sorted(order, key=lambda client: held[client])
         found[names[place]] = emptiest[: len(range(place, shards, count))]
@@ -306,7 +306,7 @@ def halve(
     seed. A side may have no rows.
     """
     first = to_train(contents(table, columns), share=share, seed=seed)
-    return tuple(rows(table, _at(first, side)) for side in (1, 0))
+    return rows(table, _at(first, True)), rows(table, _at(first, False))
 
 
 def some(table: Dataset, most: int, *, seed: int) -> Dataset:

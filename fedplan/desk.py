@@ -18,6 +18,7 @@ from fedplan.exchange import Down, Lacking, Refused, Update, listed, nbytes
 from fedplan.files import keep_file
 from fedplan.identity import is_id
 from fedplan.journal import Journal
+from fedplan.ledger import ROLES
 from fedplan.mail import down_of, parcel_of, run_of, update_parcel
 from fedplan.message import JSON
 from fedplan.outgoing import AGREEMENT, Limits, Outgoing
@@ -193,9 +194,12 @@ def journal_in(folder: Path, seal: Seal | None = None, *, reading: bool = False)
 
 
 def own_values(setup: Setup, folder: Path, key: Path | None = None) -> dict[str, Tensor]:
-    """A site's own model: what it keeps, over what it last saw of the world."""
+    """A site's own model: what was its own in its last turn, over what it last saw of the world."""
     seal = Seal.from_file(key) if key is not None else None
-    home, _ = journal_in(folder, seal, reading=True).home()
+    home, notes = journal_in(folder, seal, reading=True).home()
     seen = Store(folder / "seen", keep=1, reading=True).read()
+    letters = notes["lines"][-1]["roles"] if notes else ""
+    own = {p.key for p, letter in zip(setup.params, letters, strict=False) if ROLES[letter].own}
+    found = (seen.tensors if seen else {}) | {k: v for k, v in home.items() if k in own}
     keys = {p.key for p in setup.trainable}
-    return {k: v for k, v in ({**(seen.tensors if seen else {}), **home}).items() if k in keys}
+    return {k: v for k, v in found.items() if k in keys}

@@ -34,6 +34,10 @@ class UnknownArchitecture(PlanError):
     """A plan that speaks of parts which no anatomy of the model tells, or one that is wrong."""
 
 
+class UnknownAdapter(FedplanError):
+    """An adapter of peft that is not checked, or not in use. The message says what is."""
+
+
 class UnknownModel(FedplanError):
     """A model name that is neither a folder, nor a hub id, nor a short name."""
 

@@ -116,7 +116,7 @@ class Masked:
 
 def keys_of(blocks: Ragged) -> Tensor:
     """A number for each block from its tokens; equal blocks have different ones."""
-    starts = blocks.starts.tolist()
+    starts = cast("list[int]", blocks.starts.tolist())
     flat = blocks.flat.numpy()
     held = (flat[start:end].tobytes() for start, end in pairwise(starts))
     marks = told_apart([hashlib.sha256(each).digest() for each in held])

@@ -12,9 +12,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedplan.forecast import Forecast, Stage, View, forecast
+from fedplan.crowds import Crowd
+from fedplan.forecast import forecast
 from fedplan.params import Kind, Param, Params
 from fedplan.plan import Plan, Role
+from fedplan.views import Fare, Forecast, Span, Stage, View
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,8 +61,8 @@ class Row:
         blocks = len({p.at for p in stage.permitted if p.at and best.part.holds(p)})
         return Text(f"{role.name} {best.count}/{blocks}", style=COLOURS[role])
 
-    def up(self, stage: Stage) -> int:
-        return sum(p.nbytes for p in self.params if stage.heaviest[p] is Role.SHARE)
+    def up(self, stage: Stage, fare: Fare) -> int:
+        return sum(fare.up(p) for p in self.params if stage.heaviest[p] is Role.SHARE)
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Explanation:
         text = Text(f"{f.plan.text}\n", style="bold")
         return text.append(
             f"{millions(numel)} params in {tensors} tensors, {megabytes(f.nbytes)} MB; "
-            f"plan {f.plan.fingerprint}\n",
+            f"plan {f.plan.fingerprint}\n" + (f"{f.fare.text}\n" if f.fare.text else ""),
             style="not bold",
         )
 
@@ -117,7 +119,8 @@ class Explanation:
             table.add_column(stage.name, no_wrap=True)
             table.add_column("MB up", justify="right", no_wrap=True)
         for row in self.rows(view):
-            cells = [c for s in view.stages for c in (row.role(s), _or_dash(row.up(s)))]
+            ups = (_or_dash(row.up(s, self.forecast.fare)) for s in view.stages)
+            cells = [c for s, up in zip(view.stages, ups, strict=True) for c in (row.role(s), up)]
             table.add_row(row.part, millions(row.numel), megabytes(row.nbytes), *cells)
         table.add_row()
         sums = [self._sums(stage) for stage in view.stages]
@@ -145,11 +148,14 @@ class Explanation:
 
     def _total(self, view: View) -> Text:
         rounds = sum(len(s.rounds) for s in view.stages)
-        saved = percent(1 - view.up / (self.forecast.nbytes * rounds))
+        saved = 1 - view.up / (self.forecast.nbytes * rounds)
+        than = f"{percent(abs(saved))} {'less' if saved >= 0 else 'more'} than share()"
+        least, most = view.up_span
+        than = than if least == most else f"{'at least' if saved >= 0 else 'at most'} {than}"
         return Text(
-            f"\nOver {rounds} rounds a client sends {megabytes(view.up)} MB, {saved} less than "
-            f"share(), and receives {megabytes(view.down)} MB, of them {megabytes(view.first)} "
-            "at first contact.\n"
+            f"\nOver {rounds} rounds a client sends {_from_to(view.up_span)} MB, {than}, and "
+            f"receives {_from_to(view.down_span)} MB, of them {megabytes(view.first)} at first "
+            "contact.\n"
         )
 
     def _legend(self) -> Text:
@@ -178,7 +184,9 @@ class Explanation:
         return {
             "who": view.who,
             "bytes_up": view.up,
+            "bytes_up_least": view.up_span[0],
             "bytes_down": view.down,
+            "bytes_down_least": view.down_span[0],
             "bytes_first": view.first,
             "stages": [self._stage_json(view, stage) for stage in view.stages],
         }
@@ -200,7 +208,7 @@ class Explanation:
                     "role": row.role(stage).plain,
                     "params": row.numel,
                     "bytes": row.nbytes,
-                    "bytes_up": row.up(stage),
+                    "bytes_up": row.up(stage, self.forecast.fare),
                 }
                 for row in self.rows(view)
             ],
@@ -213,17 +221,19 @@ def explain(
     *,
     rounds: int = 100,
     phases: Mapping[str, int] | None = None,
+    crowd: Crowd | None = None,
+    fare: Fare | None = None,
 ) -> Explanation:
     """Say what a plan will do with a model: who trains each part, who sees it, and what it costs.
 
     The model may be on the meta device. `phases` says after which round the server announces each
-    phase that the plan speaks of.
+    phase that the plan speaks of; `crowd` who takes part, and `fare` what travel costs.
     """
     if not isinstance(model, tuple):
         from fedplan.description import describe
 
         model = describe(model)
-    return Explanation(forecast(plan, model, rounds=rounds, phases=phases))
+    return Explanation(forecast(plan, model, rounds=rounds, phases=phases, crowd=crowd, fare=fare))
 
 
 def parts_table(params: Params) -> Table:
@@ -283,6 +293,11 @@ def _columns(*names: str) -> Table:
 
 def _at_most(least: int, most: int) -> str:
     return megabytes(most) if least == most else f"≤ {megabytes(most)}"
+
+
+def _from_to(span: Span) -> str:
+    least, most = map(megabytes, span)
+    return most if least == most else f"{least} to {most}"
 
 
 def _or_dash(count: int) -> str:

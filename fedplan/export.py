@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from fedplan.adapters import merged
 from fedplan.agreement import Setup
 from fedplan.config import ConfigError, Study
 from fedplan.desk import last_of, own_values
@@ -80,8 +81,7 @@ def _written(model: nn.Module, task: Task, out: Path) -> str:
     if isinstance(model, Dual):
         save(model, out, picture=_picture(task))
         return f"fedplan.models.folder.predict({str(out)!r}, [picture, ...])"
-    whole = cast("Any", model)
-    whole = whole.merge_and_unload() if _is_peft(model) else whole
+    whole = cast("Any", merged(model))
     whole.save_pretrained(out)
     if task.source and task.kind != "image-classification":
         _tokenizer(task.source).save_pretrained(out)
@@ -95,10 +95,6 @@ def _picture(task: Task) -> Picture:
 
 def _colours(side: Tensor) -> tuple[float, ...]:
     return tuple(float(colour) for colour in side.flatten())
-
-
-def _is_peft(model: nn.Module) -> bool:
-    return type(model).__module__.startswith("peft.")
 
 
 def _tokenizer(source: str) -> Any:

@@ -67,7 +67,18 @@ class Pace:
             raise FedplanError(
                 f"there is no optimiser {self.optimiser!r}; there are {', '.join(makers)}"
             )
+        _require_steps(self.optimiser, marked)
         return makers[self.optimiser]()
+
+
+def _require_steps(optimiser: str, marked: Marked) -> None:
+    """AdamW divides by a number that float16 cannot tell from zero."""
+    for name, tensor in marked.named_parameters():
+        if optimiser == "adamw" and tensor.dtype == torch.float16:
+            raise FedplanError(
+                f"adamw cannot train {name} in float16: load the model in float32 or bfloat16, or "
+                "train with sgd"
+            )
 
 
 Adjust = Callable[[Param, Tensor, Tensor], None]
@@ -135,8 +146,9 @@ def plain(job: Job) -> Done:
 def batches(count: int, pace: Pace, seed: int) -> Iterator[Tensor]:
     """Indices of each batch: epochs in fresh orders, or a number of steps if the pace says so."""
     generator = torch.Generator().manual_seed(seed)
-    done = 0
-    for _ in range(pace.epochs if not pace.steps else pace.steps):
+    done, times = 0, pace.steps or pace.epochs
+    # Where rows are hidden a client may have none: then there is no batch, and not an empty one.
+    for _ in range(times if count else 0):
         order = torch.randperm(count, generator=generator)
         for indices in cast("tuple[Tensor, ...]", order.split(pace.batch)):
             if pace.steps and done == pace.steps:

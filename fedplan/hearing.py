@@ -22,6 +22,7 @@ Tensors = tuple[Tensor, ...]
 SOFTMAX = ("aten::_softmax", "aten::_safe_softmax", "aten::softmax")
 PRODUCTS = ("aten::bmm", "aten::baddbmm")
 FAST = "aten::_scaled_dot_product"
+CHOICE = "aten::topk"
 
 
 class Ears(TorchDispatchMode):
@@ -31,6 +32,7 @@ class Ears(TorchDispatchMode):
         super().__init__()
         self.maps: list[Tensor] = []
         self.contexts: list[Tensor] = []
+        self.choices = 0
         self._open = False
 
     def __torch_dispatch__(
@@ -45,6 +47,8 @@ class Ears(TorchDispatchMode):
         elif name in PRODUCTS and self._open:
             self.contexts.append(out.clone())
             self._open = False
+        elif name == CHOICE:
+            self.choices += 1
         elif name.startswith(FAST):
             self.maps.append(args[0] @ args[1].transpose(-1, -2))
             self.contexts.append(out[0].clone())
@@ -71,16 +75,20 @@ class Call:
         """Call it once more, and hear it."""
         with Ears() as ears:
             out = self.module(*_copied(self.args), **_copied(dict(self.kwargs)))
-        return Seen(tuple(ears.maps), tuple(ears.contexts), tensors_in(out))
+        return Seen(tuple(ears.maps), tuple(ears.contexts), tensors_in(out), ears.choices)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a block attended to, what its attention passed on, and what it gave."""
+    """What a block attended to, what its attention passed on, and what it gave.
+
+    `choices` is how often it took the best of something, as routers do.
+    """
 
     maps: Tensors
     contexts: Tensors
     outputs: Tensors
+    choices: int = 0
 
 
 @dataclass

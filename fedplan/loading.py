@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from fedplan import streams
+from fedplan.buffers import stilled
 from fedplan.config import Study
 from fedplan.errors import FedplanError
 from fedplan.foresight import require_sight
 from fedplan.hub import bare, is_hub_id
 from fedplan.method import Method
 from fedplan.models.dual import load_dual
+from fedplan.proposal import learn
 from fedplan.tasks import Task
 
 
@@ -40,6 +42,9 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
         torch.manual_seed(streams.seed(study.name, "model", study.seed))
         model = _made(study, task)
         require_sight(model, task.kind)
+        model = stilled(model) if study.model.still else model
+        if said := study.model.anatomy or ({"like": study.model.like} if study.model.like else {}):
+            learn(model, said)
         return method.adapt(model) if method.adapt is not None else model
 
 

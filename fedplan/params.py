@@ -23,8 +23,16 @@ ITEMSIZE = {
     "int8": 1,
     "uint8": 1,
     "bool": 1,
+    "complex64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
 }
 """Bytes of one number, by the name of its dtype."""
+TRAINED = frozenset({"float64", "float32", "bfloat16", "float16"})
+"""The dtypes in which a param can be trained; others are for weights that stay as they are."""
 
 
 class Kind(StrEnum):

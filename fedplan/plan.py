@@ -35,7 +35,7 @@ class Role(Enum):
 
     @property
     def own(self) -> bool:
-        """Whether it is the client's own value: then it is in no message, ever."""
+        """Whether it is the client's own value: then it never goes up."""
         return self in (Role.KEEP, Role.HOLD)
 
     @property

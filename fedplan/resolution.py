@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 from math import isnan, nan
 
 from fedplan.errors import PlanError, UnknownArchitecture
-from fedplan.params import Block, Param, Params
+from fedplan.params import TRAINED, Block, Param, Params
 from fedplan.parts import Part
-from fedplan.plan import Assign, Best, Plan, Role, Roles, Step
+from fedplan.plan import Assign, Best, By, Chain, Cycle, Plan, Role, Roles, Step, When
 from fedplan.predicates import quoted
 from fedplan.turn import Turn
 
+_Possible = dict[Param, frozenset[Role]]
 Choose = Callable[[Best, tuple[Block, ...]], frozenset[Block]]
 
 
@@ -41,16 +43,44 @@ def permitted(plan: Plan, params: Params, turn: Turn) -> Roles:
 
 
 def certain(plan: Plan, params: Params, turn: Turn) -> Roles:
-    """The roles if scores chose no block at all: what is trained whatever the scores."""
+    """What is trained whatever the scores: a `best` that may leave blocks out may leave out any."""
     check(plan, params)
-    return _fold(plan.settle(turn), params, lambda best, candidates: frozenset())
+
+    def choose(best: Best, among: tuple[Block, ...]) -> frozenset[Block]:
+        return frozenset(among) if best.count >= len(among) else frozenset()
+
+    return _fold(plan.settle(turn), params, choose)
 
 
 def touched(plan: Plan, params: Params, *roles: Role) -> Params:
-    """Params that some turn may give one of these roles; `best` may wake whatever it names."""
-    steps = [step for step in plan.within() if isinstance(step, Assign | Best)]
-    parts = [step.part for step in steps if isinstance(step, Best) or step.role in roles]
-    return tuple(p for p in params if any(part.holds(p) for part in parts))
+    """Params that some turn may give one of these roles, whatever conditions and scores say."""
+    possible = _possible(plan, dict.fromkeys(params, frozenset({Role.FREEZE})))
+    return tuple(p for p in params if not possible[p].isdisjoint(roles))
+
+
+def _possible(plan: Plan, before: _Possible) -> _Possible:
+    """The roles that each param may have after a plan, given those that it may have before."""
+    match plan:
+        case Assign(role, part):
+            return before | {p: frozenset({role}) for p in before if part.holds(p)}
+        case Best(_, part):
+            named = [p for p in before if p.at is not None and part.holds(p)]
+            return before | {p: before[p] | {role.awake for role in before[p]} for p in named}
+        case Chain(steps):
+            return reduce(lambda found, step: _possible(step, found), steps, before)
+        case When(_, then, otherwise):
+            return _either([_possible(each, before) for each in (then, otherwise)])
+        case Cycle(plans):
+            return _either([_possible(each, before) for each in plans])
+        case By(_, cases, otherwise):
+            plans = [*(each for _, each in cases), otherwise]
+            return _either([_possible(each, before) for each in plans])
+        case _:
+            raise PlanError(f"{plan!s} is not a plan of this language")
+
+
+def _either(found: list[_Possible]) -> _Possible:
+    return {p: frozenset[Role]().union(*(each[p] for each in found)) for p in found[0]}
 
 
 class Resolver:
@@ -130,7 +160,17 @@ def _fold(steps: Iterable[Step], params: Params, choose: Choose) -> Roles:
         else:
             chosen = choose(step, candidates(step, params))
             roles |= {p: roles[p].awake for p in params if p.at in chosen and step.part.holds(p)}
+    _require_trainable(roles)
     return roles
+
+
+def _require_trainable(roles: Roles) -> None:
+    for param, role in roles.items():
+        if role.trained and param.dtype not in TRAINED:
+            raise PlanError(
+                f"the plan trains {param.key}, whose numbers are {param.dtype} and cannot be "
+                f"trained: freeze it, as in freeze(named({param.name!r})) at the plan's end"
+            )
 
 
 def _homeless(best: Best, param: Param) -> bool:

@@ -32,10 +32,11 @@ from fedplan.turn import Turn
 class World:
     """The federation's values, each with the round that last changed it.
 
-    `known` says which version of what each client has, and `heard` when it last answered; `memory`
-    is the serve's; `drift` that of the last round; `choice` are the scores of the last vote, and
-    `clip` is the bound that follows the clients' changes, if any does. Version 0 is the value that
-    a model starts with: of params it travels at first contact, riders start at zero.
+    `known` says which version of what each client has, `settled` which params it has as its own
+    (`Setup.owned`), and `heard` when it last answered; `memory` is the serve's; `drift` that of the
+    last round; `choice` are the scores of the last vote, and `clip` is the bound that follows the
+    clients' changes, if any does. Version 0 is the value that a model starts with: of the
+    federation's params it travels at first contact, riders start at zero.
     """
 
     values: dict[str, Tensor]
@@ -48,6 +49,7 @@ class World:
     heard: dict[str, int] = field(default_factory=dict[str, int])
     choice: dict[Block, float] = field(default_factory=dict[Block, float])
     clip: float = 0.0
+    settled: dict[str, int] = field(default_factory=dict[str, int])
 
     @staticmethod
     def start(setup: Setup, values: Tensors) -> World:
@@ -73,7 +75,7 @@ def push(
     number = world.round + 1
     turn = Turn(round=number, client=client, phase=world.phase, traits=dict(traits))
     known = world.known.get(client, {}) if not anew else {}
-    wanted = setup.wanted(turn)
+    wanted = setup.wanted(turn, world.settled.get(client, 0) if not anew else 0)
     lacking = [k for k, first in wanted.items() if known.get(k, first) < world.versions[k]]
     return Down(
         request=setup.request(number, client),
@@ -297,11 +299,12 @@ def close(
     over = dict.fromkeys(tally.riders.weights(), roster)
     for key, change in tally.riders.mean(over).items():
         values[key], versions[key] = values[key] + change, number
-    known = dict(world.known)
+    known, settled = dict(world.known), dict(world.settled)
     for client in tally.heard:
         down = tally.cohort[client]
         anew = down.anew or tally.lines[client].anew
         known[client] = {**({} if anew else known.get(client, {})), **down.versions}
+        settled[client] = (0 if anew else settled.get(client, 0)) | setup.owned(down.turn)
     heard = world.heard | dict.fromkeys(tally.heard, number)
     # How far clients were apart is a release of its own, that nobody has paid for.
     hidden = released is not None
@@ -317,4 +320,5 @@ def close(
         heard,
         world.choice,
         clip,
+        settled,
     )

@@ -172,6 +172,13 @@ class Server:
         shared = (p.key for p in params if any(roles[p] is Role.SHARE for roles in every))
         return {key: self.world.values[key] for key in shared}
 
+    def anew(self, tally: Tally, client: str) -> None:
+        """Ask a client again that has lost what it had of the world, and send it all of it."""
+        vain = tally.cohort[client]
+        tally.vain += vain.nbytes
+        down = push(self.setup, self.world, client, self.roster[client], anew=True)
+        tally.cohort[client] = replace(down, turn=replace(down.turn, scores=vain.turn.scores))
+
     def take(self, tally: Tally, update: Update) -> None:
         """Count an update, or write down why not."""
         pull(self.setup, self.world, tally, update)
@@ -337,6 +344,7 @@ def _written(world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
     meta = {"round": world.round, "phase": world.phase, "versions": world.versions}
     drift = {kind: list(numbers) for kind, numbers in world.drift.items()}
     hidden = {"choice": listed(world.choice), "clip": world.clip}
+    meta |= {"settled": {client: hex(bits) for client, bits in world.settled.items()}}
     return tensors, meta | {"known": world.known, "heard": world.heard, "drift": drift} | hidden
 
 
@@ -354,5 +362,8 @@ def _world_of(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> World:
     drift = {kind: (apart, step) for kind, (apart, step) in meta["drift"].items()}
     heard = dict(meta["heard"])
     choice, clip = scored(meta["choice"]), float(meta["clip"])
+    settled = {client: int(bits, 16) for client, bits in meta["settled"].items()}
     number, phase = meta["round"], meta["phase"]
-    return World(values, versions, number, phase, known, memory, drift, heard, choice, clip)
+    return World(
+        values, versions, number, phase, known, memory, drift, heard, choice, clip, settled
+    )

@@ -85,7 +85,8 @@ def _prepared(
 ) -> tuple[dict[str, Examples], dict[str, Examples]]:
     """Each client's rows to train on, and those held out for its own test."""
     first = to_train(marks, share=1 - study.data.own_test, seed=study.seed)
-    slim, train, tests = table.select_columns(_columns(made)), {}, {}
+    slim = table.select_columns(_columns(made))
+    train, tests = dict[str, Examples](), dict[str, Examples]()
     for name, numbers in _held(study, table, own).items():
         sides = ([row for row in numbers if first[row] == side] for side in (True, False))
         train[name], tests[name] = (made.prepare(rows(slim, side)) for side in sides)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from math import isfinite
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from fedplan import streams
 from fedplan.agreement import Setup, basis
+from fedplan.buffers import buffers_of, require_rest
 from fedplan.errors import FedplanError
 from fedplan.exchange import Down, Lacking, Refused, Update, listed, nbytes
 from fedplan.fit import Done, Examples, Job, Loss
@@ -24,7 +27,7 @@ from fedplan.plan import Role, Roles
 from fedplan.privacy.clipping import capped
 from fedplan.privacy.guard import Cloak
 from fedplan.privacy.vote import ballot
-from fedplan.probe import Look
+from fedplan.probe import Look, at_random
 from fedplan.record import TURN, VERSION
 from fedplan.resolution import permitted, resolve
 from fedplan.state import Tensors, put, take
@@ -60,8 +63,8 @@ def cloak_of(setup: Setup, folder: Path) -> Cloak | None:
 
 def poll(setup: Setup, site: Site, down: Down) -> Mapping[Block, float]:
     """What a client's probe says of each block, for a choice that all make together."""
-    _receive(setup, site, down)
-    home, _ = site.journal.home(down.request)
+    home, notes = site.journal.home(down.request)
+    _receive(setup, site, down, notes)
     turn = _own_turn(site, down)
     before = _values(setup, site, turn, home)
     promise, look = setup.promise, _look(setup, site, turn)
@@ -70,18 +73,21 @@ def poll(setup: Setup, site: Site, down: Down) -> Mapping[Block, float]:
     if site.cloak is not None:
         said = setup.about(turn.round, site.name), _content(site, before)
         return site.cloak.vote(look, setup.method.probe, setup.most, *said)
-    named = ballot(setup.method.probe(look), setup.most)
+    # Who has no rows votes too, by chance: that it has none is not told.
+    named = ballot((setup.method.probe if len(site.rows) else at_random)(look), setup.most)
     return {block: float(block in named) for block in look.blocks}
 
 
 def local(setup: Setup, site: Site, down: Down) -> Update:
     """A client's turn: it obeys its own copy of the plan, and answers the same request the same."""
-    _receive(setup, site, down)
-    values, line = site.journal.answered(down.request) or _train(setup, site, down)
+    answered = site.journal.answered(down.request)
+    home, notes = site.journal.home("" if answered else down.request)
+    _receive(setup, site, down, notes)
+    values, line = answered or _train(setup, site, down, home, notes)
     return Update(site.name, down.request, setup.fingerprint, values, line["weight"], line)
 
 
-def _receive(setup: Setup, site: Site, down: Down) -> None:
+def _receive(setup: Setup, site: Site, down: Down, notes: Mapping[str, Any]) -> None:
     """Take what the server sends, if it is what was agreed and nothing is then lacking."""
     request = setup.request(down.turn.round, site.name)
     if down.run != setup.run:
@@ -91,13 +97,23 @@ def _receive(setup: Setup, site: Site, down: Down) -> None:
             f"{site.name} agreed to {setup.fingerprint}, and is asked for {down.request[:120]!r}: "
             "both ends must run the same study"
         )
-    wanted = setup.wanted(_own_turn(site, down))
+    wanted = setup.wanted(_own_turn(site, down), _bits(_settled(down, notes)))
     _require_wanted(site, down, wanted)
     held = {} if down.anew else site.held
     held = held | down.versions
     if basis({k: held.get(k, first) for k, first in wanted.items()}) != down.basis:
         raise Lacking(f"{site.name} does not have what it was sent before: it needs all of it")
     site.seen, site.held = site.seen | down.values, held
+
+
+def _settled(down: Down, notes: Mapping[str, Any]) -> dict[str, str]:
+    """What became the client's own, by rounds: as far as the server has heard of it."""
+    found: dict[str, str] = {} if down.anew else notes.get("settled", {})
+    return {number: bits for number, bits in found.items() if int(number) <= down.heard}
+
+
+def _bits(settled: Mapping[str, str]) -> int:
+    return reduce(or_, (int(bits, 16) for bits in settled.values()), 0)
 
 
 def _require_wanted(site: Site, down: Down, wanted: Mapping[str, int]) -> None:
@@ -118,17 +134,20 @@ def _own_turn(site: Site, down: Down) -> Turn:
     return replace(down.turn, client=site.name, traits=site.traits, scores=None)
 
 
-def _train(setup: Setup, site: Site, down: Down) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    home, notes = site.journal.home(down.request)
+def _train(
+    setup: Setup, site: Site, down: Down, home: Tensors, notes: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    _require_forward(site, down.turn.round, notes)
     if site.cloak is not None:
         site.cloak.require_paid(notes.get("charges", 0))
-    turn = _own_turn(site, down)
+    turn, still = _own_turn(site, down), buffers_of(site.model)
     before = _values(setup, site, turn, home)
     if setup.chooses(turn):
         alone = None if setup.method.together else setup.method.probe(_look(setup, site, turn))
         turn = replace(turn, scores=alone or down.turn.scores)
     roles = resolve(setup.method.plan, setup.params, turn)
     done = _fit(setup, site, turn, roles, before, home)
+    require_rest(site.model, still)
     after = take(site.model, setup.trainable)
     marks = _require_still(setup, site, roles, before, after, notes.get("marks", {}))
     shared = {p.key: after[p.key] for p in setup.trainable if roles[p] is Role.SHARE}
@@ -143,7 +162,10 @@ def _train(setup: Setup, site: Site, down: Down) -> tuple[dict[str, Tensor], dic
     line |= {"up": nbytes(reply), "scores": listed(turn.scores) if turn.scores else None}
     missed = [each for each in notes.get("lines", []) if each["round"] > down.heard]
     own_marks = notes.get("marks", {}) | {k: marks[1][k] for k in own}
-    notes = {"marks": own_marks, "lines": [*missed, line]}
+    settled = _settled(down, notes)
+    if fresh := setup.owned(turn) & ~_bits(settled):
+        settled |= {str(turn.round): hex(fresh)}
+    notes = {"marks": own_marks, "lines": [*missed, line], "settled": settled}
     if site.cloak is not None:
         notes["charges"] = len(site.cloak.budget.charges)
     line = line | {"missed": missed}
@@ -152,19 +174,29 @@ def _train(setup: Setup, site: Site, down: Down) -> tuple[dict[str, Tensor], dic
     return reply, line
 
 
+def _require_forward(site: Site, number: int, notes: Mapping[str, Any]) -> None:
+    """Refuse a turn before the last one: what the client kept since would be lost, or mixed in."""
+    last = max((line["round"] for line in notes.get("lines", ())), default=0)
+    if last >= number:
+        raise Refused(
+            f"{site.name} has taken its turn in round {last} of this run, and is asked for round "
+            f"{number}: the server has lost its world; put a copy back, or begin another run"
+        )
+
+
 def _values(setup: Setup, site: Site, turn: Turn, home: Tensors) -> dict[str, Tensor]:
     """Each trainable param's value at the start of a turn, put into the model.
 
-    It is the client's own, or the world's: scores never change whose a param is.
+    It is the client's own, or the world's: scores never change whose a param is. What becomes the
+    client's own for the first time starts from the world's.
     """
     roles = permitted(setup.method.plan, setup.params, turn)
-    values = {
-        p.key: home.get(p.key, site.start[p.key])
-        if roles[p].own
-        else site.seen.get(p.key, site.start[p.key])
-        for p in setup.trainable
-    }
+    own = {p.key: home[p.key] for p in setup.trainable if roles[p].own and p.key in home}
+    values = {p.key: site.start[p.key] for p in setup.trainable}
+    values |= {key: site.seen[key] for key in values if key in site.seen} | own
     put(site.model, values, setup.trainable)
+    # A probe must not find the mode in which some other turn has left the model.
+    site.model.eval()
     return values
 
 

@@ -17,19 +17,12 @@ from torch import Tensor, nn
 from fedplan.agreement import Setup
 from fedplan.attendance import Attendance
 from fedplan.attention import at_rest, moved
-from fedplan.config import (
-    ConfigError,
-    DataSection,
-    MethodSection,
-    Study,
-    placed,
-    study_of,
-)
+from fedplan.config import ConfigError, DataSection, MethodSection, Study, placed, study_of
+from fedplan.crowds import phases_in
 from fedplan.description import describe
 from fedplan.evaluation import spread
 from fedplan.files import keep_file
 from fedplan.fit import Pace
-from fedplan.forecast import phases_in
 from fedplan.ledger import digests, joined
 from fedplan.loading import starting_model
 from fedplan.locks import Claim, claimed
@@ -279,7 +272,7 @@ def study_in(folder: Path) -> Study:
         said = json.loads((folder / STUDY).read_text(encoding="utf-8"))
         return study_of(said if isinstance(said, dict) else {STUDY: said})
     except (OSError, ValueError, RecursionError, ConfigError) as error:
-        raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
+        raise ConfigError(f"{folder} is not the folder of a run: {STUDY}: {error}") from error
 
 
 def setup_in(folder: Path) -> Setup:

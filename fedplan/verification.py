@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fedplan.agreement import Setup
@@ -12,7 +12,7 @@ from fedplan.ledger import ROLES, parted
 from fedplan.params import Block
 from fedplan.plan import Role
 from fedplan.record import Record, RoundRecord, TurnRecord, read_record
-from fedplan.resolution import permitted, resolve
+from fedplan.resolution import resolve
 from fedplan.turn import Turn
 
 
@@ -32,8 +32,9 @@ class _Checker:
         self.setup = setup
         self.world: dict[str, str] = parted(setup.params, start) if start else {}
         self.homes: dict[str, dict[str, str]] = {}
-        self.versions: dict[str, int] = {p.key: 0 for p in setup.movable}
+        self.versions: dict[str, int] = {}
         self.known: dict[str, dict[str, int]] = {}
+        self.settled: dict[str, int] = {}
         self.scores: tuple[int, Any] = (0, None)
         self.round, self.turns = 0, dict[str, TurnRecord]()
 
@@ -76,7 +77,6 @@ class _Checker:
         roles = dict(zip(params, (ROLES[x] for x in line.roles), strict=True))
         scores = {Block(stack, number): score for stack, number, score in line.scores or ()}
         turn = Turn(line.round, line.client, line.phase, line.traits, scores or None)
-        most = permitted(self.setup.method.plan, params, turn)
         said = resolve(self.setup.method.plan, params, turn)
         before, after = parted(params, line.before), parted(params, line.after)
         home = self.homes.setdefault(line.client, {})
@@ -95,7 +95,7 @@ class _Checker:
             yield f"{where}: chose by other scores than the rest"
         shared = [p for p in params if roles[p] is Role.SHARE]
         if heard:
-            yield from self._bytes(where, line, shared, most)
+            yield from self._bytes(where, line, shared, turn)
 
     def _agreed(self, line: TurnRecord) -> Any:
         """The scores that the first line of a round chose by."""
@@ -103,30 +103,25 @@ class _Checker:
             self.scores = (line.round, line.scores)
         return self.scores[1]
 
-    def _bytes(
-        self, where: str, line: TurnRecord, shared: list[Any], most: Mapping[Any, Role]
-    ) -> Iterator[str]:
-        method = self.setup.method
+    def _bytes(self, where: str, line: TurnRecord, shared: list[Any], turn: Turn) -> Iterator[str]:
         up = sum(self.setup.up(p) for p in shared)
         if line.up != up:
             yield f"{where}: {line.up} bytes went up, and the plan explains {up}"
+        client = line.client
         if line.anew:
-            self.known.pop(line.client, None)
-        known = self.known.setdefault(line.client, {})
-        down = 0
-        for p in self.setup.movable:
-            if most[p].own:
-                continue
-            if known.get(p.key, -1) < self.versions[p.key]:
-                down += p.nbytes
-                known[p.key] = self.versions[p.key]
-            for rider in method.riders if most[p] is Role.SHARE else ():
-                version = self.versions.get(p.key + rider, 0)
-                if known.get(p.key + rider, 0) < version:
-                    down += p.nbytes
-                    known[p.key + rider] = version
+            self.known.pop(client, None)
+            self.settled.pop(client, None)
+        known, settled = self.known.setdefault(client, {}), self.settled.get(client, 0)
+        wanted = self.setup.wanted(turn, settled)
+        lacking = {k for k, first in wanted.items() if known.get(k, first) < self._version(k)}
+        known |= {key: self._version(key) for key in lacking}
+        self.settled[client] = settled | self.setup.owned(turn)
+        down = sum(self.setup.sizes[key] for key in lacking)
         if line.down != down:
             yield f"{where}: {line.down} bytes came down, and the plan explains {down}"
+
+    def _version(self, key: str) -> int:
+        return self.versions.get(key, 0)
 
     def _round(self, line: RoundRecord) -> Iterator[str]:
         where, turns, self.turns, self.round = f"round {line.round}", self.turns, {}, line.round

@@ -17,7 +17,8 @@ from fedplan import architectures
 from fedplan.anatomy import Anatomy, Layout, per_head, thirds
 from fedplan.description import describe
 from fedplan.errors import UnknownArchitecture
-from fedplan.params import Kind, Param, Rows
+from fedplan.params import Block, Kind, Param, Rows
+from fedplan.resolution import check
 
 every = pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 
@@ -105,7 +106,8 @@ def test_a_wrong_row_map_is_caught_by_behaviour(
     name: str, wrong: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = getattr(zoo.build(name), "config", None)
-    known = config.model_type if config else "TransformerEncoder"
+    torch_row = "torch.nn.modules.transformer.TransformerEncoderLayer"
+    known = config.model_type if config else torch_row
     row: Anatomy = architectures.KNOWN[known]
     lie = replace(row, fused={p: wrong(layout) for p, layout in row.fused.items()})
     monkeypatch.setitem(architectures.KNOWN, known, lie)
@@ -113,23 +115,14 @@ def test_a_wrong_row_map_is_caught_by_behaviour(
         require_true_kinds(name)
 
 
-def test_an_unknown_architecture_says_how_to_teach_it() -> None:
-    class Strange(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rungs = nn.ModuleList([nn.Linear(2, 2)])
-
-    with pytest.raises(UnknownArchitecture) as caught:
-        describe(Strange())
-    for word in ("rungs.0.weight", "rungs (1 of Linear)", 'fedplan.teach("Strange"'):
-        assert word in str(caught.value)
-
-
-def test_a_known_architecture_with_an_unknown_tensor_is_an_error() -> None:
+def test_a_tensor_that_no_row_explains_is_unknown_and_in_its_block() -> None:
     model = zoo.build("bert")
     model.bert.encoder.layer[0].attention.novelty = nn.Linear(2, 2)
+    (weight, _) = [p for p in describe(model) if "novelty" in p.name]
+    assert (weight.kind, weight.at) == (Kind.UNKNOWN, Block("encoder", 0))
+    check(fedplan.parse("chain(share(), keep(blocks(0)))"), describe(model))
     with pytest.raises(UnknownArchitecture, match=r"attention\.novelty\.weight"):
-        describe(model)
+        check(fedplan.parse("chain(share(), freeze(query))"), describe(model))
 
 
 def test_a_taught_architecture_is_described() -> None:

@@ -5,16 +5,39 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 import zoo
+from commands import STUDY, run
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from sentences import a_plan, fits, fitting
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import fedplan as fp
+from fedplan.agreement import Setup, fare_of
+from fedplan.attendance import Attendance
 from fedplan.catalog import SHORT, skeleton
 from fedplan.cli import app
-from fedplan.forecast import Stage, forecast
-from fedplan.plan import Role
+from fedplan.crowds import Crowd, phases_in
+from fedplan.exchange import nbytes
+from fedplan.fit import Done, Fit, Job, Pace, Wrap
+from fedplan.forecast import forecast
+from fedplan.ledger import read_lines
+from fedplan.method import Method
+from fedplan.params import Block, Kind, Param
+from fedplan.phases import Planned, Sign
+from fedplan.plan import Best, Role
+from fedplan.runners.local import Federation
+from fedplan.state import put, take
+from fedplan.views import Forecast, Stage, View
+from fedplan.wire import parse_wire
 
 FEDFROZEN = "chain(share(), when(after(20), freeze(query | key)))"
 SAFL = "chain(freeze(), best(8))"
@@ -139,3 +162,201 @@ def test_ten_thousand_clients_are_resolved_in_a_few_seconds() -> None:
     answers = {id(resolver(fp.Turn(round=21, client=str(i)))) for i in range(10_000)}
     assert len(answers) == 1
     assert time.monotonic() - started < 3
+
+
+# The law: the bytes of every message of a run are within the forecast's bounds.
+
+SIZES = {"query": (3, 2), "mlp": (5, 4), "norm": (3,)}
+LAW_PARAMS = (
+    Param("embed", Kind.EMBED, (7, 3)),
+    *(
+        Param(f"b{i}_{kind}", Kind(kind), (i + 1, *shape), block=i, stack="encoder", depth=3)
+        for i in range(3)
+        for kind, shape in SIZES.items()
+    ),
+    Param("head", Kind.HEAD, (2, 3), dtype="bfloat16"),
+    Param("head_bias", Kind.HEAD, (2,), tags=frozenset({"bias"})),
+)
+ROSTER = {"north": {}, "south": {"north": "7", "7": "south"}, "7": {"7": "7"}, "other": {}}
+WIRES = ("plain()", "delta()", "bf16()", "int8()", "pipe(delta(), topk(0.3), int8())")
+LAW_ROUNDS = 4
+
+
+class Nothing:
+    """A row, of nothing."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Some(Attendance):
+    """A client that always takes part, and others that come and go."""
+
+    def cohort(self, experiment: str, number: int, roster: list[str]) -> list[str]:
+        return [n for i, n in enumerate(roster) if n == "north" or (number + i) % 3]
+
+
+def nudging(riders: tuple[str, ...]) -> Wrap:
+    def wrap(_: Fit) -> Fit:
+        def fit(job: Job) -> Done:
+            values = take(job.model, [p for p, role in job.roles.items() if role.trained])
+            put(job.model, {k: v + 0.5 for k, v in values.items()}, list(job.roles))
+            shared = {p.key: values[p.key] for p in job.roles if job.roles[p] is Role.SHARE}
+            return Done(
+                0.0, 1, {k + r: torch.zeros_like(v) for k, v in shared.items() for r in riders}
+            )
+
+        return fit
+
+    return wrap
+
+
+@st.composite
+def methods(draw: st.DrawFn) -> Method:
+    some = a_plan(st.sampled_from(fitting(LAW_PARAMS))).filter(lambda each: fits(each, LAW_PARAMS))
+    first, *later = draw(st.lists(some, min_size=1, max_size=3))
+    plan = fp.chain(first, *(fp.when(fp.after(i + 1), each) for i, each in enumerate(later)))
+    phases = phases_in(plan)
+    starts = draw(st.permutations(range(len(phases) + 2)))
+    riders = draw(st.sampled_from([(), ("#a",), ("#a", "#b")]))
+    return Method(
+        plan,
+        wraps=(nudging(riders),),
+        together=draw(st.booleans()),
+        announce=Planned(dict(zip(phases, starts, strict=False))),
+        riders=riders,
+        wire=parse_wire(draw(st.sampled_from(WIRES))),
+    )
+
+
+def law_model() -> nn.Module:
+    model = nn.Module()
+    for p in LAW_PARAMS:
+        model.register_parameter(p.name, nn.Parameter(torch.ones(p.shape, dtype=DTYPES[p.dtype])))
+    return model
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def messages(setup: Setup, attendance: Attendance) -> dict[str, dict[int, tuple[int, int]]]:
+    """The bytes of each message that a run really sends, up and down."""
+    found: dict[str, dict[int, tuple[int, int]]] = {name: {} for name in ROSTER}
+    with TemporaryDirectory() as folder:
+        rows = {name: Nothing() for name in ROSTER}
+        whole = Federation(
+            setup, law_model(), rows, lambda *_: torch.zeros(()), Path(folder),
+            rounds=LAW_ROUNDS, traits=ROSTER, attendance=attendance, replies=True,
+        )  # fmt: skip
+        for number in range(1, LAW_ROUNDS + 1):
+            tally = whole.round()
+            assert not tally.rejected
+            for name, down in tally.cohort.items():
+                answered = whole.sites[name].journal.answered(down.request)
+                assert answered is not None
+                found[name][number] = nbytes(answered[0]), nbytes(down.values)
+                assert tally.lines[name]["up"] == found[name][number][0]
+                assert tally.lines[name]["down"] == found[name][number][1]
+            whole.commit(tally)
+    return found
+
+
+def views_of(forecast: Forecast, method: Method, client: str) -> list[View]:
+    """The views of a client: those that say in each round what the plan says to it."""
+    turns = [
+        fp.Turn(n, client, method.announce(Sign(n)), ROSTER[client])
+        for n in range(1, LAW_ROUNDS + 1)
+    ]
+    said = [method.plan.settle(turn) for turn in turns]
+    steps = {
+        id(view): {n: stage.steps for stage in view.stages for n in stage.rounds}
+        for view in forecast.views
+    }
+    return [v for v in forecast.views if [steps[id(v)][t.round] for t in turns] == said]
+
+
+@given(methods(), st.booleans())
+@example(Method(fp.parse("chain(keep(), when(after(1), share()))"), wraps=(nudging(()),)), True)
+@example(Method(fp.parse("cycle(share(), hold(), freeze())"), wraps=(nudging(()),)), True)
+@settings(max_examples=40, deadline=None)
+def test_every_message_is_within_the_bounds(method: Method, everyone: bool) -> None:
+    setup = Setup("law", LAW_PARAMS, method, Pace())
+    assert isinstance(method.announce, Planned)
+    real = messages(setup, Attendance() if everyone else Some())
+    free = any(isinstance(step, Best) for step in method.plan.within())
+    for crowd in (Crowd(ROSTER, everyone), None if everyone else Crowd(ROSTER, False)):
+        explanation = fp.explain(
+            method.plan, LAW_PARAMS, rounds=LAW_ROUNDS, phases=method.announce.after,
+            crowd=crowd, fare=fare_of(setup),
+        )  # fmt: skip
+        assert all(len(line) <= 100 for line in str(explanation).splitlines())
+        for client in ROSTER if everyone else ("north",):
+            views = views_of(explanation.forecast, method, client)
+            assert views
+            for view in views:
+                within(view, real[client], exact=crowd is not None and everyone and not free)
+
+
+def within(view: View, real: dict[int, tuple[int, int]], *, exact: bool) -> None:
+    for number, sent in real.items():
+        for bytes_, (least, most) in zip(
+            sent, (view.ups[number - 1], view.downs[number - 1]), strict=True
+        ):
+            assert least <= bytes_ <= most, (view.who, number)
+            assert not exact or least == most, (view.who, number)
+    for i, (least, most) in enumerate((view.up_span, view.down_span)):
+        assert least <= sum(sent[i] for sent in real.values()) <= most
+
+
+def test_the_lightest_and_the_heaviest_choice_are_those_of_all_orders() -> None:
+    plans = [
+        "chain(freeze(), best(1), keep(last(1)))",
+        "chain(freeze(), best(2, mlp), keep(last(1)))",
+        "chain(hold(), freeze(first(1)), best(2))",
+        "chain(freeze(), best(3))",
+    ]
+    blocks = [Block("encoder", i) for i in range(3)]
+    for text in plans:
+        plan = fp.parse(text)
+        stage = forecast(plan, LAW_PARAMS).views[0].stages[0]
+        sizes = set[int]()
+        for order in permutations((1.0, 2.0, 3.0)):
+            turn = fp.Turn(scores=dict(zip(blocks, order, strict=True)))
+            roles = fp.resolve(plan, LAW_PARAMS, turn)
+            sizes.add(sum(p.nbytes for p in LAW_PARAMS if roles[p] is Role.SHARE))
+        assert (stage.up_least, stage.up) == (min(sizes), max(sizes)), text
+
+
+STUDIES = {
+    "scaffold": 'name = "scaffold"',
+    "int8": 'plan = "share()"\nwire = "pipe(delta(), int8())"',
+    "safl": 'name = "safl"\nsettings = { k = 1 }',
+    "kept later": 'plan = "chain(share(), when(after(1), keep(head)))"',
+    "kinds": """plan = 'by("site", {"a": share(head)}, when(after(1), share(mlp), share(head)))'""",
+}
+
+
+@pytest.mark.parametrize("said", STUDIES)
+def test_explain_of_a_study_counts_what_its_run_sends(said: str, here: Path) -> None:
+    plan = 'plan = "chain(share(), when(after(1), freeze(query | key)), keep(head))"'
+    traits = '[clients.traits]\nclient-00 = { site = "a" }'
+    text = STUDY.replace(plan, STUDIES[said]).replace("[clients]\ndropped = 0.1", traits)
+    (here / "study.toml").write_text(text)
+    code, out = run("explain", "study.toml", "--json")
+    assert code == 0, out
+    foretold = json.loads(out)["clients"]
+    code, out = run("run", "study.toml")
+    assert code == 0, out
+    lines = read_lines(here / "runs/tiny/ledger.jsonl")
+    for client in ("client-00", "client-01", "client-02"):
+        mine = [line for line in lines if line.get("client") == client]
+        view = foretold[0 if client == "client-00" else -1]
+        for way in ("up", "down"):
+            real = sum(line[way] for line in mine)
+            least, most = view[f"bytes_{way}_least"], view[f"bytes_{way}"]
+            assert least <= real <= most, (client, way)
+            assert said == "safl" or least == most

@@ -18,21 +18,10 @@ FILES = [file for files in MODULES.values() for file in files]
 
 # Imports flow one way: each module, or folder of them, may use those that stand before it.
 ORDER = (
-    *(
-        "errors",
-        "hub",
-        "names",
-        "plain",
-        "parcel",
-        "errands",
-        "params",
-        "anatomy",
-        "teaching",
-        "architectures",
-    ),
-    "description",
-    *("predicates", "parts", "turn", "plan", "horizon", "resolution", "text", "state"),
-    *("manifest", "catalog", "forecast", "explanation", "pictures"),
+    *("errors", "hub", "names", "plain", "parcel", "errands", "params", "anatomy", "teaching"),
+    *("architectures", "adapters", "description"),
+    *("predicates", "parts", "turn", "plan", "horizon", "resolution", "text", "state", "buffers"),
+    *("manifest", "catalog", "crowds", "views", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
     *("locks", "files", "identity", "seals", "generations", "store", "journal"),
     *(
@@ -42,7 +31,9 @@ ORDER = (
         "fit",
         "attention",
         "hearing",
+        "stimulus",
         "behaviour",
+        "proposal",
         "probe",
         "tables",
         "content",

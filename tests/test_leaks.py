@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client keeps is in no message: not its start, not what it became, not by accident."""
+"""What a client keeps is in no message up or down: not its start, not what it became, not by accident."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from fedplan.params import Param
 from fedplan.rounds import Tally
 from fedplan.runners.local import Federation
 from fedplan.state import put, take
+from fedplan.text import parse
 
 PACE = Pace(optimiser="adamw", rate=1e-2, decay=0.1, batch=2, steps=2)
 ROUNDS = 4
@@ -90,6 +91,13 @@ def test_nothing_private_is_in_any_message(name: str, tmp_path: Path) -> None:
     tap = Wiretap(method(name, KEPT[name]), tmp_path, prompted=prompted)
     assert len(tap.private) > 2 * ROUNDS
     assert len(tap.messages) == 4 * ROUNDS
+    assert not tap.hits()
+
+
+def test_nothing_private_is_in_any_message_after_a_part_was_shared(tmp_path: Path) -> None:
+    made = Method(parse("chain(share(), when(after(2), keep(head)))"))
+    tap = Wiretap(made, tmp_path, prompted=False)
+    assert len(tap.private) > 2 * ROUNDS
     assert not tap.hits()
 
 

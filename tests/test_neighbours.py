@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from math import inf
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import STUDY, run
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from tables import KINDS, MOODS, SITES, Row, held, row, study, tokenizer, writte
 from fedplan.config import Study
 from fedplan.content import chances, contents, told_apart
 from fedplan.data import DataError, Partition, divide
+from fedplan.ledger import read_lines
 from fedplan.privacy.contributions import Subject, Sum, one_by_one, trained
 from fedplan.resolution import resolve
 from fedplan.shares import Shares, shares_of
@@ -280,6 +283,27 @@ def test_one_row_moves_a_clipped_sum_by_one_clip(kind: str, words: str, tmp_path
             sums.append(total)
         far = max(far, float((sums[0] - sums[1]).norm()))
     assert 0 < far <= clip * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("vote", [False, True], ids=["", "vote"])
+@pytest.mark.parametrize("unit", ["client", "example"])
+def test_a_client_without_rows_takes_part(here: Path, unit: str, vote: bool) -> None:
+    """Who has no rows may not be told either: its turns are as those of others."""
+    said = STUDY.replace('by = "dirichlet"\nalpha = 0.5\nclients = 3', EMPTY)
+    said = said.replace("dropped = 0.1", "").replace("rounds = 3", "rounds = 1\nsteps = 1")
+    said += f'[privacy]\nunit = "{unit}"\nepsilon = 50.0\nsize = 20\n'
+    if vote:
+        said = re.sub('plan = ".*"', 'name = "safl"\nsettings = { k = 1 }', said)
+        said += "vote = 2.0\nperiod = 2\n"
+    Path("study.toml").write_text(said)
+    code, out = run("run", "study.toml")
+    assert code == 0 and "not counted" not in out, out
+    lines = [line for line in read_lines(here / "runs/tiny/ledger.jsonl") if "moved" not in line]
+    assert {line["client"] for line in lines} == {"0", "1", "7"}
+    assert len({len(line["roles"]) for line in lines}) == 1
+
+
+EMPTY = 'by = "column"\ncolumn = "digit"\nclients = 3\nonly = { digit = [0, 1, 7] }'
 
 
 def test_equal_rows_are_told_apart_and_chances_are_even() -> None:

@@ -32,7 +32,7 @@ def test_the_walk_through_works_as_printed(tmp_path: Path) -> None:
     )
     (tmp_path / "told.txt").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "no client's own param was in a message" in done.stdout
+    assert "no client's own param went up" in done.stdout
     assert "north in federation/0" in done.stdout and "limits: none" in done.stdout
     assert (tmp_path / "world/model.safetensors").exists()
     assert (tmp_path / "north/model.safetensors").exists()

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from fedplan.agreement import Setup
 from fedplan.attendance import Attendance
-from fedplan.exchange import Down
+from fedplan.exchange import Down, Lacking
 from fedplan.failpoints import reach
 from fedplan.fit import Examples, Loss
 from fedplan.journal import Journal, home_of
@@ -19,6 +20,8 @@ from fedplan.server import Server, personal_values
 from fedplan.site import Site, cloak_of, local, poll
 from fedplan.state import take
 from fedplan.turn import Turn
+
+Said = TypeVar("Said")
 
 
 class Federation(Server):
@@ -42,7 +45,7 @@ class Federation(Server):
         replies: bool = False,
         marks: Mapping[str, str] | None = None,
     ) -> None:
-        self.model, start = model, take(model, setup.params)
+        self.model, start = model.eval(), take(model, setup.params)
         roster = {name: dict((traits or {}).get(name, {})) for name in names or rows}
         super().__init__(
             setup,
@@ -80,8 +83,8 @@ class Federation(Server):
         self.ask(tally)
         absent = tally.cohort.keys() - self.sites.keys()
         tally.rejected |= {name: "no answer" for name in absent}
-        for name, down in self._there(tally).items():
-            update = local(self.setup, self.sites[name], down)
+        for name in self._there(tally):
+            update = self._asked(local, tally, name)
             reach("round.answered")
             self.take(tally, update)
         self.end(tally)
@@ -90,8 +93,15 @@ class Federation(Server):
     def ask(self, tally: Tally) -> None:
         """Where all choose together, hear first what each one would choose."""
         if self.polls(tally):
-            asked = self._there(tally).items()
-            self.choose(tally, {n: poll(self.setup, self.sites[n], down) for n, down in asked})
+            self.choose(tally, {n: self._asked(poll, tally, n) for n in self._there(tally)})
+
+    def _asked(self, turn: Callable[[Setup, Site, Down], Said], tally: Tally, name: str) -> Said:
+        """What a site says; one that has lost what it had is asked anew."""
+        try:
+            return turn(self.setup, self.sites[name], tally.cohort[name])
+        except Lacking:
+            self.anew(tally, name)
+            return turn(self.setup, self.sites[name], tally.cohort[name])
 
     def _there(self, tally: Tally) -> dict[str, Down]:
         return {name: down for name, down in tally.cohort.items() if name in self.sites}

@@ -20,7 +20,7 @@ from fedplan.files import put_file
 from fedplan.mail import down_parcel, down_said, opened, parcel_of, update_of
 from fedplan.parcel import Parcel
 from fedplan.privacy.errors import PrivacyError
-from fedplan.rounds import Tally, push
+from fedplan.rounds import Tally
 from fedplan.runners.flower.calls import Calls, Guest, Letter, Patience
 from fedplan.runners.flower.records import arrays_of
 from fedplan.runners.flower.submit import FAULT
@@ -132,7 +132,9 @@ class Carrier:
                 f"starts from the model {guest.start[:40]} and not from {setup.start}: give it the "
                 "same weights, and start it again"
             )
-        if guest.agreed != setup.fingerprint or guest.run != setup.run:
+        if guest.run != setup.run:
+            return f"is in the run {guest.run[:40]} and this is {setup.run}: start it again"
+        if guest.agreed != setup.fingerprint:
             return (
                 f"agreed to {guest.agreed[:40]} and this study is {setup.fingerprint}: give it the "
                 "same study, and start it again"
@@ -180,10 +182,7 @@ class Carrier:
         """Whether a site has lost what it was sent before; it is then asked anew, with all."""
         if not _said(answer).get("lacking") or tally.cohort[name].anew:
             return False
-        scores, server = tally.cohort[name].turn.scores, self.server
-        tally.vain += tally.cohort[name].nbytes
-        down = push(server.setup, server.world, name, server.roster[name], anew=True)
-        tally.cohort[name] = replace(down, turn=replace(down.turn, scores=scores))
+        self.server.anew(tally, name)
         log.warning("%s has lost what it was sent before, and is sent all of it", name)
         return True
 
