@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -117,8 +117,9 @@ def told_of(folder: Path) -> list[Record | Balance]:
     return found
 
 
-AGREED = dict.fromkeys(("site", "experiment", "plan", "fingerprint", "model"), str)
-SENT = {"answer": str, "again": bool, **dict.fromkeys(("round", "up", "said", "down"), int)}
+AGREED: dict[str, type] = dict.fromkeys(("site", "experiment", "plan", "fingerprint", "model"), str)
+COUNTS: dict[str, type] = dict.fromkeys(("round", "up", "said", "down"), int)
+SENT = {"answer": str, "again": bool, **COUNTS}
 
 
 def _record(folder: Path) -> Record:
@@ -138,4 +139,6 @@ def _fits(said: Any, kinds: Mapping[str, type]) -> bool:
 
 
 def _counts(said: Any, most: type) -> bool:
-    return type(said) is dict and all(type(each) in (int, most) for each in said.values())
+    if type(said) is not dict:
+        return False
+    return all(type(each) in (int, most) for each in cast("dict[str, object]", said).values())

@@ -33,8 +33,9 @@ from fedplan.store import Generation, Store
 from fedplan.turn import Turn
 
 WORLD, LEDGER, METRICS = "world", "ledger.jsonl", "metrics.jsonl"
-SMALL = ("study.json", "manifest.json", "task.json", RUN)
-"""Files of a run's folder that are written once, before its first round."""
+STUDY = "study.json"
+SMALL = (STUDY, "manifest.json", "task.json", RUN)
+"""Files of a run's folder that are written once, before its first round; a study may grow."""
 Roster = Mapping[str, Mapping[str, str]]
 """Every client's name, with its traits."""
 
@@ -76,6 +77,15 @@ class Server:
         files: dict[str, Any] = found.meta["files"] if found else {}
         self.ledger = _ledger(folder / LEDGER, files)
         self.metrics = _ledger(folder / METRICS, files)
+        if found and (folder / STUDY).exists():
+            self._agree(found)
+
+    def _agree(self, found: Generation) -> None:
+        """Stand by the study as it now is: rounds may be added to it, and places may change."""
+        files, now = found.meta["files"], mark_of_file(self.folder / STUDY)
+        if files.get(STUDY) != now:
+            meta = found.meta | {"files": files | {STUDY: now}}
+            self.store.write(found.tensors, meta, number=found.number)
 
     def begin(self) -> Tally:
         """Announce the phase of the next round, and say who is asked for what."""

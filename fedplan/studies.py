@@ -37,6 +37,7 @@ from fedplan.probe import probe_named
 from fedplan.resolution import check
 from fedplan.rounds import Tally
 from fedplan.runners.local import Federation
+from fedplan.server import STUDY as STUDY
 from fedplan.shares import Shares, shares_of
 from fedplan.state import Tensors, put, take
 from fedplan.store import told
@@ -46,7 +47,7 @@ from fedplan.wire import parse_wire
 if TYPE_CHECKING:
     from datasets import Dataset
 
-STUDY, MANIFEST, TASK = "study.json", "manifest.json", "task.json"
+MANIFEST, TASK = "manifest.json", "task.json"
 """In a run's folder, and in a site's for a run: what it is of; its labels and its clients."""
 
 Watch = Callable[["Trial", Tally, Mapping[str, Any]], None]

@@ -173,6 +173,20 @@ def test_a_server_that_ends_in_a_round_goes_on_with_the_same_bits(
     assert same(again, calm) and again.clean()
 
 
+@pytest.mark.parametrize("name", ["fedadam", "scaffold"])
+def test_rounds_can_be_added_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    whole = Run(method(name), tmp_path / "whole")
+    whole.carry()
+    for rounds in (1, ROUNDS):
+        parts = Run(method(name), tmp_path / "parts")
+        parts.server.rounds = rounds
+        parts.carry()
+    assert same(parts, whole) and parts.clean()
+    assert {k: digests(m) for k, m in parts.server.world.memory.items()} == {
+        k: digests(m) for k, m in whole.server.world.memory.items()
+    }
+
+
 class Failing(Run):
     """A run in which some answers, from the first training on, are lost or spoilt."""
 

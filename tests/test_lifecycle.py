@@ -13,10 +13,17 @@ import transformers as hf
 from commands import STUDY, run
 from zoo import VISION
 
+from fedplan import identity
 from fedplan.methods import METHODS
 from fedplan.runners.local import Federation
 
 PLAN = STUDY[STUDY.index("plan =") : STUDY.index("[train]")]
+
+
+@pytest.fixture(autouse=True)
+def one_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The id of a run is drawn, and is all that differs between two runs of one study."""
+    monkeypatch.setattr(identity, "token_hex", lambda count: "0" * 2 * count)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -115,11 +122,11 @@ def test_a_start_that_dies_in_its_first_round_is_taken_over(
         del self, tally, update
         raise KeyboardInterrupt
 
+    calm = Federation.take
     monkeypatch.setattr(Federation, "take", broken)
     assert run("run", "study.toml", "--output", "out", "--set", "train.rate=0.5")[0] == 130
     assert any((here / "out/homes").rglob("*.json"))
-    monkeypatch.undo()
-    monkeypatch.chdir(here)
+    monkeypatch.setattr(Federation, "take", calm)
     code, out = run("run", "study.toml", "--output", "out")
     assert code == 0, out
     assert run("run", "study.toml", "--output", "new")[0] == 0
@@ -178,6 +185,14 @@ def test_rounds_can_be_added_to_any_plan(here: Path, plan: str) -> None:
             more = ["--resume"] if rounds != counts[0] else []
             assert run("run", "study.toml", *change, *more, "--output", output)[0] == 0
     assert files(here / "whole") == files(here / "parts")
+
+
+def test_a_study_that_grew_by_nothing_is_verified(here: Path) -> None:
+    """What changes no turn may change when there is no round left to commit it with."""
+    assert run("run", "study.toml", "--set", "train.rounds=1", "--output", "a")[0] == 0
+    change = ["--set", "evaluate.every=5", "--set", "train.rounds=1"]
+    assert run("run", "--resume", "a", *change)[0] == 0
+    assert run("verify", "a")[0] == 0
 
 
 def test_a_runs_folder_takes_more_rounds_too(here: Path) -> None:
@@ -288,7 +303,7 @@ def test_export_finds_texts_and_their_tokenizer_without_rows(here: Path) -> None
     from test_export import towers
 
     towers(here)
-    rows = [{"text": f"a picture of {w}", "kind": w} for w in ("cat", "dog") for _ in range(12)]
+    rows = [{"text": f"a {w} {n}", "kind": w} for w in ("cat", "dog") for n in range(12)]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     Path("study.toml").write_text(
         '[model]\npath = "ear"\n[task]\nkind = "text-classification"\nlabel = "kind"\n'
