@@ -72,9 +72,20 @@ def homes(fed: Path, study: Path) -> dict[str, dict[str, str]]:
     return found
 
 
+def open_part(folder: Path) -> list[dict[str, object]]:
+    """A ledger without the digests of what a client keeps: each site keys them by its own secret."""
+    lines = read_lines(folder / "ledger.jsonl")
+    for line in [each for whole in lines for each in (whole, *whole.get("missed", ()))]:
+        for which in ("before", "after") if "roles" in line else ():
+            marks = [line[which][i : i + 16] for i in range(0, len(line[which]), 16)]
+            pairs = zip(marks, line["roles"], strict=True)
+            line[which] = [mark if role in "SF" else role for mark, role in pairs]
+    return lines
+
+
 def require_same(out: Path, expected: Path) -> None:
     """A run has the world and the ledger of another, and both are in order."""
-    assert (out / "ledger.jsonl").read_bytes() == (expected / "ledger.jsonl").read_bytes()
+    assert open_part(out) == open_part(expected)
     one, other = (Store(folder / "world").read() for folder in (out, expected))
     assert one is not None and other is not None
     assert digests(one.tensors) == digests(other.tensors)

@@ -127,7 +127,7 @@ class Partial(FedAvg):
     ) -> tuple[dict[str, Tensor], str]:
         """The values of a reply and its sender, if they are all that the sender is to share."""
         if reply.has_error():
-            raise Rejected(understood(reply.error.reason))
+            raise Rejected(understood(str(reply.error.reason)))
         values, said = opened(records.parcel_in(reply.content))
         client, traits = said.get("client"), said.get("traits")
         if not isinstance(client, str) or not isinstance(traits, dict) or client in counted:
