@@ -106,14 +106,14 @@ class Setup:
         coded = self.method.wire.nbytes(param.shape, ITEMSIZE[param.dtype])
         return coded + len(self.method.riders) * param.nbytes
 
+    @property
+    def prefix(self) -> str:
+        """How the names of all requests of a run begin."""
+        return "".join(f"{word}/" for word in (self.experiment, self.fingerprint, self.run) if word)
+
     def request(self, number: int, client: str) -> str:
         """The name of what a client is asked for in one round of one run."""
-        run = (self.run,) if self.run else ()
-        return "/".join((self.experiment, self.fingerprint, *run, str(number), client))
-
-    def about(self, number: int, client: str) -> str:
-        """The name of a client's turn, whatever run it is in: noise and charges go by it."""
-        return f"{self.experiment}/{self.fingerprint}/{number}/{client}"
+        return f"{self.prefix}{number}/{client}"
 
 
 def fare_of(setup: Setup) -> Fare:

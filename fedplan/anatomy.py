@@ -34,7 +34,7 @@ class Anatomy:
     towers: Mapping[str, str] = field(default_factory=dict[str, str])
     tags: Mapping[Path, str] = field(default_factory=dict[Path, str])
     beside: Mapping[str, str] = field(default_factory=dict[str, str])
-    of: str = ""
+    of: str = field(default="", compare=False)
 
     def fits(self, kind: type) -> bool:
         """Whether a class comes, or is derived, from the package that the row is made for."""

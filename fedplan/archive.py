@@ -13,9 +13,10 @@ from fedplan.config import ConfigError, Study
 from fedplan.errors import FedplanError
 from fedplan.identity import RUN, Identity, read_identity
 from fedplan.manifest import read
+from fedplan.privacy.guard import CHARGES
 from fedplan.record import parsed
 from fedplan.rounds import World
-from fedplan.server import LEDGER, METRICS, SMALL, WORLD, read_world
+from fedplan.server import LEDGER, WORLD, read_world
 from fedplan.studies import MANIFEST, setup_of, study_in
 
 
@@ -35,13 +36,18 @@ class Archive:
     lines: list[object]
 
 
-def read_archive(folder: Path) -> Archive:
-    """The archive of a run that has committed a round. Nothing in the folder is changed."""
-    study, identity, params = study_in(folder), read_identity(folder), read(folder / MANIFEST)
+def committed(folder: Path) -> tuple[World, dict[str, Any]]:
+    """The world that a run last committed, and its meta."""
     found = read_world(folder)
     if found is None:
         raise ConfigError(f"{folder / WORLD} holds no round that was committed")
-    world, meta = found
+    return found
+
+
+def read_archive(folder: Path) -> Archive:
+    """The archive of a run that has committed a round. Nothing in the folder is changed."""
+    world, meta = committed(folder)
+    study, identity, params = study_in(folder), read_identity(folder), read(folder / MANIFEST)
     try:
         content = (folder / LEDGER).read_bytes()[: meta["files"][LEDGER][0]]
     except OSError as error:
@@ -58,21 +64,21 @@ def _line(line: bytes) -> object:
         return line
 
 
-def file_faults(archive: Archive) -> list[str]:
-    """Files that are not as they were when the last round was committed."""
-    faults = list[str]()
-    for name, (length, sha256) in archive.meta["files"].items():
-        file = archive.folder / name
+def file_faults(folder: Path) -> dict[str, str]:
+    """Files that are not as they were when the last round was committed, each with the fault."""
+    world, meta = committed(folder)
+    faults = dict[str, str]()
+    for name, (length, sha256) in meta["files"].items():
+        file = folder / name
+        content = file.read_bytes() if file.is_file() else b""
         if not file.is_file():
-            faults.append(f"{name} is lost")
-            continue
-        content = file.read_bytes()
-        if hashlib.sha256(content[:length]).hexdigest() != sha256:
-            faults.append(f"{name} is not what round {archive.world.round} was committed with")
-        elif len(content) > length and name in (*SMALL, LEDGER, METRICS):
-            faults.append(
-                f"{name} has {len(content) - length} bytes after round {archive.world.round}, the "
-                "last that was committed: go on with the run by --resume, then verify it"
+            faults[name] = f"{name} is lost"
+        elif hashlib.sha256(content[:length]).hexdigest() != sha256:
+            faults[name] = f"{name} is not what round {world.round} was committed with"
+        elif len(content) > length and not name.endswith(CHARGES):
+            faults[name] = (
+                f"{name} has {len(content) - length} bytes after round {world.round}, the last "
+                "that was committed: go on with the run by --resume, then verify it"
             )
     return faults
 

@@ -19,12 +19,16 @@ from fedplan.files import put_file
 from fedplan.identity import changed_rows
 from fedplan.journal import Journal, home_of
 from fedplan.ledger import ROLES, digest, parted
+from fedplan.marks import keyed
+from fedplan.outgoing import AGREEMENT, read_agreement
 from fedplan.phases import Planned
 from fedplan.privacy.promise import require_sound
+from fedplan.privacy.secret import secret_of
 from fedplan.privacy.statement import Statement
 from fedplan.record import RecordError, RoundRecord, TurnRecord, read_record
-from fedplan.server import WORLD
-from fedplan.shares import mark_of, shares_of
+from fedplan.server import LEDGER, SMALL, WORLD
+from fedplan.shares import shares_of
+from fedplan.site import KEY
 from fedplan.store import Store
 from fedplan.studies import Stage, attendance_of, method_of, promise_of, stage_of, study_in
 from fedplan.verification import verify_lines
@@ -35,11 +39,16 @@ def verify_run(folder: Path) -> tuple[list[str], str]:
 
     Nothing in the folder is changed. Rows are checked where they can be read.
     """
+    found = file_faults(folder)
+    if found.keys() & {*SMALL} or not (folder / LEDGER).is_file():
+        # Without these there is nothing to hold the rest against.
+        return [*found.values()], ""
     archive = read_archive(folder)
     setup, turns = archive.setup, list(_turns(archive))
-    faults = [*file_faults(archive), *identity_faults(archive)]
+    faults = [*found.values(), *identity_faults(archive)]
     faults += verify_lines(setup, archive.lines, archive.identity.marks)
     faults += _world_faults(archive)
+    faults += _charge_faults(archive)
     if archive.identity.rows:
         faults += _home_faults(archive, turns)
     changed, read = _row_faults(archive)
@@ -111,13 +120,28 @@ def _kept_faults(archive: Archive, journal: Journal, turn: TurnRecord) -> Iterat
         return
     home, _ = journal.home(following)
     after, trainable = parted(setup.params, turn.after), set(setup.trainable)
+    file = journal.folder / KEY
+    if not file.exists():
+        yield f"{client} has lost the key of its digests, {file}"
+        return
+    key = secret_of(file)
     for p, letter in zip(setup.params, turn.roles, strict=False):
         if not ROLES[letter].own or p not in trainable:
             continue
         if p.key not in home:
             yield f"{client}'s {p.key} is lost from its home"
-        elif digest(home[p.key]) != after[p.key]:
+        elif keyed(key, p.key, digest(home[p.key])) != after[p.key]:
             yield f"{client}'s {p.key} is not what its last turn left"
+
+
+def _charge_faults(archive: Archive) -> list[str]:
+    """Charges that were changed, or are not those of the promise."""
+    try:
+        if archive.setup.promise is not None:
+            Statement.of(archive.setup.promise, archive.study.train.rounds, archive.folder)
+    except FedplanError as error:
+        return [str(error)]
+    return []
 
 
 def _row_faults(archive: Archive) -> tuple[list[str], str]:
@@ -129,8 +153,7 @@ def _row_faults(archive: Archive) -> tuple[list[str], str]:
     except (FedplanError, OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return [], f"The rows were not checked: {reason[:200]}"
-    found = {name: mark_of(rows) for name, rows in shares.train.items()}
-    changed = changed_rows(archive.identity.rows, found)
+    changed = changed_rows(archive.identity.rows, shares.marks)
     return [f"the rows of {name} are not those of the run" for name in changed], (
         "The rows are those that it began with."
     )
@@ -171,7 +194,11 @@ def stated(place: Path) -> Statement:
     if promise is None:
         raise ConfigError(f"{place} promises nothing: it has no [privacy]")
     require_sound(promise, method_of(study))
-    return Statement.of(promise, study.train.rounds, folder)
+    charged, run = folder, ""
+    if folder is not None and (folder / AGREEMENT).exists():
+        agreed = read_agreement(folder)
+        charged, run = Path(agreed["account"]), agreed["prefix"]
+    return Statement.of(promise, study.train.rounds, charged, run=run)
 
 
 def state(folder: Path) -> Statement:

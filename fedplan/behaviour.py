@@ -197,6 +197,8 @@ class _Scene:
             return "moves its block's attention"
         if not same(self.base.maps[:1], after.maps[:1]):
             return "moves its block's attention"
+        if p.kind is Kind.SCALE and _matrix(p):
+            return "is a matrix, and no scale"
         if p.kind is Kind.ROUTER and self._acts_without_experts(p):
             return "moves its block's output without any expert"
         if p.kind is Kind.MLP and self._hides_experts(p):

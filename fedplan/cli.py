@@ -39,12 +39,23 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")]
 
 @contextmanager
 def told() -> Generator[None]:
-    """An error of ours is a message for a person, not a trace."""
+    """An error of ours, or of the files that were named, is a message for a person, not a trace."""
     try:
         yield
     except FedplanError as error:
-        Console(stderr=True, soft_wrap=True).print(f"fedplan: {error}", markup=False, style="red")
-        raise typer.Exit(2) from None
+        words = str(error)
+    except BrokenPipeError:
+        raise  # who reads has gone: there is nobody to tell
+    except OSError as error:
+        words = f"{error.filename or 'a file'}: {error.strerror or error}"
+    except RecursionError:
+        words = "what was read is nested too deep"
+    except MemoryError:
+        words = "there is not enough memory for what was asked"
+    else:
+        return
+    Console(stderr=True, soft_wrap=True).print(f"fedplan: {words}", markup=False, style="red")
+    raise typer.Exit(2)
 
 
 @app.command()
@@ -215,6 +226,20 @@ def ledger(
         else:
             # A table of bytes is read whole, or not at all.
             Console(width=max(Console().width, each.width)).print(each)
+
+
+@app.command()
+def faults(
+    folder: Annotated[Path, typer.Argument(help="A site's home.")],
+    key: Annotated[Path | None, typer.Option(help="What opens its home, if it is sealed.")] = None,
+) -> None:
+    """At a site: what went wrong there, in full. Of all this only a code has left it."""
+    from fedplan.faults import read_faults
+    from fedplan.seals import Seal
+
+    with told():
+        for each in read_faults(folder, Seal.from_file(key) if key else None):
+            Console(soft_wrap=True, highlight=False).print(each, markup=False)
 
 
 @app.command()

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedplan.errors import FedplanError
+from fedplan.names import a_study_name, client_names
+from fedplan.plain import flat, odd, read_toml
+from fedplan.tables import is_hub_id
 
-Positive = Annotated[int, Field(ge=1)]
+MOST = 10**9
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+Count = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Scalar = str | int | float | bool
 
@@ -32,11 +36,13 @@ ASIDE: dict[str, Any] = {"evaluate": True, "patience": True, "threads": True, "t
 class ConfigError(FedplanError):
     """A study file that does not fit the schema: the message names the field."""
 
+    code = "settings"
+
 
 class Section(BaseModel):
     """A part of the file: unknown fields are refused, values are not converted."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -107,13 +113,13 @@ class DataSection(Section):
     train: dict[str, str | int] = {}
     test: dict[str, str | int] = {}
     only: dict[str, list[Scalar]] = {}
-    limit: Annotated[int, Field(ge=0)] = 0
-    test_limit: Annotated[int, Field(ge=0)] = 0
+    limit: Count = 0
+    test_limit: Count = 0
     by: Literal["iid", "dirichlet", "pathological", "column"] = "iid"
-    clients: Annotated[int, Field(ge=0)] = 10
+    clients: Count = 10
     column: str = ""
     alpha: Annotated[float, Field(ge=0)] = 0.0
-    classes: Annotated[int, Field(ge=0)] = 0
+    classes: Count = 0
     each: Positive = 1
     least: Annotated[int, Field(ge=0)] = 2
     own_test: Annotated[float, Field(ge=0, lt=1)] = 0.2
@@ -131,7 +137,7 @@ class MethodSection(Section):
     settings: dict[str, Scalar] = {}
     probe: Literal["", "attention", "gradient", "random", "last"] = ""
     together: bool = False
-    phases: dict[str, Annotated[int, Field(ge=0)]] = {}
+    phases: dict[str, Count] = {}
     inside: MethodSection | None = None
     wire: str = ""
 
@@ -153,7 +159,7 @@ class TrainSection(Section):
     decay: Annotated[float, Field(ge=0)] = 0.0
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     epochs: Positive = 1
-    steps: Annotated[int, Field(ge=0)] = 0
+    steps: Count = 0
     batch: Positive = 32
     clip: Annotated[float, Field(ge=0)] = 0.0
     bf16: bool = False
@@ -170,15 +176,9 @@ class ClientsSection(Section):
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     dropped: Share = 0.0
     late: Share = 0.0
-    names: list[str] = []
+    names: Annotated[list[str], AfterValidator(client_names)] = []
     quorum: Positive = 1
     traits: dict[str, dict[str, str]] = {}
-
-    @model_validator(mode="after")
-    def _once(self) -> ClientsSection:
-        if len(set(self.names)) < len(self.names):
-            raise ValueError("a name stands in names twice")
-        return self
 
 
 class PatienceSection(Section):
@@ -204,7 +204,7 @@ class EvaluateSection(Section):
     every: Positive = 1
     batch: Positive = 128
     personal: bool = True
-    attention: Annotated[int, Field(ge=0)] = 0
+    attention: Count = 0
 
 
 class PrivacySection(Section):
@@ -224,11 +224,11 @@ class PrivacySection(Section):
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     clip: Annotated[float, Field(gt=0)] = 1.0
     noise: Annotated[float, Field(ge=0)] = 0.0
-    size: Annotated[int, Field(ge=0)] = 0
+    size: Count = 0
     vote: Annotated[float, Field(ge=0)] = 0.0
     period: Positive = 10
     quantile: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    cap: Annotated[int, Field(ge=0)] = 0
+    cap: Count = 0
 
     @model_validator(mode="after")
     def _possible(self) -> PrivacySection:
@@ -254,8 +254,8 @@ class PrivacySection(Section):
 class Study(Section):
     """One study: a model, data, a method and a seed."""
 
-    name: str = "study"
-    seed: Annotated[int, Field(ge=0)] = 0
+    name: Annotated[str, AfterValidator(a_study_name)] = "study"
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     threads: Positive = 1
     model: ModelSection
     task: TaskSection
@@ -315,23 +315,48 @@ class Study(Section):
 
 
 def read_study(file: Path, overrides: list[str] | None = None) -> Study:
-    """A study from its file, with `section.field=value` laid over it."""
+    """A study from its file, with `section.field=value` laid over it.
+
+    Relative paths in it start from the file's folder, whatever folder one works in.
+    """
     try:
-        said = tomllib.loads(file.read_text(encoding="utf-8"))
+        said = read_toml(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
-    for override in overrides or ():
-        _lay_over(said, override)
-    return study_of(said)
+    return placed(study_of(laid_over(said, overrides)), file.parent)
+
+
+def placed(study: Study, base: Path) -> Study:
+    """The study with every relative path made absolute, from a folder; hub ids stay as they are."""
+    changes = {
+        section: {name: _place(getattr(getattr(study, section), name), base) for name in names}
+        for section, names in PLACES.items()
+    }
+    sections = {s: getattr(study, s).model_copy(update=said) for s, said in changes.items()}
+    return study.model_copy(update=sections)
+
+
+def _place(said: str, base: Path) -> str:
+    found = base.resolve() / said
+    return said if not said or (is_hub_id(said) and not found.exists()) else str(found)
+
+
+def differences(one: Study, other: Study) -> list[str]:
+    """The fields that two studies do not share, but for those that change no turn."""
+    left, right = (flat(s.model_dump(mode="json", exclude=PLACES | ASIDE)) for s in (one, other))
+    return sorted(k for k in left.keys() | right.keys() if left.get(k) != right.get(k))
 
 
 def study_of(said: dict[str, Any]) -> Study:
     """A study from plain values; each fault is named by its field."""
+    faults = [f"{section}: {fault}" for section, held in said.items() if (fault := odd(held))]
     try:
-        return Study.model_validate(said)
+        found = Study.model_validate(said) if not faults else None
     except ValidationError as error:
-        faults = [f"{_field(e['loc'])}: {e['msg']}{_said(e)}" for e in error.errors()]
-        raise ConfigError("the study does not fit:\n  " + "\n  ".join(faults)) from None
+        found, faults = None, [f"{_field(e['loc'])}: {e['msg']}{_said(e)}" for e in error.errors()]
+    if found is None:
+        raise ConfigError("the study does not fit:\n  " + "\n  ".join(faults))
+    return found
 
 
 def _said(error: Mapping[str, Any]) -> str:
@@ -344,6 +369,13 @@ def _said(error: Mapping[str, Any]) -> str:
 def _field(where: tuple[int | str, ...]) -> str:
     names = (str(name) for name in where)
     return ".".join(n if n.isprintable() else repr(n) for n in names) or "study"
+
+
+def laid_over(said: dict[str, Any], overrides: list[str] | None) -> dict[str, Any]:
+    """Plain values of a study with `section.field=value` laid over them."""
+    for override in overrides or ():
+        _lay_over(said, override)
+    return said
 
 
 def _lay_over(said: dict[str, Any], override: str) -> None:
@@ -361,6 +393,6 @@ def _lay_over(said: dict[str, Any], override: str) -> None:
 def _value(text: str) -> Any:
     """A value as TOML reads it; a bare word is text."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except ValueError:
+        return read_toml(f"value = {text}")["value"]
+    except (ValueError, KeyError):
         return text

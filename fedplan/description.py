@@ -15,7 +15,7 @@ from fedplan.anatomy import Anatomy, Path, ends, occurs, path
 from fedplan.architectures import KNOWN
 from fedplan.errors import UnknownArchitecture
 from fedplan.params import PLACES, Block, Kind, Param, Params, Rows
-from fedplan.teaching import row_of
+from fedplan.teaching import known_row
 
 ANATOMY = frozenset(map(str, Kind)) - {"adapter", "unknown"} | {"kernel", "cross", "common", "own"}
 """The words that an anatomy decides."""
@@ -106,7 +106,7 @@ class _Body:
     def _require_blocks(self) -> None:
         """A row that somebody taught for this class must find the blocks that it speaks of."""
         root = type(self.modules[""]).__name__
-        row = row_of(self.modules[""]) if root in KNOWN else None
+        row = known_row(self.modules[""]) if root in KNOWN else None
         if row and row.blocks and not self.lists:
             where = ", ".join(row.blocks.values())
             lists = [name for name, module in self.modules.items() if isinstance(module, LISTS)]
@@ -275,7 +275,7 @@ class _Body:
         """The anatomy of the nearest module that has one, and that module's configuration."""
         for above in _ancestors(name):
             module = self.modules.get(above)
-            if row := row_of(module):
+            if row := known_row(module):
                 return row, getattr(module, "config", None)
         return None, None
 
@@ -290,7 +290,7 @@ class _Body:
         found: Path | None = None
         for above in _ancestors(name):
             module = self.modules.get(above)
-            if row_of(module):
+            if known_row(module):
                 return found
             model_type = getattr(getattr(module, "config", None), "model_type", None)
             found = path(above) if isinstance(model_type, str) else found

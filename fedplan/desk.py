@@ -13,18 +13,18 @@ from typing import Any
 from torch import Tensor
 
 from fedplan.agreement import Setup
+from fedplan.codes import said_of
 from fedplan.errors import FedplanError
-from fedplan.exchange import Down, Lacking, Refused, Update, listed, nbytes
+from fedplan.exchange import Down, Refused, Update, listed, nbytes
+from fedplan.faults import Faults
 from fedplan.files import keep_file
 from fedplan.identity import is_id
 from fedplan.journal import Journal
 from fedplan.ledger import ROLES
 from fedplan.mail import down_of, parcel_of, run_of, update_parcel
 from fedplan.message import JSON
-from fedplan.outgoing import AGREEMENT, Limits, Outgoing
+from fedplan.outgoing import AGREEMENT, Outgoing
 from fedplan.parcel import Parcel
-from fedplan.plan import Role
-from fedplan.resolution import permitted
 from fedplan.seals import Seal
 from fedplan.site import Site, local, poll
 from fedplan.store import Store, StoreError
@@ -35,7 +35,8 @@ HELLO, POLL, TRAIN = "hello", "poll", "train"
 class Desk:
     """A site in one run: what has left it lies in its folder, for all runs of the study.
 
-    What it keeps and what it has seen lie in a folder of the run, `place_of`.
+    What it keeps and what it has seen lie in a folder of the run, `place_of`. What goes wrong is
+    written to `faults`.
     """
 
     def __init__(
@@ -43,29 +44,26 @@ class Desk:
         setup: Setup,
         site: Site,
         folder: Path,
-        limits: Limits | None = None,
+        *,
+        faults: Faults | None = None,
     ) -> None:
         self.setup, self.site, self.folder = setup, site, place_of(folder, setup.run)
-        self.outgoing = Outgoing(folder, limits)
-        self.seen, self._number = Store(self.folder / "seen", keep=1), 0
+        self.outgoing, self.faults = Outgoing(folder), faults or Faults(folder, site.journal.seal)
+        self.seen, self._number = self._store(), 0
         for place in (folder, self.folder):
             keep_file(place / AGREEMENT, json.dumps(self._agreed(), indent=1))
         self._kinds = {p.key: str(p.kind) for p in setup.params}
 
     def answer(self, kind: str, parcel: Parcel) -> Parcel:
-        """The answer to a request; what goes wrong is said, without a word of what is private."""
+        """The answer to a request. Of what goes wrong a code leaves, and the text stays here."""
         turns = {HELLO: self._hello, POLL: self._poll, TRAIN: self._train}
         try:
             if kind not in turns:
-                raise Refused(f"{self.site.name} knows no request {kind[:40]!r}")
+                raise Refused(f"{self.site.name} knows no {kind[:40]!r}").coded("request")
             self._recall()
             return turns[kind](parcel)
-        except Lacking as error:
-            return parcel_of({}, {"lacking": str(error)})
-        except Refused as error:
-            return parcel_of({}, {"refused": str(error)})
-        except FedplanError as error:
-            return parcel_of({}, {"failed": str(error).splitlines()[0]})
+        except Exception as error:
+            return parcel_of({}, {**said_of(self.faults.note(error))})
 
     def _hello(self, parcel: Parcel) -> Parcel:
         said: dict[str, JSON] = {
@@ -76,12 +74,13 @@ class Desk:
             "traits": dict(self.site.traits),
         }
         if self.setup.run and (run := run_of(parcel)) != self.setup.run:
-            raise Refused(f"{self.site.name} is in run {self.setup.run}, and not in {run}")
+            raise Refused(f"{self.site.name} is in run {self.setup.run}, and not in {run}").coded(
+                "another-study"
+            )
         return self._leave(Parcel(parcel_of({}, said).header), "hello", None, {})
 
     def _poll(self, parcel: Parcel) -> Parcel:
         down, before = down_of(parcel), self.site.held
-        self._require_epsilon(down)
         scores = poll(self.setup, self.site, down)
         self._remember(before)
         answer = parcel_of({}, {"scores": listed(scores)})
@@ -89,30 +88,9 @@ class Desk:
 
     def _train(self, parcel: Parcel) -> Parcel:
         down, before = down_of(parcel), self.site.held
-        self.outgoing.require(self.site.name, down.request, self._most(down))
-        self._require_epsilon(down)
         update = local(self.setup, self.site, down)
         self._remember(before)
         return self._leave(update_parcel(update), "update", down, self._parts(update))
-
-    def _require_epsilon(self, down: Down) -> None:
-        """Refuse a request that would pass the epsilon that the site itself has set."""
-        limit, cloak, name = self.outgoing.limits.epsilon, self.site.cloak, self.site.name
-        if not limit:
-            return
-        if cloak is None:
-            raise Refused(f"{name} has set a limit of epsilon, and this study hides no examples")
-        after = cloak.after(down.turn.round, self.setup.about(down.turn.round, name))
-        if after > limit:
-            raise Refused(
-                f"{name} has spent epsilon {cloak.budget.spent():.4g}; this round would make it "
-                f"{after:.4g} and pass the limit it has set, {limit:g}"
-            )
-
-    def _most(self, down: Down) -> int:
-        """The bytes that a request may at most make leave."""
-        roles = permitted(self.setup.method.plan, self.setup.params, down.turn)
-        return sum(self.setup.up(p) for p in self.setup.params if roles[p] is Role.SHARE)
 
     def _parts(self, update: Update) -> dict[str, int]:
         found = dict[str, int]()
@@ -147,11 +125,15 @@ class Desk:
         try:
             found = self.seen.read()
         except StoreError:
+            self.site.journal.home()  # with another key than its own nothing is thrown away
             shutil.rmtree(self.folder / "seen")
-            self.seen, found = Store(self.folder / "seen", keep=1), None
+            self.seen, found = self._store(), None
         self._number = found.number if found else 0
         self.site.seen = found.tensors if found else {}
         self.site.held = dict(found.meta["held"]) if found else {}
+
+    def _store(self) -> Store:
+        return Store(self.folder / "seen", keep=1, seal=self.site.journal.seal)
 
     def _remember(self, before: Mapping[str, int]) -> None:
         """Write down what was seen, before the server is told that it was."""
@@ -160,17 +142,19 @@ class Desk:
             self.seen.write(self.site.seen, {"held": self.site.held}, number=self._number)
 
     def _agreed(self) -> dict[str, Any]:
-        method = self.setup.method
+        method, account = self.setup.method, self.site.account
         return {
             "site": self.site.name,
             "experiment": self.setup.experiment,
             "plan": method.plan.text,
             "model": self.setup.start,
-            "run": self.setup.run,
             "fingerprint": self.setup.fingerprint,
             "wire": method.wire.text,
             "traits": self.site.traits,
-            "limits": asdict(self.outgoing.limits),
+            "limits": asdict(account.limits) if account else {},
+            "account": str(account.folder.absolute()) if account else "",
+            "run": self.setup.run,
+            "prefix": self.setup.prefix,
         }
 
 
@@ -197,7 +181,7 @@ def own_values(setup: Setup, folder: Path, key: Path | None = None) -> dict[str,
     """A site's own model: what was its own in its last turn, over what it last saw of the world."""
     seal = Seal.from_file(key) if key is not None else None
     home, notes = journal_in(folder, seal, reading=True).home()
-    seen = Store(folder / "seen", keep=1, reading=True).read()
+    seen = Store(folder / "seen", keep=1, seal=seal, reading=True).read()
     letters = notes["lines"][-1]["roles"] if notes else ""
     own = {p.key for p, letter in zip(setup.params, letters, strict=False) if ROLES[letter].own}
     found = (seen.tensors if seen else {}) | {k: v for k, v in home.items() if k in own}

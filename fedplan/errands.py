@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from fedplan.codes import EXITS, told
 from fedplan.errors import FedplanError
 from fedplan.parcel import BrokenParcel, Parcel
 
@@ -77,12 +78,12 @@ def ask(order: Order, kind: str, parcel: Parcel) -> Parcel:
             if not left:
                 raise FedplanError(
                     f"the trainer ended {TRIES} times while it was asked; see {log_of(order)}"
-                ) from error
+                ).coded("trainer") from error
     raise AssertionError
 
 
 def log_of(order: Order) -> Path:
-    """Where a site's trainer writes what it has to say."""
+    """Where a site's trainer writes what it has to say, but for what went wrong."""
     return Path(order.home) / "trainer.log"
 
 
@@ -112,7 +113,7 @@ def _started(order: Order, address: Path) -> socket.socket:
         if found := _dialled(address):
             return found
         log = log_of(order)
-        log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_private(log)
         command = [sys.executable, "-m", "fedplan.trainer", order.text, str(address)]
         with log.open("ab") as out:
             process = subprocess.Popen(  # noqa: S603
@@ -125,8 +126,18 @@ def _started(order: Order, address: Path) -> socket.socket:
             time.sleep(0.05)
         if process.poll() is None:
             process.kill()
-    words = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-    raise FedplanError(f"the trainer did not start: {words[-1]} ({log})")
+            process.wait()
+    code = next((code for code, exit in EXITS.items() if exit == process.poll()), "trainer")
+    raise FedplanError(
+        f"the trainer did not start ({told(code)}): `fedplan faults {order.home}` and {log} say why"
+    ).coded(code)
+
+
+def _make_private(log: Path) -> None:
+    """Make a log, and the folders that it lies in, that only their owner may read."""
+    for each in reversed([each for each in log.parents if not each.exists()]):
+        each.mkdir(mode=0o700, exist_ok=True)
+    log.touch(mode=0o600)
 
 
 def _meeting_place() -> Path:

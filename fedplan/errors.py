@@ -3,9 +3,21 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class FedplanError(Exception):
-    """Every error that fedplan raises on purpose."""
+    """Every error that fedplan raises on purpose.
+
+    Its text may tell of rows. `code` is one of `codes.py`: all of it that may leave a site.
+    """
+
+    code = "fault"
+
+    def coded(self, code: str) -> Self:
+        """The same error with a code of its own."""
+        self.code = code
+        return self
 
 
 class PlanError(FedplanError):
@@ -13,6 +25,8 @@ class PlanError(FedplanError):
 
     `position` is the offset in `source` when the plan came as text.
     """
+
+    code = "plan"
 
     def __init__(self, message: str, *, source: str = "", position: int | None = None) -> None:
         self.message, self.source, self.position = message, source, position
@@ -37,10 +51,16 @@ class UnknownArchitecture(PlanError):
 class UnknownAdapter(FedplanError):
     """An adapter of peft that is not checked, or not in use. The message says what is."""
 
+    code = "model"
+
 
 class UnknownModel(FedplanError):
     """A model name that is neither a folder, nor a hub id, nor a short name."""
 
+    code = "model"
+
 
 class StoreError(FedplanError):
     """A generation that cannot be written, or a folder without one that can be read."""
+
+    code = "disk"

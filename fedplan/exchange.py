@@ -19,9 +19,13 @@ from fedplan.turn import Turn
 class Refused(FedplanError):
     """A client's answer to a server that asks for what was not agreed."""
 
+    code = "refused"
+
 
 class Lacking(FedplanError):
     """A client's answer if it does not have what the server believes that it has."""
+
+    code = "lacking"
 
 
 class Rejected(FedplanError):

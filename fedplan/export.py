@@ -9,7 +9,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from fedplan.adapters import merged
-from fedplan.config import ConfigError
+from fedplan.agreement import Setup
+from fedplan.config import ConfigError, Study
 from fedplan.desk import last_of, own_values
 from fedplan.examples import centre_of
 from fedplan.hub import bare, is_hub_id
@@ -18,12 +19,10 @@ from fedplan.loading import quiet
 from fedplan.models.dual import Dual
 from fedplan.models.folder import Picture, save
 from fedplan.outgoing import AGREEMENT
-from fedplan.resolution import permitted
 from fedplan.rounds import World
-from fedplan.server import read_world
-from fedplan.shares import Shares
+from fedplan.server import personal_values, read_world, world_values
 from fedplan.state import put
-from fedplan.studies import stage_of, study_in
+from fedplan.studies import Stage, noted_task, setup_in, stage_without_rows, study_in
 from fedplan.tasks import Task
 from fedplan.turn import Turn
 
@@ -37,39 +36,45 @@ def export_run(folder: Path, out: Path, client: str = "", key: Path | None = Non
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty: name another folder")
     if (folder / AGREEMENT).exists():
-        model, shares = _of_site(folder, key)
+        model, task = _of_site(folder, key)
     else:
-        model, shares = _of_run(folder, client)
+        model, task = _of_run(folder, client)
     with quiet():
-        return _written(model.eval(), shares.task, out)
+        return _written(model.eval(), task, out)
 
 
-def _of_run(folder: Path, client: str) -> tuple[nn.Module, Shares]:
-    study = study_in(folder)
+def _of_run(folder: Path, client: str) -> tuple[nn.Module, Task]:
+    study, setup = study_in(folder), setup_in(folder)
+    labels, clients = noted_task(folder)
     if client and not study.data.path:
         raise ConfigError(f"{client}'s own model is at the site: export its folder there")
-    stage, found = stage_of(study), read_world(folder)
-    if client and client not in stage.shares.train:
-        there = ", ".join(stage.shares.train)
-        raise ConfigError(f"there is no client {client!r}; there are {there}")
-    world = found[0] if found else World.start(stage.setup, stage.start)
-    values = {p.key: world.values.get(p.key, stage.start[p.key]) for p in stage.setup.trainable}
+    if client and client not in clients:
+        raise ConfigError(f"there is no client {client!r}; there are {', '.join(clients)}")
+    stage, found = _staged(study, setup, labels), read_world(folder)
+    world = found[0] if found else World.start(setup, stage.start)
+    values = world_values(setup, world, stage.start)
     if client:
         home, _ = Journal(home_of(folder, client), reading=True).home()
         turn = Turn(world.round, client, world.phase, study.clients.traits.get(client, {}))
-        roles = permitted(stage.setup.method.plan, stage.setup.params, turn)
-        own = {p.key for p in stage.setup.trainable if roles[p].own}
-        values |= {k: v for k, v in home.items() if k in own}
-    put(stage.model, values, stage.setup.trainable)
-    return stage.model, stage.shares
+        values = personal_values(setup, world, stage.start, turn, home)
+    put(stage.model, values, setup.trainable)
+    return stage.model, stage.shares.task
 
 
-def _of_site(folder: Path, key: Path | None) -> tuple[nn.Module, Shares]:
+def _of_site(folder: Path, key: Path | None) -> tuple[nn.Module, Task]:
     folder = last_of(folder)
-    study = study_in(folder)
-    stage = stage_of(study)
-    put(stage.model, own_values(stage.setup, folder, key), stage.setup.trainable)
-    return stage.model, stage.shares
+    study, setup = study_in(folder), setup_in(folder)
+    stage = _staged(study, setup, noted_task(folder)[0])
+    put(stage.model, own_values(setup, folder, key), setup.trainable)
+    return stage.model, stage.shares.task
+
+
+def _staged(study: Study, setup: Setup, labels: list[str]) -> Stage:
+    """The model that a run started from, without its rows."""
+    stage = stage_without_rows(study, labels)
+    if stage.setup.params != setup.params:
+        raise ConfigError("the model that the study names is not the one that the run started from")
+    return stage
 
 
 def _written(model: nn.Module, task: Task, out: Path) -> str:

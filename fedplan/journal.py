@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import quote
 
 from torch import Tensor
 
 from fedplan.failpoints import reach
+from fedplan.names import folder_named
 from fedplan.seals import Seal
 from fedplan.store import Meta, Read, Skipped, Store, StoreError, Tensors, told
 
@@ -18,8 +18,7 @@ FIRST = 1
 
 def home_of(run: Path, client: str) -> Path:
     """Where a run keeps a client's journal: one folder, whatever the client is called."""
-    name = quote(client, safe=" ") or "%"
-    return run / "homes" / (name.replace(".", "%2E", 1) if name.startswith(".") else name)
+    return run / "homes" / folder_named(client)
 
 
 class Journal:
@@ -40,7 +39,12 @@ class Journal:
         reading: bool = False,
     ) -> None:
         self._store = Store(folder, seal=seal, reading=reading)
-        self._folder, self._replies = folder, replies
+        self._folder, self._replies, self.seal = folder, replies, seal
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return self._folder
 
     @property
     def skipped(self) -> list[Skipped]:

@@ -238,8 +238,14 @@ def _named(host: str) -> x509.GeneralName:
 
 def _require_named(certificate: Path, hosts: Sequence[str]) -> None:
     """Refuse a host that a server's certificate, which is not made anew, does not name."""
-    made = x509.load_pem_x509_certificate(certificate.read_bytes())
-    found = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    try:
+        made = x509.load_pem_x509_certificate(certificate.read_bytes())
+        found = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise FedplanError(
+            f"{certificate} is no certificate of a server: remove it and server.key to have them "
+            "made anew"
+        ) from error
     if missing := [host for host in hosts if _named(host) not in list(found)]:
         raise FedplanError(
             f"{certificate} does not name {missing[0]}: remove it and server.key to have it made "

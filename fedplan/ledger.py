@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -37,16 +38,19 @@ def digests(values: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 class Digests:
-    """Digests of tensors that nobody changes, each worked out once while it is in use."""
+    """Digests of tensors that nobody changes, each worked out once while somebody has it."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, str]] = {}
+        self._known: dict[int, tuple[ref[Tensor], str]] = {}
 
     def of(self, tensor: Tensor) -> str:
         """The digest of a tensor."""
-        known = self._known.get(id(tensor))
-        if known is None or known[0] is not tensor:
-            known = self._known[id(tensor)] = (tensor, digest(tensor))
+        number = id(tensor)
+        known = self._known.get(number)
+        if known is None or known[0]() is not tensor:
+            # Not held here: a site that stays would else keep the world of every round.
+            held = ref(tensor, lambda _: self._known.pop(number, None))
+            known = self._known[number] = (held, digest(tensor))
         return known[1]
 
     def only(self, tensors: Iterable[Tensor]) -> None:

@@ -51,39 +51,54 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
 def _made(study: Study, task: Task) -> nn.Module:
     said = study.model
     if task.kind == "image-text":
-        return load_dual(
-            said.path,
-            vision=said.vision,
-            text=said.text,
-            bridge=said.bridge,
-            names=task.labels,
-            template=task.template,
-            tokenizer=study.task.tokenizer,
-        )
+        with _told("model: the towers cannot be loaded"):
+            return load_dual(
+                said.path,
+                vision=said.vision,
+                text=said.text,
+                bridge=said.bridge,
+                names=task.labels,
+                template=task.template,
+                tokenizer=study.task.tokenizer,
+            )
     return _pretrained(study, task) if said.path else _from_scratch(study, task)
 
 
 def _pretrained(study: Study, task: Task) -> nn.Module:
     said = study.model
-    return _loader(task).from_pretrained(
-        bare(said.path),
-        dtype=torch.float32,
-        local_files_only=not is_hub_id(said.path),
-        trust_remote_code=False,
-        **_labels(task),
-        **said.settings,
-    )
+    with _told(f"model.path: {said.path!r} cannot be loaded for {task.kind}"):
+        return _loader(task).from_pretrained(
+            bare(said.path),
+            dtype=torch.float32,
+            local_files_only=not is_hub_id(said.path),
+            trust_remote_code=False,
+            **_labels(task),
+            **said.settings,
+        )
 
 
 def _from_scratch(study: Study, task: Task) -> nn.Module:
     import transformers
 
     said = study.model
-    try:
+    with _told(f"model.type: no {said.type!r} can be made for {task.kind} with these settings"):
         config = transformers.AutoConfig.for_model(said.type, **said.settings, **_labels(task))
-    except ValueError as error:
-        raise FedplanError(f"model.type: {error}") from error
-    return _loader(task).from_config(config)
+        return _loader(task).from_config(config)
+
+
+@contextmanager
+def _told(what: str) -> Generator[None]:
+    """Tell whatever transformers meets in a user's files and settings as one message.
+
+    Its code raises what it happens to raise there: a KeyError, a plain Exception of the Rust side.
+    """
+    try:
+        yield
+    except FedplanError:
+        raise
+    except Exception as error:
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        raise FedplanError(f"{what}: {words[0][:300]}") from error
 
 
 def _loader(task: Task) -> Any:

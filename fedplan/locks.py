@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -49,24 +50,27 @@ def synced(folder: Path) -> None:
 
 
 @contextmanager
-def alone(folder: Path, *, strictly: bool = False) -> Generator[None]:
+def alone(folder: Path, *, strictly: bool = False, wait: float = 0.0) -> Generator[None]:
     """Keep other processes from writing to a folder; what this one has claimed stays claimed.
 
-    A disk without locks is taken as it is, unless this is to be done `strictly`.
+    A disk without locks is taken as it is, unless this is to be done `strictly`. Who writes for a
+    moment only is worth so many seconds' `wait`.
     """
     held = _claimed.get(_place(folder))
-    lock = _locked(folder, strictly=strictly) if held is None else os.dup(held.lock)
+    lock = _locked(folder, strictly=strictly, wait=wait) if held is None else os.dup(held.lock)
     try:
         yield
     finally:
         os.close(lock)
 
 
-def _locked(folder: Path, *, strictly: bool = False) -> int:
+def _locked(folder: Path, *, strictly: bool = False, wait: float = 0.0) -> int:
     """The folder, opened and locked: the lock goes with the open file, so a kill frees it."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    until = time.monotonic() + wait
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not _taken(opened, last=time.monotonic() >= until):
+            time.sleep(0.01)
     except BlockingIOError as error:
         os.close(opened)
         raise StoreError(f"another process writes to {folder}: wait until it ends") from error
@@ -76,3 +80,14 @@ def _locked(folder: Path, *, strictly: bool = False) -> int:
             os.close(opened)
             raise StoreError(f"{folder} is on a disk without locks: choose another") from error
     return opened
+
+
+def _taken(opened: int, *, last: bool) -> bool:
+    """Whether a lock was free; the last try says so by its error."""
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if last:
+            raise
+        return False
+    return True

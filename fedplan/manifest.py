@@ -32,6 +32,8 @@ def read(file: Path) -> Params:
     keys = [p.key for p in params]
     if len(set(keys)) < len(keys):
         raise UnknownModel(f"{file} is not a manifest: a param stands in it twice")
+    if not sum(p.numel for p in params):
+        raise UnknownModel(f"{file} is not a manifest: there is no number in its params")
     return params
 
 
@@ -49,28 +51,50 @@ def _from_json(entry: Any, where: str) -> Param:
         said = dict(entry)
         said |= {
             "kind": Kind(said["kind"]),
-            "shape": _whole(said["shape"]),
-            "rows": Rows(**said["rows"]) if "rows" in said else None,
-            "tags": frozenset(_strings(said.get("tags", []))),
+            "shape": tuple(_whole(size, "shape") for size in said["shape"]),
+            "rows": _rows(said["rows"]) if said.get("rows") is not None else None,
+            "tags": frozenset(_words(said.get("tags", []))),
             "on": frozenset(Kind(k) for k in said.get("on", [])),
-            "tied": tuple(_strings(said.get("tied", []))),
-            "perhaps": frozenset(_strings(said.get("perhaps", []))),
+            "tied": _words(said.get("tied", [])),
+            "perhaps": frozenset(_words(said.get("perhaps", []))),
         }
-        param = Param(**said)
-        if param.dtype not in ITEMSIZE or not isinstance(param.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"dtype {param.dtype!r}, name {param.name!r}")
-        return param
-    except (TypeError, ValueError, KeyError) as error:
+        return _sound(Param(**said))
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         raise UnknownModel(f"{where} is not a param: {error!r}") from error
 
 
-def _whole(values: Any) -> tuple[int, ...]:
-    if not all(type(v) is int and v >= 0 for v in values):
-        raise ValueError(f"shape {values!r}")
-    return tuple(values)
+def _sound(param: Param) -> Param:
+    """The param, if its fields are what they are called, and fit together."""
+    _words([param.name, param.stack, param.dtype])
+    block, depth = param.block, _whole(param.depth, "depth")
+    if not param.name or not param.name.isprintable():
+        raise ValueError(f"name {param.name!r}")
+    if param.dtype not in ITEMSIZE:
+        raise ValueError(f"dtype {param.dtype!r}")
+    if block is not None and _whole(block, "block") >= depth:
+        raise ValueError(f"block {block} of {depth}")
+    if len(param.shape) > 16 or param.nbytes >= 2**62:
+        raise ValueError(f"shape {param.shape}")
+    rows = param.rows
+    if rows and param.shape[rows.dim : rows.dim + 2] != (rows.count, rows.size):
+        raise ValueError(f"rows {rows} of shape {param.shape}")
+    return param
 
 
-def _strings(values: Any) -> tuple[str, ...]:
+def _rows(said: Any) -> Rows:
+    found = Rows(**{name: _whole(value, name) for name, value in said.items()})
+    if found.start + found.size > found.step:
+        raise ValueError(f"rows {found}")
+    return found
+
+
+def _whole(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"{name} {str(value)[:40]}")
+    return value
+
+
+def _words(values: Any) -> tuple[str, ...]:
     if not all(type(v) is str for v in values):
-        raise ValueError(f"strings {values!r}")
+        raise ValueError(f"strings {str(values)[:40]}")
     return tuple(values)

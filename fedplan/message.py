@@ -42,6 +42,8 @@ DTYPES = frozenset(
 class MessageError(FedplanError):
     """Bytes that are not a message, or something that no message can hold."""
 
+    code = "message"
+
 
 def pack(tensors: Mapping[str, Tensor], header: Mapping[str, JSON]) -> bytes:
     """The bytes of a message. The same tensors and header always give the same bytes.

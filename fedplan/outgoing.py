@@ -1,59 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outgoing: a site's own record of every byte that left it, and the limits it sets itself."""
+"""Outgoing: a site's own record of every byte that left it in one experiment."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedplan.errors import FedplanError
-from fedplan.exchange import Refused
 from fedplan.ledger import Ledger
 from fedplan.store import told
 
 RECORD, AGREEMENT = "outgoing.jsonl", "agreed.json"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Where a site stops by itself: after so many rounds, before so many bytes or so much epsilon.
-
-    0 is no limit.
-    """
-
-    rounds: int = 0
-    bytes: int = 0
-    epsilon: float = 0.0
-
-
 class Outgoing:
     """The record of one site in one experiment. A line is on disk before its bytes leave."""
 
-    def __init__(self, folder: Path, limits: Limits | None = None) -> None:
-        self.limits, self._folder = limits or Limits(), folder
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         with told(f"{folder} cannot be made", "name a folder that you may write to"):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             file = folder / RECORD
             file.touch(mode=0o600)
         # What a kill cut off never left: its line is written before its bytes go.
         self._ledger = Ledger(file, length=_whole(file))
-
-    def require(self, who: str, request: str, nbytes: int) -> None:
-        """Refuse a request whose answer, of so many bytes, would pass a limit."""
-        lines = read_outgoing(self._folder)
-        answered = {line["request"] for line in lines if line["answer"] == "update"}
-        rounds, left = self.limits.rounds, sum(line["up"] for line in lines)
-        if rounds and request not in answered and len(answered) >= rounds:
-            raise Refused(f"{who} has taken part in {rounds} rounds, the limit it has set")
-        if self.limits.bytes and left + nbytes > self.limits.bytes:
-            raise Refused(
-                f"{who} has sent {left} bytes; {nbytes} more would pass the limit it has set, "
-                f"{self.limits.bytes}"
-            )
 
     def note(self, line: Mapping[str, Any]) -> None:
         """Write down what is about to leave."""

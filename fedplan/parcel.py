@@ -28,6 +28,8 @@ class Stream(Protocol):
 class BrokenParcel(FedplanError):
     """Bytes that end too soon, or are no parcel."""
 
+    code = "message"
+
 
 @dataclass(frozen=True)
 class Parcel:

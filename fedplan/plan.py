@@ -225,12 +225,10 @@ def chain(*plans: Plan) -> Plan:
     >>> chain(share(), chain(), chain(freeze(), share())).text
     'chain(share(), freeze(), share())'
     """
-    steps = tuple(
-        step
-        for plan in plans
-        for step in (plan.steps if isinstance(plan, Chain) else (a_plan(plan, "chain"),))
-    )
-    return steps[0] if len(steps) == 1 else Chain(steps)
+    steps = list[Plan]()
+    for plan in plans:
+        steps += plan.steps if isinstance(plan, Chain) else (a_plan(plan, "chain"),)
+    return steps[0] if len(steps) == 1 else Chain(tuple(steps))
 
 
 def when(condition: Condition, plan: Plan, otherwise: Plan | None = None) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -82,11 +82,7 @@ class Joined(Predicate[S]):
 
     def __post_init__(self) -> None:
         for each in self.of:
-            if each.about != self.about:
-                raise PlanError(
-                    f"{self.of[0].text} is a {self.about} and {each.text} is a {each.about}: "
-                    "they cannot be joined"
-                )
+            require_alike(self.of[0], each)
 
     @property
     def about(self) -> str:
@@ -142,13 +138,29 @@ class Opposite(Predicate[S]):
 
 
 def _joined(sign: str, left: Predicate[S], right: Any) -> Joined[S]:
-    """Both sides, with joins of the same sign taken apart: `a | (b | c)` is `a | b | c`."""
     if not isinstance(right, Predicate):
         raise PlanError(f"{left.text} can be joined with a {left.about}, not with {right!r}")
+    return joined(sign, (left, right))  # pyright: ignore[reportUnknownArgumentType]
+
+
+def joined(sign: str, sides: Iterable[Predicate[S]]) -> Joined[S]:
+    """All of them at once, with joins of the same sign taken apart: `a | (b | c)` is `a | b | c`.
+
+    To join them one by one would copy and check the first ones again for each of the others.
+    """
     of: list[Predicate[S]] = []
-    for side in (left, right):  # pyright: ignore[reportUnknownVariableType]
+    for side in sides:
         of += side.of if isinstance(side, Joined) and side.sign == sign else (side,)
     return Joined(sign, tuple(of))
+
+
+def require_alike(first: Predicate[Any], other: Predicate[Any]) -> None:
+    """Raise unless both speak of params, or both of turns."""
+    if other.about != first.about:
+        raise PlanError(
+            f"{first.text} is a {first.about} and {other.text} is a {other.about}: "
+            "they cannot be joined"
+        )
 
 
 def a_whole(value: Any, name: str, *, least: int) -> int:

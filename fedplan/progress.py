@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedplan.audit import state
-from fedplan.config import ConfigError, Study, read_study
+from fedplan.config import ConfigError, Study, laid_over, placed, read_study, study_of
+from fedplan.continuation import require_free
 from fedplan.explanation import megabytes, millions
 from fedplan.record import TurnRecord
 from fedplan.rounds import Tally
@@ -63,8 +64,7 @@ def follow_flower(
         raise ConfigError(f"{app} is no app: --runner flower takes the app of `fedplan new`")
     study = read_study(app / "study.toml")
     folder = output or Path("runs") / study.name
-    if (folder / "study.json").exists() and not resume:
-        raise ConfigError(f"{folder} holds a run: go on with it by --resume, or name another")
+    require_free(folder, study, resume=resume)
     console = Console(highlight=False)
 
     def tell(line: Mapping[str, Any]) -> None:
@@ -88,16 +88,14 @@ def _opened(
     file: Path, changes: list[str], output: Path | None, *, resume: bool
 ) -> tuple[Study, Path]:
     if file.is_dir():
-        if not resume or changes:
-            raise ConfigError(f"{file} is a run: go on with it by --resume, without --set")
-        return study_in(file), file
-    study = read_study(file, changes)
-    folder = output or Path("runs") / study.name
-    begun = (folder / "study.json").exists()
-    if begun and not resume:
-        raise ConfigError(f"{folder} holds a run: go on with it by --resume, or name another")
-    if begun and study_in(folder) != study:
-        raise ConfigError(f"{folder} holds a run of another study: name another folder")
+        if not resume:
+            raise ConfigError(f"{file} is a run: go on with it by --resume")
+        said = study_in(file).model_dump(mode="json")
+        study, folder = placed(study_of(laid_over(said, changes)), file), file
+    else:
+        study = read_study(file, changes)
+        folder = output or Path("runs") / study.name
+    require_free(folder, study, resume=resume)
     return study, folder
 
 

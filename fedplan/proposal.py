@@ -33,7 +33,7 @@ NAMES: dict[str, str] = {
     "key": r"k|key|k_proj|k_lin|to_k|wk|key_proj",
     "value": r"v|value|v_proj|v_lin|to_v|wv|value_proj|v_bias",
     "fused": r"qkv|Wqkv|qkv_proj|query_key_value|c_attn|in_proj",
-    "out": r"o|out|o_proj|out_proj|out_lin|wo|proj|dense|c_proj|to_out|projection",
+    "out": r"o|out|output|o_proj|out_proj|out_lin|wo|proj|dense|c_proj|to_out|projection",
     "position": r".*(relative|rel_pos|position_bias).*",
     "router": r"gate|router",
     "expert": r"experts?",
@@ -139,7 +139,10 @@ def _fitting(name: str, model: nn.Module) -> Iterator[str]:
 
 
 def _explains(model: nn.Module) -> bool:
-    params = describe(model)
+    try:
+        params = describe(model)
+    except UnknownArchitecture:  # its blocks are not where the row says
+        return False
     blocks: dict[object, set[Kind]] = {}
     for p in params:
         if p.at:
@@ -286,9 +289,12 @@ def small_copy(name: str) -> nn.Module:
 
 def report(proposal: Proposal) -> Iterator[Any]:
     """A proposal for a person: the row, the verdict on each of its parts, and how to use it."""
-    yield f"{proposal.name}: {_origin(proposal)}\n\n{proposal.toml}\n"
+    own = proposal.said.get("like") == proposal.name
+    yield f"{proposal.name}: {_origin(proposal)}\n" + ("" if own else f"\n{proposal.toml}\n")
     yield _verdicts(proposal)
-    if proposal.faults:
+    if own:
+        yield "\nA study has nothing to say of it."
+    elif proposal.faults:
         yield "\nIt does not behave by this row, so it cannot be used as it is: mend the row above."
     else:
         yield (

@@ -116,7 +116,9 @@ def check(plan: Plan, params: Params) -> None:
                     raise PlanError(_missing(step, part, params))
         if isinstance(step, Best) and step.count > len(candidates(step, params)):
             n = len(candidates(step, params))
-            raise PlanError(f"{step.text} chooses {step.count} blocks, and the model has {n}")
+            raise PlanError(
+                f"{_short(step.text)} chooses {step.count} blocks, and the model has {n}"
+            )
 
 
 def require_told(part: Part, params: Params) -> None:
@@ -190,13 +192,16 @@ def _untold(text: str, part: Part, param: Param) -> str:
 
 def _missing(step: Step, part: Part, params: Params) -> str:
     """What was looked for, and what is there instead."""
+    what = f"{_short(step.text)}: {_short(part.text)} matches no parameter of this model"
     tied = [p for p in params if p.tied and part.text == "head"]
     if tied:
         return (
-            f"{step.text}: {part.text} matches no parameter of this model, for "
-            f"{tied[0].tied[0]!r} is tied to {tied[0].name!r}: say {tied[0].kind} instead"
+            f"{what}, for {tied[0].tied[0]!r} is tied to {tied[0].name!r}: "
+            f"say {tied[0].kind} instead"
         )
     words = sorted({word for param in params for word in param.words})
-    return (
-        f"{step.text}: {part.text} matches no parameter of this model, which has {', '.join(words)}"
-    )
+    return f"{what}, which has {', '.join(words)}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."

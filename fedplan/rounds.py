@@ -217,7 +217,7 @@ def _record(
     """A client's record, if it fits all that the server knows."""
     down, record = tally.cohort[update.client], read_turn(update.line)
     roles = require_turn(setup, down, update, record)
-    if values.keys() != {p.key for p, role in roles.items() if role is Role.SHARE}:
+    if set(values) != {p.key for p, role in roles.items() if role is Role.SHARE}:
         raise Rejected("its record says that other params were shared than came")
     # An answer may be from before it was asked anew, or from when it was.
     if record.anew != down.anew:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fedplan.errors import FedplanError
 from fedplan.exchange import Update, listed, scored
 from fedplan.failpoints import reach
 from fedplan.files import mark_of_file
+from fedplan.horizon import rounds_ahead
 from fedplan.identity import RUN, Identity, identified, read_identity
 from fedplan.ledger import Digests, Ledger, digests, joined
 from fedplan.params import Block
@@ -31,8 +33,9 @@ from fedplan.store import Generation, Store
 from fedplan.turn import Turn
 
 WORLD, LEDGER, METRICS = "world", "ledger.jsonl", "metrics.jsonl"
-SMALL = ("study.json", "manifest.json", RUN)
-"""Files of a run's folder that are written once, before its first round."""
+STUDY = "study.json"
+SMALL = (STUDY, "manifest.json", "task.json", RUN)
+"""Files of a run's folder that are written once, before its first round; a study may grow."""
 Roster = Mapping[str, Mapping[str, str]]
 """Every client's name, with its traits."""
 
@@ -74,6 +77,15 @@ class Server:
         files: dict[str, Any] = found.meta["files"] if found else {}
         self.ledger = _ledger(folder / LEDGER, files)
         self.metrics = _ledger(folder / METRICS, files)
+        if found and (folder / STUDY).exists():
+            self._agree(found)
+
+    def _agree(self, found: Generation) -> None:
+        """Stand by the study as it now is: rounds may be added to it, and places may change."""
+        files, now = found.meta["files"], mark_of_file(self.folder / STUDY)
+        if files.get(STUDY) != now:
+            meta = found.meta | {"files": files | {STUDY: now}}
+            self.store.write(found.tensors, meta, number=found.number)
 
     def begin(self) -> Tally:
         """Announce the phase of the next round, and say who is asked for what."""
@@ -109,13 +121,14 @@ class Server:
         seed = streams.seed(setup.experiment, "probe", number)
         return public_scores(setup.method.probe, setup.blocks, seed)
 
-    def polls(self, tally: Tally) -> bool:
-        """Whether the clients of a round say first what they would choose."""
+    def voters(self, tally: Tally) -> list[str]:
+        """The clients of a round that say first what they would choose: those whose plan does."""
         promise = self.setup.promise
         if promise is not None and promise.vote:
-            return promise.votes(self.world.round + 1)
-        chooses = any(self.setup.chooses(down.turn) for down in tally.cohort.values())
-        return self.setup.method.together and chooses and self.veil is None
+            return list(tally.cohort) if promise.votes(self.world.round + 1) else []
+        together = self.setup.method.together and self.veil is None
+        chooses = self.setup.chooses
+        return [name for name, down in tally.cohort.items() if together and chooses(down.turn)]
 
     def choose(self, tally: Tally, polled: Mapping[str, Mapping[Block, float]]) -> None:
         """Have all choose alike: by the sum of what was polled, or by what a vote makes of it."""
@@ -178,7 +191,8 @@ class Server:
         released, clip = None, 0.0
         if self.veil is not None and tally.mechanism is not None:
             about, made = _about(number), tally.mechanism
-            released = self.veil.release(made, tally.sums, number, about)
+            within = f"{tally.within} of {len(tally.counted)}"
+            released = self.veil.release(made, tally.sums, number, about, within)
             clip = self.veil.moved(made, tally.within, len(tally.counted), about)
         self.world = close(
             self.setup,
@@ -198,23 +212,29 @@ class Server:
         return {key for found in moves for key, last in found.items() if last > number}
 
     @cached_property
-    def _last_moves(self) -> dict[str, dict[str, int]]:
-        """The last round that may move each key, in each phase."""
+    def _last_moves(self) -> dict[str, dict[str, float]]:
+        """The last round that may move each key, in each phase, if a run were never to end.
+
+        A run that is given more rounds later must remember what a longer one would.
+        """
         phases = ("", *self.setup.method.announce.phases)
         return {phase: self._moves(phase) for phase in phases}
 
-    def _moves(self, phase: str) -> dict[str, int]:
+    def _moves(self, phase: str) -> dict[str, float]:
         plan, params = self.setup.method.plan, self.setup.params
+        ahead = rounds_ahead(plan)
+        if ahead is None:
+            return dict.fromkeys((p.key for p in self.setup.movable), inf)
         sayings = {
-            plan.settle(turn): turn
-            for number in range(1, self.rounds + 1)
+            plan.settle(turn): (turn, inf if ever else number)
+            for number, ever in ahead
             for turn in self._turns(number, phase)
         }
-        found = dict[str, int]()
-        for turn in sayings.values():
+        found = dict[str, float]()
+        for turn, last in sayings.values():
             roles = permitted(plan, params, turn)
             shared = [p.key for p in params if roles[p] is Role.SHARE]
-            found |= {key: max(turn.round, found.get(key, 0)) for key in shared}
+            found |= {key: max(last, found.get(key, 0)) for key in shared}
         return found
 
     def _turns(self, number: int, phase: str) -> list[Turn]:
@@ -268,8 +288,21 @@ class Server:
 
     def world_values(self) -> dict[str, Tensor]:
         """The federation's model: its values, and the start's for what each client keeps."""
-        trainable = self.setup.trainable
-        return {p.key: self.world.values.get(p.key, self.start[p.key]) for p in trainable}
+        return world_values(self.setup, self.world, self.start)
+
+
+def world_values(setup: Setup, world: World, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values of a federation's model, where it starts from `start`."""
+    return {p.key: world.values.get(p.key, start[p.key]) for p in setup.trainable}
+
+
+def personal_values(
+    setup: Setup, world: World, start: Mapping[str, Tensor], turn: Turn, home: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The values of one client's model: its own, as of the turn, over the federation's."""
+    roles = permitted(setup.method.plan, setup.params, turn)
+    own = {p.key for p in setup.trainable if roles[p].own}
+    return world_values(setup, world, start) | {k: v for k, v in home.items() if k in own}
 
 
 def _identity(

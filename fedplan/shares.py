@@ -7,20 +7,16 @@ changes which others are trained on.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor
-
 from fedplan.config import Study
 from fedplan.content import contents
 from fedplan.data import Partition, division, some, to_train
 from fedplan.fit import Examples
-from fedplan.ledger import digest
+from fedplan.marks import mark_of
 from fedplan.tables import DataError, is_among, label_text, labels_in, load, names_in, rows, where
 from fedplan.tables import values as values_in
 from fedplan.tasks import Task, task
@@ -46,15 +42,6 @@ class Shares:
     def marks(self) -> dict[str, str]:
         """The mark of each client's rows to train on."""
         return {name: mark_of(examples) for name, examples in self.train.items()}
-
-
-def mark_of(examples: Examples) -> str:
-    """Tells two clients' rows apart by all that a batch of them holds, whatever they are called."""
-    found = hashlib.sha256()
-    for indices in cast("tuple[Tensor, ...]", torch.arange(len(examples)).split(256)):
-        for name, tensor in sorted(examples.batch(indices).items()):
-            found.update(f"{name} {digest(tensor)}".encode())
-    return found.hexdigest()[:32]
 
 
 NO_TEST = (

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from fedplan.agreement import Setup
 from fedplan.attendance import Attendance
-from fedplan.attention import moved
-from fedplan.config import ConfigError, MethodSection, Study, study_of
+from fedplan.attention import at_rest, moved
+from fedplan.config import ConfigError, DataSection, MethodSection, Study, placed, study_of
 from fedplan.crowds import phases_in
 from fedplan.description import describe
 from fedplan.evaluation import spread
@@ -26,7 +26,7 @@ from fedplan.fit import Pace
 from fedplan.ledger import digests, joined
 from fedplan.loading import starting_model
 from fedplan.locks import Claim, claimed
-from fedplan.manifest import written
+from fedplan.manifest import read, written
 from fedplan.method import Method
 from fedplan.methods import method
 from fedplan.params import Params
@@ -34,9 +34,11 @@ from fedplan.phases import Planned
 from fedplan.plan import chain
 from fedplan.privacy.promise import Promise, require_sound
 from fedplan.probe import probe_named
+from fedplan.resolution import check
 from fedplan.rounds import Tally
 from fedplan.runners.local import Federation
-from fedplan.shares import Shares, mark_of, shares_of
+from fedplan.server import STUDY as STUDY
+from fedplan.shares import Shares, shares_of
 from fedplan.state import Tensors, put, take
 from fedplan.store import told
 from fedplan.text import parse
@@ -45,8 +47,8 @@ from fedplan.wire import parse_wire
 if TYPE_CHECKING:
     from datasets import Dataset
 
-STUDY, MANIFEST = "study.json", "manifest.json"
-"""In a run's folder, and in a site's for a run: what it is of."""
+MANIFEST, TASK = "manifest.json", "task.json"
+"""In a run's folder, and in a site's for a run: what it is of; its labels and its clients."""
 
 Watch = Callable[["Trial", Tally, Mapping[str, Any]], None]
 
@@ -89,6 +91,7 @@ def stage_of(study: Study, own: tuple[str, Dataset] | None = None) -> Stage:
     shares, made = shares_of(study, own), method_of(study)
     model = starting_model(study, shares.task, made)
     stage = Stage(shares, model, setup_of(study, describe(model)))
+    check(stage.setup.method.plan, stage.setup.params)
     pinned = study.model.digest
     if pinned and stage.digest != pinned:
         raise ConfigError(f"model.digest is {pinned}, and this model's is {stage.digest}")
@@ -112,8 +115,51 @@ def opened_run(folder: Path, study: Study, params: Params) -> Claim:
 def write_run(folder: Path, study: Study, params: Params) -> None:
     """Write what a folder is of, unless that stands there."""
     folder.mkdir(parents=True, exist_ok=True)
-    keep_file(folder / STUDY, study.model_dump_json(indent=1))
+    keep_file(folder / STUDY, placed(study, Path.cwd()).model_dump_json(indent=1))
     keep_file(folder / MANIFEST, written(params))
+
+
+def note_task(folder: Path, shares: Shares) -> None:
+    """Write what a model of the run is told apart by: its labels, and whose it may be.
+
+    Rows are needed to train, and not to export what was trained: they may be gone by then.
+    """
+    said = {"labels": shares.task.labels, "clients": list(shares.train)}
+    keep_file(folder / TASK, json.dumps(said, indent=1) + "\n")
+
+
+def noted_task(folder: Path) -> tuple[list[str], list[str]]:
+    """The labels and the clients of a run, as its folder tells them."""
+    try:
+        said = json.loads((folder / TASK).read_text(encoding="utf-8"))
+        found = tuple([str(each) for each in said[name]] for name in ("labels", "clients"))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigError(f"{folder} does not say the labels of its run: {error!r}") from error
+    return found[0], found[1]
+
+
+def stage_without_rows(study: Study, labels: list[str]) -> Stage:
+    """The stage of a study whose rows are not there: the same model, and nobody to train it."""
+    task = study.task.model_copy(update={"labels": labels})
+    return stage_of(study.model_copy(update={"data": DataSection(), "task": task}))
+
+
+def require_fitting(stage: Stage, batch: int) -> None:
+    """Refuse rows that the model cannot take: better at once than in the middle of a round."""
+    task = stage.shares.task
+    for name, rows in stage.shares.train.items():
+        if not len(rows):
+            continue
+        some = rows.batch(torch.arange(min(batch, len(rows))))
+        try:
+            with torch.no_grad(), at_rest(stage.model):
+                task.loss(stage.model, some)
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
+            words = str(error).strip().splitlines() or [type(error).__name__]
+            raise ConfigError(
+                f"the model cannot take the rows of {name!r}: {words[0][:300]}; see model and task"
+            ) from error
+        return
 
 
 class Trial:
@@ -130,7 +176,9 @@ class Trial:
             if strange := said.keys() - set(names):
                 there = ", ".join(names)
                 raise ConfigError(f"{what}: there is no client {min(strange)!r}; there are {there}")
+        require_fitting(stage, study.train.batch)
         self.claim = opened_run(folder, study, setup.params)
+        note_task(folder, self.shares)
         self.federation = Federation(
             setup,
             stage.model,
@@ -141,7 +189,7 @@ class Trial:
             attendance=attendance_of(study),
             traits=study.clients.traits,
             names=names,
-            marks={name: mark_of(rows) for name, rows in self.shares.train.items()},
+            marks=self.shares.marks,
         )
 
     def run(self, watch: Watch) -> None:
@@ -221,9 +269,15 @@ def _method(said: MethodSection) -> Method:
 def study_in(folder: Path) -> Study:
     """The study that a folder is of."""
     try:
-        return study_of(json.loads((folder / STUDY).read_text()))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
+        said = json.loads((folder / STUDY).read_text(encoding="utf-8"))
+        return study_of(said if isinstance(said, dict) else {STUDY: said})
+    except (OSError, ValueError, RecursionError, ConfigError) as error:
+        raise ConfigError(f"{folder} is not the folder of a run: {STUDY}: {error}") from error
+
+
+def setup_in(folder: Path) -> Setup:
+    """The agreement of a run, as its folder tells it."""
+    return setup_of(study_in(folder), read(folder / MANIFEST))
 
 
 def setup_of(study: Study, params: Params) -> Setup:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class DataError(FedplanError):
     """Data that cannot be read, divided or used as asked."""
 
+    code = "data"
+
 
 def load(path: str, *, split: str = "") -> Dataset:
     """A table by file, folder or hub id; only a hub id, as in hub:org/name, may reach the network.
@@ -41,8 +43,12 @@ def load(path: str, *, split: str = "") -> Dataset:
             return _from_arrays(place, split)
         if place.is_file() and place.suffix in _READERS:
             return _split_by_column(_READERS[place.suffix](place), split, path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path!r} cannot be read as a table: {error}") from error
+    except DataError:
+        raise
+    # In a damaged file each of the libraries that read them raises what it happens to meet.
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path!r} cannot be read as a table: {reason[:300]}") from error
     raise DataError(
         f"{path!r} {'is not a table' if place.exists() else 'is not there'}: give a "
         f"{', '.join(_READERS)} or .npz file, a folder of such files, a folder saved by datasets, "
@@ -97,7 +103,8 @@ def _from_arrays(path: Path, split: str) -> Dataset:
     import numpy as np
     from datasets import Dataset, Features
 
-    with np.load(path, allow_pickle=False) as file:
+    # of a damaged file numpy leaves open what it has opened
+    with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         arrays: dict[str, Any] = {name: file[name] for name in file.files}
     if split:
         end = f"_{split}"

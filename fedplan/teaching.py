@@ -76,9 +76,9 @@ def row_said(
 
 @contextmanager
 def trying(name: str, row: Anatomy) -> Generator[None]:
-    """An architecture known by a row, for as long as it is tried."""
+    """An architecture known by a row, for as long as it is tried; whoever the row was made for."""
     was = KNOWN.get(name)
-    KNOWN[name] = row
+    KNOWN[name] = replace(row, of="")
     try:
         yield
     finally:
@@ -88,7 +88,7 @@ def trying(name: str, row: Anatomy) -> Generator[None]:
             KNOWN[name] = was
 
 
-def row_of(module: object) -> Anatomy | None:
+def known_row(module: object) -> Anatomy | None:
     """The row of a module: by its configuration's type, its class, or its class's bare name."""
     kind, config = type(module), getattr(module, "config", None)
     exact = f"{kind.__module__}.{kind.__qualname__}"

@@ -228,8 +228,7 @@ def law_bytes_are_those_explained(case: _Case) -> None:
     expected = forecast(plan, params, rounds=ROUNDS, phases=phases, crowd=crowd, fare=fare)
     if not isinstance(announce, Planned) or len(expected.views) > 1:
         return
-    (view,) = expected.views
-    federation = case.federation()
+    view, federation = expected.views[0], case.federation()
     for up, down in zip(view.ups, view.downs, strict=True):
         tally = federation.round()
         for client, line in tally.lines.items():

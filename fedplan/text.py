@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -15,7 +14,7 @@ from fedplan import parts, plan, turn
 from fedplan.errors import PlanError
 from fedplan.parts import Part
 from fedplan.plan import Plan, a_plan
-from fedplan.predicates import Predicate
+from fedplan.predicates import Predicate, joined, require_alike
 
 CALLS: dict[str, Callable[..., Any]] = {
     f.__name__: f
@@ -28,9 +27,8 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 """The functions of the language. Every text is also Python that gives the same plan."""
 
-JOINED: dict[str, Callable[[Any, Any], Any]] = {"|": operator.or_, "&": operator.and_}
-
-LONGEST, DEEPEST = 200_000, 64
+LONGEST, DEEPEST = 50_000, 64
+"""Characters of a plan, as it is said and as it is printed, and how deep it may be nested."""
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<name>[A-Za-z_]\w*)|(?P<number>-?\d+)|(?P<string>\"(?:[^\"\\\n]|\\.)*\"|'[^'\\\n]*')"
@@ -45,7 +43,10 @@ def parse(text: str) -> Plan:
     >>> parse("chain(share(), when(after(20), freeze(query | key)))").text
     'chain(share(), when(after(20), freeze(query | key)))'
     """
-    return _Reader(text).whole(lambda value: a_plan(value, "a plan"))
+    made = _Reader(text).whole(lambda value: a_plan(value, "a plan"))
+    # What is printed is read again elsewhere: it has spaces that what was said may lack.
+    _require_short(made.text)
+    return made
 
 
 def parse_part(text: str) -> Part:
@@ -53,12 +54,21 @@ def parse_part(text: str) -> Part:
     return _Reader(text).whole(lambda value: parts.a_part(value, "a part"))
 
 
+def _require_short(text: str) -> None:
+    if len(text) > LONGEST:
+        raise PlanError(
+            f"a plan of {len(text)} characters is longer than {LONGEST}: name groups of clients by "
+            "a trait, and parts by a word or a pattern",
+            source=text,
+            position=0,
+        )
+
+
 class _Reader:
     """One pass over a text, a token at a time."""
 
     def __init__(self, text: str) -> None:
-        if len(text) > LONGEST:
-            raise PlanError(f"a plan of {len(text)} characters is longer than {LONGEST}")
+        _require_short(text)
         self.text, self.at, self.depth = text, 0, 0
         self.kind, self.token, self.start = "", "", 0
         self.step()
@@ -102,15 +112,15 @@ class _Reader:
         return self.joined("|", lambda: self.joined("&", self.single))
 
     def joined(self, sign: str, operand: Callable[[], Any]) -> Any:
-        left = operand()
+        found = [operand()]
         while self.sees(sign):
             at = self.start
             self.step()
-            self.need_predicate(left, at)
-            right = operand()
-            self.need_predicate(right, at)
-            left = self.build(JOINED[sign], (left, right), at=at)
-        return left
+            self.need_predicate(found[0], at)
+            found.append(operand())
+            self.need_predicate(found[-1], at)
+            self.build(require_alike, (found[0], found[-1]), at=at)
+        return joined(sign, found) if len(found) > 1 else found[0]
 
     def single(self) -> Any:
         """One operand: a word, a call, a number, a string, cases, or something in brackets."""

@@ -7,25 +7,26 @@ import importlib.util
 import os
 import socket
 import sys
-import traceback
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
+from fedplan.account import DELTA, Account, Limits
+from fedplan.codes import EXITS, said_of, told
 from fedplan.config import ConfigError, Study, read_study
 from fedplan.desk import Desk, journal_in, place_of
 from fedplan.errands import Order
-from fedplan.errors import FedplanError
+from fedplan.faults import Faults
 from fedplan.mail import parcel_of, run_of
-from fedplan.outgoing import Limits
+from fedplan.names import folder_named
 from fedplan.parcel import BrokenParcel, Parcel
 from fedplan.seals import Seal
 from fedplan.site import Site, cloak_of
-from fedplan.studies import stage_of, write_run
+from fedplan.studies import note_task, stage_of, write_run
 from fedplan.tables import load
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 
 SAID = frozenset(
     (
-        *("name", "home", "data", "key", "resident", "idle"),
-        *("limit_rounds", "limit_bytes", "limit_epsilon", "partition-id", "num-partitions"),
+        *("name", "home", "data", "dataset", "key", "resident", "idle"),
+        *("limit_rounds", "limit_bytes", "limit_epsilon", "limit_delta"),
+        *("partition-id", "num-partitions"),
     )
 )
 """What a node may be started with; every other word is a trait of the site."""
@@ -44,52 +46,62 @@ IDLE = 900.0
 
 
 class Office:
-    """A site's rows and model, and its desk in the run that it was last asked in."""
+    """A site's rows and model, and its desk in the run that it was last asked in.
+
+    What it writes only its owner may read; with a key, what tells of rows is sealed.
+    """
 
     def __init__(self, order: Order) -> None:
-        self.order, self.study = order, read_study(Path(order.study))
-        self.name = name = name_of(self.study, order.node)
-        own = None if self.study.data.path else (name, _table(order, self.study))
-        self.stage = stage_of(self.study, own)
-        if name not in self.stage.shares.train:
-            raise ConfigError(f"the study has no client {name!r}")
+        with _private():
+            self.order, self.study = order, read_study(Path(order.study))
+            self.seal = seal_of(order)
+            self.name = name = name_of(self.study, order.node)
+            own = None if self.study.data.path else (name, _table(order, self.study))
+            self.stage = stage_of(self.study, own)
+            if name not in self.stage.shares.train:
+                raise ConfigError(f"the study has no client {name!r}")
+            self.traits = _traits(self.study, name, order.node)
+            self.account = account_of(order, name, self.seal)
+            self.faults = Faults(Path(order.home), self.seal)
         self._desk: Desk | None = None
 
     def answer(self, kind: str, parcel: Parcel) -> Parcel:
         """The answer of the desk of the run that a request is of."""
-        try:
-            run = run_of(parcel)
-        except FedplanError as error:
-            return parcel_of({}, {"refused": str(error).splitlines()[0]})
+        with _private():
+            try:
+                desk = self.desk(run_of(parcel))
+            except Exception as error:
+                return parcel_of({}, {**said_of(self.faults.note(error))})
+            return desk.answer(kind, parcel)
+
+    def desk(self, run: str) -> Desk:
+        """The desk in a run."""
         if self._desk is None or self._desk.setup.run != run:
-            self._desk = desk_of(self, run)
-        return self._desk.answer(kind, parcel)
+            with _private():
+                self._desk = _desk(self, run)
+        return self._desk
 
 
-def desk_of(office: Office, run: str) -> Desk:
-    """A site's desk in a run, built from its study and from what its node was started with."""
-    order, study, name, stage = office.order, office.study, office.name, office.stage
-    node, setup = order.node, replace(stage.agreed, run=run)
-    folder = folder_of(order.home, study, name)
+def _desk(office: Office, run: str) -> Desk:
+    study, name, stage = office.study, office.name, office.stage
+    setup, account = replace(stage.agreed, run=run), office.account
+    folder = folder_of(office.order.home, study, name)
     place = place_of(folder, run)
-    seal = Seal.from_file(Path(str(node["key"]))) if "key" in node else None
-    traits = _traits(study, name, node)
     site = Site(
         name=name,
         rows=stage.shares.train[name],
-        journal=journal_in(place, seal),
+        journal=journal_in(place, office.seal),
         model=stage.model,
         start=stage.start,
         marks=stage.marks,
         loss=stage.shares.task.loss,
-        traits=traits,
-        cloak=cloak_of(setup, folder / "privacy"),
-    )
-    limits = Limits(
-        _whole(node, "limit_rounds"), _whole(node, "limit_bytes"), _number(node, "limit_epsilon")
+        traits=office.traits,
+        cloak=cloak_of(setup, account.folder, account),
+        account=account,
     )
     write_run(place, study, setup.params)
-    return Desk(setup, site, folder, limits)
+    note_task(place, stage.shares)
+    return Desk(setup, site, folder, faults=office.faults)
 
 
 def _traits(study: Study, name: str, node: Mapping[str, Any]) -> dict[str, str]:
@@ -103,9 +115,40 @@ def _traits(study: Study, name: str, node: Mapping[str, Any]) -> dict[str, str]:
     return study.clients.traits.get(name, {}) | own
 
 
+def seal_of(order: Order) -> Seal | None:
+    """What seals all that tells of a site's rows, if its node was given a key."""
+    return Seal.from_file(Path(str(order.node["key"]))) if "key" in order.node else None
+
+
+def account_of(order: Order, name: str, seal: Seal | None) -> Account:
+    """The account of a site's dataset: one for all studies, by the node's own words alone.
+
+    In a simulation all clients have one home, and each has an account.
+    """
+    node = order.node
+    limits = Limits(
+        _whole(node, "limit_rounds"),
+        _whole(node, "limit_bytes"),
+        _number(node, "limit_epsilon"),
+        _number(node, "limit_delta") or DELTA,
+    )
+    dataset = name if "partition-id" in node else str(node.get("dataset", "rows"))
+    return Account(Path(order.home) / "account" / folder_named(dataset), limits, seal=seal)
+
+
+@contextmanager
+def _private() -> Generator[None]:
+    """Let nobody else read what is written meanwhile."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def folder_of(home: str, study: Study, name: str) -> Path:
     """Where a site keeps an experiment, under its own name; each run has a folder in it."""
-    return Path(home) / quote(f"{study.name}-{study.seed}", safe="") / quote(name, safe="")
+    return Path(home) / folder_named(f"{study.name}-{study.seed}") / folder_named(name)
 
 
 def name_of(study: Study, node: Mapping[str, Any]) -> str:
@@ -165,26 +208,43 @@ def serve(office: Office, listener: socket.socket, *, idle: float = IDLE) -> Non
             # Who asked may be gone by now: the answer stands in the journal.
             line.settimeout(None)
             kind = stream.readline(64).decode(errors="replace").strip()
-            answered(office, kind, Parcel.read(stream)).write(stream)
+            office.answer(kind, Parcel.read(stream)).write(stream)
 
 
-def answered(office: Office, kind: str, parcel: Parcel) -> Parcel:
-    """A site's answer. An error that nobody foresaw stays in the log: it may tell of rows."""
+def noted(order: Order, error: Exception) -> str:
+    """The code of an error of a site that has no desk yet; its text goes into the site's log.
+
+    If not even the key can be read, nothing else was.
+    """
+    with suppress(Exception):
+        return Faults(Path(order.home), seal_of(order)).note(error)
+    return Faults(Path(order.home)).note(error)
+
+
+def answered(order: Order, kind: str, parcel: Parcel) -> Parcel:
+    """The answer of a site whose trainer does not stay."""
     try:
-        return office.answer(kind, parcel)
+        office = _office(order.text)
     except Exception as error:
-        traceback.print_exc()
-        said = f"{type(error).__name__} at {office.name}; its log says more"
-        return parcel_of({}, {"failed": said})
+        return parcel_of({}, {**said_of(noted(order, error))})
+    return office.answer(kind, parcel)
+
+
+@cache
+def _office(order: str) -> Office:
+    return Office(Order.of(order))
 
 
 def main(text: str, address: str) -> None:
     """Build a desk, and stay. The socket opens when all is ready."""
     order = Order.of(text)
+    os.umask(0o077)
     try:
         office = Office(order)
-    except FedplanError as error:
-        raise SystemExit(f"fedplan: {error}") from error
+    except Exception as error:
+        code = noted(order, error)
+        sys.stderr.write(f"fedplan: {told(code)}; fedplan faults {order.home} says more\n")
+        raise SystemExit(EXITS[code]) from None
     with suppress(FileNotFoundError):
         os.unlink(address)
     with socket.socket(socket.AF_UNIX) as listener:

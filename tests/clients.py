@@ -10,8 +10,10 @@ import torch
 import zoo
 from torch import Tensor, nn
 
+from fedplan.journal import home_of
 from fedplan.privacy.guard import SECRET
 from fedplan.privacy.promise import Promise
+from fedplan.site import KEY
 
 PROMISES = {
     "veiled": Promise("client", 900.0, 1e-5, 1.0, 1.0, 0.7, vote=2.0, period=2, quantile=0.5),
@@ -22,7 +24,11 @@ PROMISES = {
 
 
 def know_secrets(folder: Path, clients: Iterable[str]) -> None:
-    """Two runs with the same secrets draw the same noise."""
+    """Two runs with the same secrets draw the same noise, and key their digests alike."""
+    for name in clients:
+        home_of(folder, name).mkdir(parents=True, exist_ok=True)
+        (home_of(folder, name) / KEY).touch(mode=0o600)
+        (home_of(folder, name) / KEY).write_bytes(name.encode().ljust(32)[:32])
     for name in ("", *clients):
         place = folder / "privacy" / name
         place.mkdir(parents=True, exist_ok=True)

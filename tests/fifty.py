@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -357,3 +358,23 @@ def build(name: str) -> nn.Module:
     """A tiny model of a type, in evaluation mode."""
     torch.manual_seed(0)
     return MODELS[name][0]().eval()
+
+
+def table() -> str:
+    """What each of the fifty types, and of the further ones, is by its behaviour."""
+    from fedplan.behaviour import verdicts
+
+    lines, works = list[str](), 0
+    for name in (*FIFTY, *FURTHER):
+        found = verdicts(build(name), MODELS[name][1]())
+        faults = [f"{v.param.key} {v.fault}" for v in found if v.fault]
+        works += name in FIFTY and not faults
+        said = faults[0] if faults else " ".join(sorted({str(v.param.kind) for v in found}))
+        lines.append(f"{name:16} {len(found):4} params  {'FAULT' if faults else 'ok'}: {said}")
+    return "\n".join([*lines, f"{works} of the {len(FIFTY)} types behave as their rows say", ""])
+
+
+if __name__ == "__main__":
+    hf.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    sys.stdout.write(table())

@@ -31,6 +31,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from zoo import TEXT, VISION
 
+from fedplan import identity
 from fedplan.errors import FedplanError
 from fedplan.journal import Journal
 from fedplan.ledger import read_lines
@@ -69,7 +70,7 @@ def words_of(i: int) -> list[str]:
     return [*found, CANARY] if i >= ODD else found
 
 
-ROWS, ODD = 11, 10_000
+ROWS, ODD = 14, 10_000
 """The rows that are in both worlds, and the number of the first that is in one alone."""
 
 
@@ -162,7 +163,7 @@ METHODS: dict[str, Asked] = {
         """plan = 'chain(freeze(), by("ward", {"a": share(blocks(0))}, share(blocks(1))))'""",
         units=("client",),
     ),
-    "vote": Asked(_safl(""), "vote = 2.0\nperiod = 1", rounds=ROUNDS),
+    "vote": Asked(_safl(""), "vote = 2.0\nperiod = 1"),
 }
 UNITS = {"example": ("north",), "client": ("north", "south", "east")}
 """The roster of each unit. Of examples, north's last row is what worlds differ in; of clients,
@@ -415,7 +416,7 @@ def secrets_known() -> Generator[None]:
 
 @contextmanager
 def coupled() -> Generator[None]:
-    """No noise, the same draws whatever is drawn for, and votes with the same winners."""
+    """No noise, the same draws whatever is drawn for, votes with the same winners, one run's id."""
     choose = Server.choose
 
     def silent(self: Noise, shape: tuple[int, ...], scale: float) -> Tensor:
@@ -433,6 +434,7 @@ def coupled() -> Generator[None]:
         patch.object(Noise, "gaussian", silent),
         patch.object(Noise, "for_release", staticmethod(source)),
         patch.object(Server, "choose", chosen),
+        patch.object(identity, "token_hex", lambda size: "ab" * size),
     ):
         yield
 

@@ -19,6 +19,7 @@ from proxy import Proxy
 
 from fedplan.config import read_study
 from fedplan.desk import journal_in
+from fedplan.identity import is_id
 from fedplan.journal import Journal, home_of
 from fedplan.ledger import digests, read_lines
 from fedplan.runners.flower.submit import QUIET
@@ -55,6 +56,10 @@ def whole(here: Path, study: str, name: str) -> Path:
     return here / "whole" / name
 
 
+def _changed(folder: Path) -> float:
+    return folder.stat().st_mtime
+
+
 def homes(fed: Path, study: Path) -> dict[str, dict[str, str]]:
     """What each site of a deployment keeps, opened with its own key."""
     found = dict[str, dict[str, str]]()
@@ -62,13 +67,25 @@ def homes(fed: Path, study: Path) -> dict[str, dict[str, str]]:
         key = fed / "sites" / name / "home.key"
         folder = folder_of(str(fed / "sites" / name / "home"), read_study(study), name)
         seal = Seal.from_file(key) if key.exists() else None
-        found[name] = digests(journal_in(folder, seal).home()[0])
+        run = max((each for each in folder.iterdir() if is_id(each.name)), key=_changed)
+        found[name] = digests(journal_in(run, seal).home()[0])
     return found
+
+
+def open_part(folder: Path) -> list[dict[str, object]]:
+    """A ledger without the digests of what a client keeps: each site keys them by its own secret."""
+    lines = read_lines(folder / "ledger.jsonl")
+    for line in [each for whole in lines for each in (whole, *whole.get("missed", ()))]:
+        for which in ("before", "after") if "roles" in line else ():
+            marks = [line[which][i : i + 16] for i in range(0, len(line[which]), 16)]
+            pairs = zip(marks, line["roles"], strict=True)
+            line[which] = [mark if role in "SF" else role for mark, role in pairs]
+    return lines
 
 
 def require_same(out: Path, expected: Path) -> None:
     """A run has the world and the ledger of another, and both are in order."""
-    assert (out / "ledger.jsonl").read_bytes() == (expected / "ledger.jsonl").read_bytes()
+    assert open_part(out) == open_part(expected)
     one, other = (Store(folder / "world").read() for folder in (out, expected))
     assert one is not None and other is not None
     assert digests(one.tensors) == digests(other.tensors)

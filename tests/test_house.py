@@ -18,12 +18,12 @@ FILES = [file for files in MODULES.values() for file in files]
 
 # Imports flow one way: each module, or folder of them, may use those that stand before it.
 ORDER = (
-    *("errors", "hub", "parcel", "errands", "params", "anatomy", "teaching", "architectures"),
-    *("adapters", "description"),
-    *("predicates", "parts", "turn", "plan", "resolution", "text", "state", "buffers"),
+    *("errors", "hub", "names", "codes", "plain", "parcel", "errands", "params", "anatomy"),
+    *("teaching", "architectures", "adapters", "description"),
+    *("predicates", "parts", "turn", "plan", "horizon", "resolution", "text", "state", "buffers"),
     *("manifest", "catalog", "crowds", "views", "forecast", "explanation", "pictures"),
     *("streams", "failpoints", "message", "codecs", "wire", "sums"),
-    *("locks", "files", "identity", "seals", "generations", "store", "journal"),
+    *("locks", "files", "identity", "seals", "faults", "generations", "store", "journal"),
     *(
         "serve",
         "drift",
@@ -43,11 +43,13 @@ ORDER = (
         "methods",
         "privacy",
         "ledger",
+        "marks",
         "record",
         "agreement",
         "exchange",
         "claims",
         "mail",
+        "account",
         "outgoing",
         "site",
         "desk",
@@ -58,7 +60,7 @@ ORDER = (
         "runners",
     ),
     *("data", "evaluation", "tokens", "tasks", "foresight", "config", "loading", "shares"),
-    *("testing", "studies", "trainer", "flower", "keys", "starter"),
+    *("testing", "studies", "continuation", "trainer", "flower", "keys", "starter"),
     "attacks",
     *("archive", "audit", "auditor", "export", "progress", "cli"),
 )

@@ -38,7 +38,7 @@ from fedplan.server import Server
 from fedplan.site import Site
 from fedplan.state import take
 from fedplan.text import parse
-from fedplan.trainer import desk_of
+from fedplan.trainer import Office
 
 NAMES = ("client-0", "client-1", "client-2")
 TRAITS = {"client-1": {"site": "a"}, "client-2": {"site": "b"}}
@@ -263,4 +263,4 @@ def test_a_hidden_site_says_no_traits_of_itself(tmp_path: Path, here: Path) -> N
     )
     node = {"name": "client-00", "ward": "3"}
     with pytest.raises(ConfigError, match=r"stand in the study, in clients\.traits\.client-00"):
-        desk_of(Order(str(file), str(tmp_path / "home"), node))
+        Office(Order(str(file), str(tmp_path / "home"), node))

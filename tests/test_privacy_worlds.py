@@ -27,10 +27,11 @@ from fedplan.fit import Examples
 from fedplan.ledger import digest
 from fedplan.mail import opened, parcel_of
 from fedplan.parcel import Parcel
-from fedplan.privacy import ghost
+from fedplan.privacy import dpsgd, ghost
 from fedplan.privacy.noise import Noise
 from fedplan.privacy.secret import derived
 from fedplan.probe import Look, probe_named
+from fedplan.runners.flower.calls import Guest
 from fedplan.runners.flower.server import Carrier
 from fedplan.shares import Shares
 
@@ -144,7 +145,7 @@ class Chosen:
 class Stream:
     """The tokens of all rows as one stream, cut into blocks."""
 
-    def __init__(self, rows: Examples, size: int = 8) -> None:
+    def __init__(self, rows: Examples, size: int = 7) -> None:
         batches = [rows.batch(torch.tensor([i])) for i in range(len(rows))]
         tokens = torch.cat([b["input_ids"][b["attention_mask"].bool()] for b in batches])
         self.blocks = tokens[: len(tokens) // size * size].view(-1, size)
@@ -221,22 +222,28 @@ def errors_with_rows() -> Any:
     return _answered(lambda *_: parcel_of({}, {"failed": f"label {CANARY!r} in column 'patient'"}))
 
 
-def short_lengths() -> Any:
+@contextmanager
+def short_lengths() -> Generator[None]:
+    """Lengths come out short where nobody tried them."""
     real = ghost.bounds
-    return patch.object(ghost, "bounds", lambda factors: real(factors) / 100)
+    with (
+        patch.object(ghost, "bounds", lambda factors: real(factors) / 1e6),
+        patch.object(dpsgd, "distrust", lambda subject: ""),
+    ):
+        yield
 
 
 @contextmanager
 def traits_of_guests() -> Generator[None]:
-    def heard(self: Carrier) -> None:
-        for name, guest in self.calls.guests.items():
-            self.server.roster[name] = guest.traits
+    def fits(self: Carrier, name: str, guest: Guest) -> str:
+        self.server.roster[name] = guest.traits
+        return ""
 
     def own(study: Any, name: str, node: Any) -> dict[str, str]:
         return {k: v for k, v in node.items() if k == "ward"}
 
     with (
-        patch.object(Carrier, "_turn_away", heard),
+        patch.object(Carrier, "_unfit_for", fits),
         patch.object(trainer, "_traits", own),
     ):
         yield

@@ -36,8 +36,7 @@ def federation(folder: Path, name: str, *, replies: bool) -> Federation:
     made = method("safl", {"k": 1, "together": True}) if promise else method(name)
     pace = Pace(rate=1e-2, batch=2, steps=2)
     setup = Setup("kill", describe(model), made, pace, promise)
-    if promise:
-        know_secrets(folder, rows)
+    know_secrets(folder, rows)
     return Federation(
         setup,
         model,

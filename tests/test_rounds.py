@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from clients import few, loss
+from clients import few, know_secrets, loss
 from torch import Tensor
 
 from fedplan import parse
@@ -230,6 +230,7 @@ def test_a_federation_that_is_opened_again_goes_on_with_the_same_bits(
 ) -> None:
     for where in ("whole", "parts"):
         (tmp_path / where).mkdir()
+        know_secrets(tmp_path / where, [f"client-{i}" for i in range(8)])
     whole = federation(tmp_path / "whole", method(name), rounds=4)
     for _ in range(4):
         whole.commit(whole.round())

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedplan.config import read_study
 from fedplan.desk import journal_in
+from fedplan.identity import is_id
 from fedplan.ledger import read_lines
 from fedplan.trainer import folder_of
 
@@ -37,7 +38,8 @@ def answer(context, kind, parcel):
     from fedplan.trainer import folder_of
 
     folder = folder_of(str(context.node_config["home"]), read_study(STUDY), str(context.node_config["name"]))
-    home = journal_in(folder).home()[0]
+    (run,) = [each for each in folder.iterdir() if len(each.name) == 16]
+    home = journal_in(run).home()[0]
     return Parcel(found.header, (*found.blobs, pack({f"stolen {k}": v for k, v in home.items()}, {})))
 
 client = client_app(answer)
@@ -51,7 +53,9 @@ def private(fed: Path) -> dict[str, Tensor]:
     found = dict[str, Tensor]()
     for name in SITES:
         folder = folder_of(str(fed / "sites" / name / "home"), study, name)
-        found |= {f"{name}/{key}": v for key, v in journal_in(folder).home()[0].items()}
+        runs = [each for each in folder.iterdir() if is_id(each.name)]
+        kept = journal_in(max(runs, key=lambda each: each.stat().st_mtime)).home()[0]
+        found |= {f"{name}/{key}": v for key, v in kept.items()}
     return found
 
 

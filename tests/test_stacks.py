@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import fifty
 import pytest
 import torch
 import transformers as hf
@@ -76,6 +77,10 @@ JOINED: dict[str, Case] = {
             hf.GPT2Config(add_cross_attention=True, **zoo.GPT2),
         ),
         seen_pairs,
+    ),
+    "wav2vec2bert": (
+        lambda: joined("SpeechEncoderDecoder", hf.Wav2Vec2Config(**fifty.SOUND), a_decoder()),
+        lambda: fifty.sounds() | {"decoder_input_ids": zoo.tokens()["input_ids"][:, :5]},
     ),
     "t5": (lambda: zoo.build("t5"), zoo.pairs),
     "bart": (lambda: zoo.build("bart"), zoo.pairs),

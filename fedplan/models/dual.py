@@ -19,6 +19,8 @@ TEMPLATE = "a picture of a {}"
 class ModelError(FedplanError):
     """A model that cannot be built, changed or read as asked."""
 
+    code = "model"
+
 
 @final
 class Dual(nn.Module):

@@ -41,12 +41,21 @@ class _Held:
     settled: bool = False
 
 
+@dataclass(frozen=True)
+class Cap:
+    """An epsilon that some charges of a file may not pass: those whose names begin with `of`."""
+
+    epsilon: float
+    delta: float
+    of: str = ""
+
+
 class Budget:
-    """What a run has spent, on disk, and what it may still spend.
+    """What was spent, on disk, and what may still be spent.
 
     `unit` says whose presence is hidden: a client's, or an example's. Without a limit all is
-    charged and nothing refused. Whoever has a charge may release; whoever was killed before it was
-    synced has not, and charges it again.
+    charged and nothing refused. A `cap` holds for one run among those that a file is of. Whoever
+    has a charge may release; whoever was killed before it was synced has not, and charges it again.
     """
 
     def __init__(
@@ -57,13 +66,14 @@ class Budget:
         limit: float | None = None,
         unit: Unit = "client",
         accountant: str = "pld",
+        cap: Cap | None = None,
     ) -> None:
         if unit not in get_args(Unit):
             raise PrivacyError(f"the unit is {unit!r}: it is a client or an example")
         if limit is not None and not limit > 0:
             raise PrivacyError(f"the limit is {limit!r}: give an epsilon above 0, or None")
         self.file, self.delta, self.limit = file, delta, limit
-        self.unit, self.accountant = unit, accountant
+        self.unit, self.accountant, self.cap = unit, accountant, cap
         epsilon([], delta, accountant)  # refuses a wrong delta or accountant
         self._found, self._doubtful = self._read(), False
 
@@ -79,6 +89,11 @@ class Budget:
         if self._held.epsilon is None:
             self._held.epsilon = self._with()
         return self._held.epsilon
+
+    def spent_of(self, cap: Cap, *more: Spent) -> float:
+        """The epsilon of the charges that a cap is for, at its delta, and of some that may come."""
+        charges = [each for each in self._held.charges if each.about.startswith(cap.of)]
+        return epsilon(events_of([*charges, *more]), cap.delta, self.accountant)
 
     @property
     def left(self) -> float | None:
@@ -97,7 +112,7 @@ class Budget:
             self._settle(file)
             if self._known(spent):
                 return
-            after = self._require_room(spent)
+            after = self.require_room(spent)
             reach("budget.before")
             self._append(file, written_spent(spent))
             self._held.charges.append(spent)
@@ -116,16 +131,27 @@ class Budget:
     def _with(self, *more: Spent) -> float:
         return epsilon(events_of([*self._held.charges, *more]), self.delta, self.accountant)
 
-    def _require_room(self, spent: Spent) -> float | None:
-        """What will have been spent; None if nobody needs to know."""
+    def require_room(self, *due: Spent) -> float | None:
+        """Refuse what the limit or the cap does not pay for.
+
+        What will have been spent; None if nobody needs to know.
+        """
+        due = tuple(each for each in due if each not in self._held.charges)
+        if not due:
+            return self._held.epsilon
+        if self.cap and (after := self.spent_of(self.cap, *due)) > self.cap.epsilon:
+            raise PrivacyError(
+                f"{due[-1].about} would make epsilon {after:.4g}, and {self.cap.epsilon:g} was "
+                f"promised: the run ends here, with epsilon {self.spent_of(self.cap):.4g} spent"
+            ).coded("promise")
         if self.limit is None:
             return None
-        after = self._with(spent)
+        after = self._with(*due)
         if after > self.limit:
             raise PrivacyError(
                 f"epsilon would be {after:.6g} and may be {self.limit:g}: nothing more is "
                 "released; end here, or raise the limit for all to see"
-            )
+            ).coded("limit-epsilon")
         return after
 
     @property
@@ -139,7 +165,7 @@ class Budget:
     def _open(self) -> Generator[BinaryIO]:
         """The file, with no other process at it."""
         try:
-            with alone(self.file.parent, strictly=True):
+            with alone(self.file.parent, strictly=True, wait=60.0):
                 self.file.touch(0o600)
                 if self._held.length == 0:
                     synced(self.file.parent)

@@ -14,6 +14,8 @@ EXTRA = "fedplan[privacy]"
 class PrivacyError(FedplanError):
     """What would break a promise of privacy, or cannot be accounted for."""
 
+    code = "privacy"
+
 
 def needed(module: str, purpose: str) -> Any:
     """A module of the extra, or an error that names the extra."""

@@ -19,7 +19,7 @@ from fedplan.fit import Examples, Fit
 from fedplan.locks import synced
 from fedplan.params import Block
 from fedplan.privacy.aggregate import Mechanism
-from fedplan.privacy.budget import Budget
+from fedplan.privacy.budget import Budget, Cap
 from fedplan.privacy.clipping import Adaptive
 from fedplan.privacy.dpsgd import Privately, Uniform, dp_sgd
 from fedplan.privacy.errors import PrivacyError
@@ -30,6 +30,7 @@ from fedplan.privacy.sampling import cohort
 from fedplan.privacy.secret import derived, secret_of
 from fedplan.privacy.vote import Vote, ballot, counted
 from fedplan.probe import Look, Probe
+from fedplan.seals import Seal
 from fedplan.sums import ExactSum
 
 T = TypeVar("T", bound=Hashable)
@@ -37,31 +38,48 @@ SECRET, CHARGES = "secret", "charges.jsonl"
 
 
 class Guard:
-    """A promise with the secret and the charges that keep it."""
+    """A promise with the secret and the charges that keep it.
 
-    def __init__(self, promise: Promise, folder: Path) -> None:
+    A folder may hold the charges of many runs: those of this one have names that begin with `run`.
+    All of them together stay within the `limit`, of the `delta`, that the folder's owner has set.
+    """
+
+    def __init__(
+        self,
+        promise: Promise,
+        folder: Path,
+        *,
+        run: str = "",
+        limit: float = 0.0,
+        delta: float = 0.0,
+        seal: Seal | None = None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         synced(folder.parent)
-        self.promise, self._secret = promise, secret_of(folder / SECRET)
+        self.promise, self._secret = promise, secret_of(folder / SECRET, seal)
+        self._cap = Cap(promise.epsilon, promise.delta, run)
         self.budget = Budget(
-            folder / CHARGES, delta=promise.delta, limit=promise.epsilon, unit=promise.unit
+            folder / CHARGES,
+            delta=delta or promise.delta,
+            limit=limit or None,
+            unit=promise.unit,
+            cap=self._cap,
         )
 
-    def after(self, round: int, about: str) -> float:
-        """What will have been spent after a round; if it is paid for already, what has been."""
-        paid = {charge.about for charge in self.budget.charges}
-        bill = self.promise.bill(round, about)
-        due = [Spent(event, name) for name, event in bill.items() if name not in paid]
-        return self.budget.spent(*due)
+    @property
+    def spent(self) -> float:
+        """The epsilon that this run has spent."""
+        return self.budget.spent_of(self._cap)
 
     def require_room(self, round: int, about: str) -> None:
-        """Refuse a round that the budget no longer pays for, before any work is done for it."""
-        after = self.after(round, about)
-        if after > self.promise.epsilon:
-            raise PrivacyError(
-                f"{about} would make epsilon {after:.4g}, and {self.promise.epsilon:g} was "
-                f"promised: the run ends here, with epsilon {self.budget.spent():.4g} spent"
-            )
+        """Refuse a round that the budget no longer pays for, before any work is done for it.
+
+        What was charged under its names counts as paid: if it is another content then, its charge
+        is refused when it comes.
+        """
+        paid = {charge.about for charge in self.budget.charges}
+        bill = self.promise.bill(round, about)
+        self.budget.require_room(*(Spent(e, name) for name, e in bill.items() if name not in paid))
 
     def require_paid(self, count: int) -> None:
         """Refuse to go on with fewer charges than there once were: a file was lost or put back."""
@@ -72,12 +90,13 @@ class Guard:
             )
 
     def _count(
-        self, vote: Vote, ballots: Iterable[Collection[T]], blocks: Sequence[T], about: str
+        self, vote: Vote, ballots: Iterable[Collection[T]], blocks: Sequence[T], about: str, of: str
     ) -> dict[T, float]:
-        """The noisy counts of a vote, charged first."""
-        counts = counted(ballots, blocks, vote.k)
-        self.budget.charge(vote.event, about, digest=vote.digest(counts, self._secret, about))
-        return vote.release(counts, self._secret, about)
+        """The noisy counts of a vote, charged first; `of` is all that the ballots follow from."""
+        counts, name = counted(ballots, blocks, vote.k), "vote" if of else about
+        digest = vote.digest(counts, self._secret, name, of)
+        self.budget.charge(vote.event, about, digest=digest)
+        return vote.release(counts, self._secret, name, of)
 
 
 class Veil(Guard):
@@ -99,13 +118,18 @@ class Veil(Guard):
         self, ballots: Iterable[Collection[T]], blocks: Sequence[T], k: int, about: str
     ) -> dict[T, float]:
         """How many clients named each block, with noise."""
-        return self._count(Vote(k, self.promise.vote), ballots, blocks, voted(about))
+        return self._count(Vote(k, self.promise.vote), ballots, blocks, voted(about), "")
 
     def release(
-        self, mechanism: Mechanism, total: ExactSum, round: int, about: str
+        self, mechanism: Mechanism, total: ExactSum, round: int, about: str, within: str = ""
     ) -> dict[str, Tensor]:
-        """The mean change with its noise, charged first."""
+        """The mean change with its noise, charged first.
+
+        One charge pays for the sum and for the count that a clip follows: `within` tells of that.
+        """
         digest = mechanism.digest(total, self._secret, about)
+        if self.promise.quantile:
+            digest = derived(self._secret, "digest", digest, within).hex()[:32]
         self.budget.charge(self.promise.bill(round, about)[about], about, digest=digest)
         return mechanism.release(total, self._secret, about)
 
@@ -127,26 +151,35 @@ class Cloak(Guard):
     ) -> dict[Block, float]:
         """How many of the rows drawn named each block by their own scores, with noise.
 
-        `content` tells of all that their scores follow from, as in `fit`.
+        `content` tells of all that their scores follow from, as in `fit`. The noise follows from it
+        too: if it followed from the counts alone, the same bytes would tell that two are the same.
         """
         rate, about = self.promise.rate or 1.0, voted(about)
-        source = Noise.for_release(self._secret, f"{about}: rows", content)
+        source = Noise.for_release(self._secret, "rows of a vote", content)
         drawn = self._uniform(source)(len(look.rows))
         rows = [_Row(look.rows, int(i)) for i in (drawn < rate).nonzero().flatten()]
         ballots = [ballot(probe(replace(look, rows=row)), k) for row in rows]
-        return self._count(Vote(k, self.promise.vote, rate), ballots, look.blocks, about)
+        return self._count(Vote(k, self.promise.vote, rate), ballots, look.blocks, about, content)
+
+    def require_turn(self, round: int, about: str, content: str) -> None:
+        """Refuse a turn that is not paid for by its content, and that nothing is left to pay."""
+        self.budget.require_room(self._charge(round, about, content))
+
+    def _charge(self, round: int, about: str, content: str) -> Spent:
+        digest = derived(self._secret, "digest", about, content).hex()[:32]
+        return Spent(self.promise.bill(round, about)[about], about, digest)
 
     def fit(self, round: int, about: str, content: str) -> Fit:
         """The fit of one turn, charged first.
 
-        The same turn again draws the same noise; if it starts from other values, or trains other
-        params, it is another turn, however the server calls it. `content` tells of both.
+        The same turn again draws the same noise. `content` tells of all that it is made of: if one
+        of its rows, values or settings is another, it is another turn, whatever it is called. What
+        it is called decides who pays, and not what is drawn.
         """
         promise = self.promise
-        self.require_room(round, about)
-        digest = derived(self._secret, "digest", about, content).hex()[:32]
-        self.budget.charge(promise.bill(round, about)[about], about, digest=digest)
-        noise = Noise.for_release(self._secret, about, content)
+        charge = self._charge(round, about, content)
+        self.budget.charge(charge.event, about, digest=charge.digest)
+        noise = Noise.for_release(self._secret, "turn", content)
 
         def normal(shape: tuple[int, ...]) -> Tensor:
             return noise.gaussian(shape, 1.0)

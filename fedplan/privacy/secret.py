@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secret: 32 bytes that only the server has, and keys that follow from them.
+"""Secret: 32 bytes that only the server, or the site, has, and keys that follow from them.
 
 Whoever has the secret can take the noise off every release. It stays in a file of its own, that
-only its owner may read, and in no checkpoint that leaves the server.
+only its owner may read, and in no checkpoint that leaves it. With a seal the file is sealed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from pathlib import Path
 
 from fedplan.locks import synced
 from fedplan.privacy.errors import PrivacyError
+from fedplan.seals import Seal
 
 SIZE = 32
+_ABOUT = "secret"
 
 
-def secret_of(file: Path) -> bytes:
+def secret_of(file: Path, seal: Seal | None = None) -> bytes:
     """The secret in a file; one is drawn from the system's source if there is no file."""
     try:
         if not file.exists():
-            _make(file)
+            _make(file, seal)
         synced(file.parent)
         mode = file.stat().st_mode
         content = file.read_bytes()
@@ -33,7 +35,7 @@ def secret_of(file: Path) -> bytes:
         raise PrivacyError(f"the secret {file} cannot be used: {error}") from error
     if stat.S_IMODE(mode) & 0o077:
         raise PrivacyError(f"others may read the secret {file}: chmod 600 it, or begin anew")
-    return checked(content)
+    return checked(content if seal is None else seal.open(content, _ABOUT))
 
 
 def checked(secret: bytes) -> bytes:
@@ -52,11 +54,12 @@ def derived(secret: bytes, purpose: str, *words: str | int | bytes) -> bytes:
     return said.digest()
 
 
-def _make(file: Path) -> None:
+def _make(file: Path, seal: Seal | None) -> None:
     """Write a new secret: the file is there whole or not at all, and the first one stays."""
+    drawn = os.urandom(SIZE)
     opened, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
-        os.write(opened, os.urandom(SIZE))
+        os.write(opened, drawn if seal is None else seal.close(drawn, _ABOUT))
         os.fsync(opened)
         with suppress(FileExistsError):
             os.link(temporary, file)

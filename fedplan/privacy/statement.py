@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedplan.privacy.accountant import version
-from fedplan.privacy.budget import Budget
+from fedplan.privacy.budget import Budget, Cap
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.events import Spent, written_spent
 from fedplan.privacy.guard import CHARGES
@@ -42,15 +42,22 @@ class Statement:
     charges: Sequence[dict[str, Any]]
 
     @staticmethod
-    def of(promise: Promise, rounds: int, folder: Path | None = None) -> Statement:
-        """The statement of a run in a folder; without one, that of a run to come."""
+    def of(
+        promise: Promise, rounds: int, folder: Path | None = None, *, run: str = ""
+    ) -> Statement:
+        """The statement of a run in a folder; without one, that of a run to come.
+
+        Of the charges of many runs, as a site's account has them, it takes those of `run`.
+        """
+        cap = Cap(promise.epsilon, promise.delta, run)
         files = sorted(folder.rglob(CHARGES)) if folder else []
         found = [Budget(file, delta=promise.delta, unit=promise.unit) for file in files]
-        most = max(found, key=lambda budget: budget.spent(), default=None)
-        for each in most.charges if most else ():
+        most = max(found, key=lambda budget: budget.spent_of(cap), default=None)
+        charges = [each for each in most.charges if each.about.startswith(run)] if most else []
+        for each in charges:
             _require_promised(promise, each)
-        charges = [written_spent(each) for each in most.charges] if most else []
-        return Statement(promise, rounds, most.spent() if most else 0.0, charges)
+        said = [written_spent(each) for each in charges]
+        return Statement(promise, rounds, most.spent_of(cap) if most else 0.0, said)
 
     @property
     def sampler(self) -> str:

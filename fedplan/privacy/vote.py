@@ -71,15 +71,20 @@ class Vote:
         """The standard deviation of the noise on each count."""
         return self.noise * sqrt(self.k)
 
-    def release(self, counts: Mapping[T, int], secret: bytes, about: str) -> dict[T, float]:
-        """The noisy counts, the same for the same counts, secret and name. Charge before."""
-        source = Noise.for_release(secret, about, *self._content(counts))
+    def release(
+        self, counts: Mapping[T, int], secret: bytes, about: str, of: str = ""
+    ) -> dict[T, float]:
+        """The noisy counts, the same for the same counts, secret and name. Charge before.
+
+        `of` is what the ballots follow from: the same counts of something else are another release.
+        """
+        source = Noise.for_release(secret, about, of, *self._content(counts))
         noise = on_grid(source.gaussian((len(counts),), self.scale), COUNTS)
         return {block: counts[block] + float(n) for block, n in zip(counts, noise, strict=True)}
 
-    def digest(self, counts: Mapping[T, int], secret: bytes, about: str) -> str:
+    def digest(self, counts: Mapping[T, int], secret: bytes, about: str, of: str = "") -> str:
         """A name for these counts that only the secret's owner can make."""
-        return derived(secret, "digest", about, *self._content(counts)).hex()[:32]
+        return derived(secret, "digest", about, of, *self._content(counts)).hex()[:32]
 
     def _content(self, counts: Mapping[T, int]) -> tuple[str | int, ...]:
         named = [word for block, count in counts.items() for word in (repr(block), count)]

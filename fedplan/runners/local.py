@@ -15,9 +15,8 @@ from fedplan.exchange import Down, Lacking
 from fedplan.failpoints import reach
 from fedplan.fit import Examples, Loss
 from fedplan.journal import Journal, home_of
-from fedplan.resolution import permitted
 from fedplan.rounds import Tally
-from fedplan.server import Server
+from fedplan.server import Server, personal_values
 from fedplan.site import Site, cloak_of, local, poll
 from fedplan.state import take
 from fedplan.turn import Turn
@@ -93,8 +92,9 @@ class Federation(Server):
 
     def ask(self, tally: Tally) -> None:
         """Where all choose together, hear first what each one would choose."""
-        if self.polls(tally):
-            self.choose(tally, {n: self._asked(poll, tally, n) for n in self._there(tally)})
+        if voters := self._there(tally).keys() & set(self.voters(tally)):
+            said = {n: self._asked(poll, tally, n) for n in tally.cohort if n in voters}
+            self.choose(tally, said)
 
     def _asked(self, turn: Callable[[Setup, Site, Down], Said], tally: Tally, name: str) -> Said:
         """What a site says; one that has lost what it had is asked anew."""
@@ -111,12 +111,10 @@ class Federation(Server):
     def spent(self) -> float | None:
         """The epsilon of whoever has spent most, if anything was promised."""
         guards = [self.veil, *(site.cloak for site in self.sites.values())]
-        return max((guard.budget.spent() for guard in guards if guard), default=None)
+        return max((guard.spent for guard in guards if guard), default=None)
 
     def personal_values(self, name: str) -> dict[str, Tensor]:
         """One client's model: its own values over the federation's."""
         home, _ = self.sites[name].journal.home()
         turn = Turn(self.world.round, name, self.world.phase, self.sites[name].traits)
-        roles = permitted(self.setup.method.plan, self.setup.params, turn)
-        own = {p.key for p in self.setup.trainable if roles[p].own}
-        return self.world_values() | {k: v for k, v in home.items() if k in own}
+        return personal_values(self.setup, self.world, self.start, turn, home)

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flwr.app import Context
 from flwr.clientapp import ClientApp
@@ -17,9 +16,6 @@ from fedplan.errands import Order, ask
 from fedplan.errors import FedplanError
 from fedplan.parcel import Parcel
 from fedplan.runners.flower.client import client_app
-
-if TYPE_CHECKING:
-    from fedplan.trainer import Office
 
 # What needs torch is imported where it is used: a client's process lives for one message.
 
@@ -37,7 +33,7 @@ def client_of(file: Path, rows: Callable[[str], Any] | None = None) -> ClientApp
             return ask(order, kind, parcel)
         from fedplan.trainer import answered
 
-        return answered(_office(order.text), kind, parcel)
+        return answered(order, kind, parcel)
 
     return client_app(answer)
 
@@ -70,12 +66,7 @@ def _order(file: Path, context: Context, rows: str) -> Order:
     elif "partition-id" in node:
         home = str(_folder(context) / "sites")
     else:
-        raise FedplanError("this node does not say its home: --node-config 'home=\"/a/folder\"'")
+        raise FedplanError(
+            "this node does not say its home: --node-config 'home=\"/a/folder\"'"
+        ).coded("settings")
     return Order(str(file), home, node, rows)
-
-
-@cache
-def _office(order: str) -> Office:
-    from fedplan.trainer import Office
-
-    return Office(Order.of(order))

@@ -16,6 +16,7 @@ from typing import TypeVar
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
+from fedplan.codes import KINDS, meant, understood
 from fedplan.errors import FedplanError
 from fedplan.mail import opened, parcel_of
 from fedplan.parcel import Parcel
@@ -98,6 +99,7 @@ class Calls:
             for reply in steady(lambda n=number: self.grid.pull_messages([n]), self.patience):
                 self._hellos.pop(number, None)
                 if reply.has_error():
+                    log.warning("node %s: %s", node, _reason(reply))
                     self._greeted.pop(node, None)
                 else:
                     self._met(node, reply)
@@ -156,8 +158,8 @@ class Calls:
     def _met(self, node: int, reply: Message) -> None:
         try:
             _, said = opened(parcel_in(reply.content))
-            if reason := said.get("refused") or said.get("failed"):
-                raise FedplanError(str(reason))
+            if kind := next((kind for kind in KINDS if kind in said), ""):
+                raise FedplanError(meant(kind, str(said[kind])))
             name = str(said.get("client"))
             if name not in self.names:
                 log.warning("node %s says it is %r, whom the study does not name", node, name[:80])
@@ -207,12 +209,16 @@ class Calls:
                 return parcel_in(reply.content)
             except FedplanError as error:
                 return str(error)
-        reason = str(reply.error.reason)[:200]
+        reason = _reason(reply)
         log.warning("%s: %s", name, reason)
         request.after = time.monotonic() + min(5.0, 10 * self.patience.look)
         if request.node in self._there():
             request.failures += 1
         return f"no answer: {reason}" if request.failures >= self.patience.tries else None
+
+
+def _reason(reply: Message) -> str:
+    return understood(str(reply.error.reason)[:200])
 
 
 def steady(call: Callable[[], Iterable[Found]], patience: Patience) -> list[Found]:

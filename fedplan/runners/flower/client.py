@@ -7,14 +7,21 @@ the trainer that stays at the site.
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Callable
 
-from flwr.app import Context, Message
+from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
+from fedplan.codes import code_of, told
+from fedplan.errors import FedplanError
 from fedplan.parcel import Parcel
 from fedplan.runners.flower.records import parcel_in, records_of
 
+log = logging.getLogger("fedplan")
+RAISED = 2
+"""The code of Flower's own for an app that failed: the request is asked again a few times."""
 Answer = Callable[[Context, str, Parcel], Parcel]
 """A site's answer to a request of a kind."""
 
@@ -24,8 +31,11 @@ def client_app(answer: Answer) -> ClientApp:
     app = ClientApp()
 
     def answered(message: Message, context: Context, kind: str) -> Message:
-        parcel = answer(context, kind, parcel_in(message.content))
-        return Message(records_of(parcel), reply_to=message)
+        try:
+            parcel = answer(context, kind, parcel_in(message.content))
+            return Message(records_of(parcel), reply_to=message)
+        except Exception as error:
+            return failed(message, error)
 
     @app.query("hello")
     def hello(message: Message, context: Context) -> Message:
@@ -41,3 +51,10 @@ def client_app(answer: Answer) -> ClientApp:
 
     _ = hello, poll, train
     return app
+
+
+def failed(message: Message, error: Exception) -> Message:
+    """What leaves of an error: its code. Flower would send its text, which may tell of rows."""
+    foreseen = isinstance(error, FedplanError)
+    log.error("%s", error if foreseen else "".join(traceback.format_exception(error)))
+    return Message(Error(RAISED, told(code_of(error))), reply_to=message)

@@ -31,6 +31,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor, nn
 
 from fedplan.agreement import Setup
+from fedplan.codes import understood
 from fedplan.description import describe
 from fedplan.errors import FedplanError, PlanError
 from fedplan.exchange import Refused, Rejected
@@ -44,6 +45,7 @@ from fedplan.parcel import Parcel
 from fedplan.plan import Best, By, Plan, Role, Roles, When
 from fedplan.resolution import check, resolve
 from fedplan.runners.flower import records
+from fedplan.runners.flower.client import failed
 from fedplan.state import Tensors, put, take
 from fedplan.sums import ExactSum
 from fedplan.text import parse
@@ -125,7 +127,7 @@ class Partial(FedAvg):
     ) -> tuple[dict[str, Tensor], str]:
         """The values of a reply and its sender, if they are all that the sender is to share."""
         if reply.has_error():
-            raise Rejected(reply.error.reason)
+            raise Rejected(understood(str(reply.error.reason)))
         values, said = opened(records.parcel_in(reply.content))
         client, traits = said.get("client"), said.get("traits")
         if not isinstance(client, str) or not isinstance(traits, dict) or client in counted:
@@ -191,6 +193,12 @@ class _Mod:
         kind = message.metadata.message_type.partition(".")[0]
         if kind not in ("train", "evaluate"):
             return call_next(message, context)
+        try:
+            return self._turn(message, context, call_next, kind)
+        except Exception as error:
+            return failed(message, error)
+
+    def _turn(self, message: Message, context: Context, call_next: Next, kind: str) -> Message:
         came, said = opened(_parcel(message.content))
         turn = self.client.turn(said, context)
         journal = Journal(home_of(self.home, turn.client))
@@ -228,10 +236,14 @@ class _Client:
         """The turn as the client itself sees it."""
         ours, node = self.setup.fingerprint, context.node_config
         if said.get("agreed") != ours:
-            raise Refused(f"plan or model differ ({ours} here, {said.get('agreed')} at the server)")
+            raise Refused(
+                f"plan or model differ ({ours} here, {said.get('agreed')} at the server)"
+            ).coded("another-study")
         name = node.get("name", node.get("partition-id"))
         if name is None:
-            raise FedplanError("this node was started with neither a name nor a partition-id")
+            raise FedplanError(
+                "this node was started with neither a name nor a partition-id"
+            ).coded("settings")
         traits = {t: str(node[t]) for t in _traits(self.setup.method.plan) if t in node}
         return Turn(said["round"], str(name), traits=traits)
 
@@ -240,7 +252,9 @@ class _Client:
         roles = resolve(self.setup.method.plan, self.setup.params, turn)
         for p, role in roles.items():
             if role is Role.FREEZE and self.resting.get(p.key) != resting.get(p.key):
-                raise Refused(f"{p.key} is frozen and not the server's: start both from one model")
+                raise Refused(
+                    f"{p.key} is frozen and not the server's: start both from one model"
+                ).coded("model")
         own = {p.key: kept[p.key] for p in roles if roles[p].own and p.key in kept}
         self.model.load_state_dict(self.fresh | {k: kept[k] for k in self.buffers & kept.keys()})
         put(self.model, {**came, **own}, self.setup.params)
@@ -254,7 +268,9 @@ class _Client:
         moved = take(self.model, [p for p in roles if roles[p].trained])
         for key, value in moved.items():
             if not bool(value.isfinite().all()):
-                raise FedplanError(f"{key} is not finite after training: nothing is kept or sent")
+                raise FedplanError(
+                    f"{key} is not finite after training: nothing is kept or sent"
+                ).coded("training")
         state = self.model.state_dict()
         kept = {k: moved.get(k, v) for k, v in own.items()} | {k: state[k] for k in self.buffers}
         return kept, {k: v for k, v in moved.items() if k not in own}

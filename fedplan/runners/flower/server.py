@@ -12,7 +12,9 @@ from typing import Any
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
+from fedplan.codes import KINDS, meant
 from fedplan.config import read_study
+from fedplan.continuation import require_free
 from fedplan.errors import FedplanError
 from fedplan.exchange import Down, nbytes, scored
 from fedplan.files import put_file
@@ -24,7 +26,7 @@ from fedplan.runners.flower.calls import Calls, Guest, Letter, Patience
 from fedplan.runners.flower.records import arrays_of
 from fedplan.runners.flower.submit import FAULT
 from fedplan.server import Server
-from fedplan.studies import attendance_of, opened_run, stage_of
+from fedplan.studies import attendance_of, note_task, opened_run, stage_of
 
 log = logging.getLogger("fedplan")
 Watch = Callable[[Server, Tally], None]
@@ -42,8 +44,10 @@ def carry_study(grid: Grid, file: Path, folder: Path) -> None:
 
 def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
     study = read_study(file)
+    require_free(folder, study, resume=True)
     stage = stage_of(study)
     claim = opened_run(folder, study, stage.setup.params)
+    note_task(folder, stage.shares)
     names = study.clients.names or list(stage.shares.train)
     server = Server(
         stage.agreed,
@@ -185,11 +189,10 @@ class Carrier:
 
     def _count(self, tally: Tally, name: str, answer: Parcel) -> None:
         said = _said(answer)
-        for word in ("refused", "failed", "lacking"):
-            if word in said:
-                tally.rejected.setdefault(name, f"{word}: {str(said[word])[:300]}")
-                log.warning("%s %s: %s", name, word, str(said[word])[:300])
-                return
+        if kind := next((kind for kind in KINDS if kind in said), ""):
+            tally.rejected.setdefault(name, meant(kind, str(said[kind])))
+            log.warning("%s %s", name, meant(kind, str(said[kind])))
+            return
         limit = 2 * nbytes(self.server.world.values) + 2**22
         try:
             update = update_of(answer, limit=limit)
@@ -202,12 +205,12 @@ class Carrier:
         self.server.take(tally, update)
 
     def _choose_together(self, tally: Tally) -> None:
-        downs = tally.cohort
-        if not self.server.polls(tally):
+        voters = self.server.voters(tally)
+        if not voters:
             return
-        letters = {name: self._letter(tally, name) for name in downs if name not in self._unfit}
+        letters = {name: self._letter(tally, name) for name in voters if name not in self._unfit}
         polled = dict[str, Any]()
-        enough = min(self.quorum, len(downs))
+        enough = min(self.quorum, len(voters))
         for name, answer in self.calls.ask("query.poll", letters, lambda: len(polled) >= enough):
             if isinstance(answer, Parcel) and self._lacks(tally, name, answer):
                 letters[name] = self._letter(tally, name)

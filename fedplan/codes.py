@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codes: the few words that leave a site when something goes wrong, and what each of them means.
+
+The text of an error may tell of rows, labels, columns or paths: it stays in the site's own log. The
+server makes a sentence of the code.
+"""
+
+from __future__ import annotations
+
+from fedplan.errors import FedplanError
+
+REFUSALS = {
+    "limit-rounds": "it has answered as often as it allows (limit_rounds of its node)",
+    "limit-bytes": "more would pass the bytes that it allows to leave (limit_bytes of its node)",
+    "limit-epsilon": "more would pass the epsilon that it allows (limit_epsilon of its node)",
+    "unhidden": "it has set a limit of epsilon, and this study, or one before, hides no examples",
+    "another-study": "it agreed to something else: both ends must run the same study",
+    "values": "it was sent values that its plan does not have come down, or of another kind",
+    "poll": "its plan chooses nothing together in this turn, or nobody pays for the choice",
+    "request": "it knows no such request: both ends must run the same fedplan",
+    "refused": "it does not do what it was asked for",
+}
+FAILURES = {
+    "message": "it cannot read the message",
+    "promise": "what the study promises of privacy is spent: the run ends here",
+    "privacy": "it cannot keep what the study promises of privacy",
+    "data": "its rows are not what the study asks for",
+    "model": "its model cannot be loaded, or is not what the study asks for",
+    "plan": "the plan does not fit its model",
+    "training": "its training broke the plan, or left numbers that are not finite",
+    "settings": "its study, or what its node was started with, cannot be used",
+    "disk": "its disk, or what lies on it, cannot be used",
+    "memory": "it has too little memory",
+    "trainer": "its trainer did not start, or ended again and again",
+    "fault": "something that nobody foresaw",
+}
+LACKING = {"lacking": "it does not have what it was sent before: it needs all of it"}
+KINDS = {"refused": REFUSALS, "failed": FAILURES, "lacking": LACKING}
+EXITS = {code: 64 + n for n, code in enumerate((*REFUSALS, *FAILURES, *LACKING))}
+"""How a trainer ends that cannot start: its log may tell of rows, a number does not."""
+
+
+def code_of(error: BaseException) -> str:
+    """The code of an error, whatever it is."""
+    if isinstance(error, FedplanError):
+        return error.code if any(error.code in known for known in KINDS.values()) else "fault"
+    if isinstance(error, MemoryError):
+        return "memory"
+    return "disk" if isinstance(error, OSError) else "fault"
+
+
+def said_of(code: str) -> dict[str, str]:
+    """A code as an answer says it: that it was refused, or failed, or that something is lacking."""
+    kind = next((kind for kind, known in KINDS.items() if code in known), "failed")
+    return {kind: code}
+
+
+def told(code: str) -> str:
+    """A code as an error of Flower's says it."""
+    ((kind, word),) = said_of(code).items()
+    return f"{kind}: {word}"
+
+
+def meant(kind: str, code: str) -> str:
+    """What a server makes of a code, in words of its own."""
+    if code not in KINDS.get(kind, {}):
+        return f"{kind}: for a reason that this server does not know"
+    more = "; the site's own log says more" if kind == "failed" else ""
+    return f"{kind}: {code} ({KINDS[kind][code]}{more})"
+
+
+def understood(reason: str) -> str:
+    """An error of Flower's, if a site of fedplan made it: in words of the server's own."""
+    kind, _, code = reason.partition(": ")
+    return meant(kind, code) if code in KINDS.get(kind, {}) else reason

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuations: what a folder holds of a run, and whether a study may go on with it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from fedplan.config import ConfigError, Study, differences
+from fedplan.identity import RUN
+from fedplan.locks import alone
+from fedplan.privacy.guard import CHARGES
+from fedplan.server import WORLD
+from fedplan.store import Store, told
+from fedplan.studies import MANIFEST, STUDY, TASK, promise_of, study_in
+
+WRITTEN = (STUDY, MANIFEST, TASK, RUN)
+"""What a start writes before its first round."""
+
+
+def require_free(folder: Path, study: Study, *, resume: bool) -> None:
+    """Raise unless a study may run in a folder: none ran there, or `resume` goes on with its own.
+
+    A start that closed no round, and has paid for none, leaves nothing that anybody needs.
+    """
+    if not begun(folder):
+        return None if resume and _same(folder, study) else _clear(folder)
+    if not resume:
+        raise ConfigError(f"{folder} holds a run: go on with it by --resume, or name another")
+    require_same(folder, study)
+
+
+def begun(folder: Path) -> bool:
+    """Whether a folder holds a round that was closed, or paid for."""
+    with told(f"{folder} cannot be read", "make it readable to this user"):
+        charges = (folder / "privacy").rglob(CHARGES)
+        return _done(folder) > 0 or any(file.stat().st_size for file in charges)
+
+
+def require_same(folder: Path, study: Study) -> None:
+    """Raise unless a study is the one that a folder is of, but for what changes no turn."""
+    old = study_in(folder)
+    if fields := differences(old, study):
+        raise ConfigError(
+            f"{folder} holds a run of another study, which differs in {', '.join(fields[:8])}: "
+            "take that back, or name another folder"
+        )
+    if promise_of(old) != promise_of(study):
+        raise ConfigError(
+            f"train.rounds is {study.train.rounds}, and the noise of {folder} was chosen for "
+            f"{old.train.rounds}: name another folder; who says privacy.noise may add rounds later"
+        )
+    if study.train.rounds < _done(folder):
+        raise ConfigError(
+            f"train.rounds is {study.train.rounds}, and {folder} has {_done(folder)} already: "
+            "rounds can be added, and not taken back"
+        )
+
+
+def _same(folder: Path, study: Study) -> bool:
+    try:
+        return not differences(study_in(folder), study)
+    except ConfigError:
+        return False
+
+
+def _done(folder: Path) -> int:
+    place = folder / WORLD
+    return max(Store(place, reading=True).numbers(), default=0) if place.is_dir() else 0
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a start that failed has left; a run that closes its first round is let be."""
+    if not (folder / STUDY).exists():
+        return
+    with told(f"{folder} cannot be cleared", "name another folder"), alone(folder):
+        shutil.rmtree(folder / "homes", ignore_errors=True)
+        for name in WRITTEN:
+            (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real site for tests: a tiny study, rows on disk, a desk, and what a server asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedplan.desk import POLL as POLL
+from fedplan.desk import TRAIN as TRAIN
+from fedplan.desk import Desk
+from fedplan.errands import Order, Value
+from fedplan.mail import down_parcel, opened
+from fedplan.rounds import World, push
+from fedplan.trainer import Office
+
+NAME = "north"
+RUN = "0" * 16
+SETTINGS = {
+    "image_size": 8,
+    "patch_size": 4,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+PRIVATE = 'unit = "example"\nepsilon = 900.0\nnoise = 20.0\nsize = 24\n'
+VOTE = "vote = 2.0\nperiod = 2\n"
+SAFL = 'name = "safl"\nsettings = { k = 1, together = true }'
+SHARE = 'plan = "share()"'
+
+
+def study_text(
+    *,
+    name: str = "federation",
+    seed: int = 0,
+    method: str = SHARE,
+    train: str = "rate = 1.0",
+    privacy: str = PRIVATE,
+    data: str = "",
+    labels: str = "[0, 1, 2]",
+    model: Mapping[str, Any] | None = None,
+    rounds: int = 50,
+) -> str:
+    """The text of a study whose sites bring their own rows."""
+    settings = ", ".join(f"{k} = {v}" for k, v in {**SETTINGS, **(model or {})}.items())
+    return f"""
+name = "{name}"
+seed = {seed}
+[model]
+type = "vit"
+settings = {{ {settings} }}
+[task]
+kind = "image-classification"
+input = "image"
+label = "digit"
+labels = {labels}
+image_size = 8
+[data]
+own_test = 0.0
+{data}
+[clients]
+names = ["{NAME}"]
+[method]
+{method}
+[train]
+rounds = {rounds}
+optimiser = "sgd"
+steps = 1
+batch = 12
+{train}
+{f"[privacy]{chr(10)}{privacy}" if privacy else ""}
+"""
+
+
+def write_rows(file: Path, *, count: int = 24, seed: int = 0, **change: Any) -> None:
+    """Rows of a site: pictures, their labels, and whose they are. `change` puts other columns."""
+    draw = np.random.default_rng(seed)
+    found = {
+        "image": draw.integers(0, 255, (count, 8, 8), dtype=np.uint8),
+        "digit": draw.integers(0, 3, count),
+        "patient": np.arange(count),
+    }
+    np.savez(file, **{**found, **change})
+
+
+def site_of(folder: Path, study: str, **node: Value) -> Desk:
+    """The desk of a site with the rows and the home of a folder."""
+    (folder / "study.toml").write_text(study)
+    if not (folder / "rows.npz").exists():
+        write_rows(folder / "rows.npz")
+    home = str(folder / "home")
+    said: dict[str, Value] = {"name": NAME, "home": home, "data": str(folder / "rows.npz"), **node}
+    return Office(Order(str(folder / "study.toml"), home, said)).desk(RUN)
+
+
+def world_of(desk: Desk, *, round: int = 1, scale: float = 1.0, version: int = 0) -> World:
+    """A world that a server may send: that of the start, or values of its own choice."""
+    world = World.start(desk.setup, desk.site.start)
+    values = {key: value * scale for key, value in world.values.items()}
+    versions = dict.fromkeys(values, version)
+    return replace(world, round=round - 1, values=values, versions=versions)
+
+
+def asked(desk: Desk, world: World, kind: str = TRAIN) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What a site answers: the tensors, and what it says."""
+    down = push(desk.setup, world, NAME, {}, anew=True)
+    if desk.setup.method.together and kind == TRAIN:
+        scores = {block: float(block.number) for block in desk.setup.blocks}
+        down = replace(down, turn=replace(down.turn, scores=scores))
+    return opened(desk.answer(kind, down_parcel(down)))
+
+
+def change_of(desk: Desk, world: World, rate: float = 1.0) -> Tensor:
+    """How an update differs from what was sent, in steps of one."""
+    values, said = asked(desk, world)
+    assert values, said
+    parts = [((values[k] - world.values[k]) / rate).flatten() for k in sorted(values)]
+    return torch.cat(parts).double()
+
+
+def charges(folder: Path, dataset: str = "rows") -> int:
+    """The charges on a site's account."""
+    file = folder / "home" / "account" / dataset / "charges.jsonl"
+    return len(file.read_bytes().splitlines()) - 1 if file.exists() else 0

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise and charges follow from content: of anything else there is other noise, and it costs."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sites
+import torch
+from clients import PROMISES, few, loss
+from sites import (
+    POLL,
+    PRIVATE,
+    SAFL,
+    VOTE,
+    asked,
+    change_of,
+    charges,
+    site_of,
+    study_text,
+    world_of,
+)
+
+from fedplan.agreement import Setup
+from fedplan.desk import Desk
+from fedplan.privacy.guard import Veil
+from fedplan.runners.local import Federation
+from fedplan.sums import ExactSum
+
+EDITS: dict[str, dict[str, Any]] = {
+    "another rate": {"study": {"train": "rate = 0.5"}, "rate": 0.5},
+    "momentum": {"study": {"train": "rate = 1.0\nmomentum = 0.5"}},
+    "one row less": {"rows": {"count": 23}},
+    "one other label": {"rows": "label"},
+    "one other pixel": {"rows": "pixel"},
+    "two rows in another order": {"rows": "order"},
+    "only some patients": {"study": {"data": f"only = {{ patient = {list(range(1, 24))} }}"}},
+    "labels in another order": {"study": {"labels": "[2, 1, 0]"}},
+    "another activation": {"study": {"model": {"hidden_act": '"relu"'}}},
+    "another seed": {"study": {"seed": 1}},
+    "other values from the server": {"world": {"scale": 1.001, "version": 3}},
+    "another round": {"world": {"round": 3}},
+    "another part is trained": {"study": {"method": 'plan = "chain(share(), freeze(norm))"'}},
+    "another frozen base": {"base": True},
+    "another word of the node": {"node": {"ward": "3"}},
+}
+
+
+def edited(folder: Path, edit: dict[str, Any], method: dict[str, Any]) -> Desk:
+    """The same site with one thing changed. What it remembers is gone, so it answers anew."""
+    shutil.rmtree(folder / "home" / "federation-0", ignore_errors=True)
+    draw = {"label": "digit", "pixel": "image", "order": "image"}
+    rows = edit.get("rows", {})
+    if isinstance(rows, str):
+        sites.write_rows(folder / "rows.npz")
+        with sites.np.load(folder / "rows.npz") as held:
+            column = held[draw[rows]].copy()
+        if rows == "order":
+            column[[3, 4]] = column[[4, 3]]
+        else:
+            column.flat[7] = (column.flat[7] + 1) % 3
+        rows = {draw[rows]: column}
+    sites.write_rows(folder / "rows.npz", **rows)
+    desk = site_of(
+        folder, study_text(**{**method, **edit.get("study", {})}), **edit.get("node", {})
+    )
+    if edit.get("base"):
+        rebased(desk)
+    return desk
+
+
+def rebased(desk: Desk) -> None:
+    """Another value of a param that no plan of these tests trains: the class token."""
+    from fedplan.ledger import digests
+    from fedplan.state import put, take
+
+    key = "vit.embeddings.cls_token"
+    desk.site.start[key] = desk.site.start[key] + 0.01
+    put(
+        desk.site.model, {key: desk.site.start[key]}, [p for p in desk.setup.params if p.key == key]
+    )
+    desk.site.start = take(desk.site.model, desk.setup.params)
+    desk.site.marks = digests(desk.site.start)
+
+
+FROZEN = {"method": "plan = \"chain(share(), freeze(named('*cls_token')))\""}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_another_content_has_other_noise_and_costs(name: str, tmp_path: Path) -> None:
+    edit = EDITS[name]
+    first = edited(tmp_path, {}, FROZEN)
+    one = change_of(first, world_of(first))
+    assert charges(tmp_path) == 1
+    again = edited(tmp_path, {}, FROZEN)
+    assert torch.equal(change_of(again, world_of(again)), one), "the same has the same bytes"
+    assert charges(tmp_path) == 1, "and costs nothing more"
+    desk = edited(tmp_path, edit, FROZEN)
+    two = change_of(desk, world_of(desk, **edit.get("world", {})), edit.get("rate", 1.0))
+    assert charges(tmp_path) == 2
+    if len(one) == len(two):
+        # Of the same noise next to nothing would be left.
+        assert (one - two).norm() > 1.2 * one.norm()
+
+
+@pytest.mark.parametrize("name", [name for name in EDITS if "trained" not in name])
+def test_a_vote_on_another_content_has_other_noise_and_costs(name: str, tmp_path: Path) -> None:
+    method, edit = {"method": SAFL, "privacy": PRIVATE + VOTE}, EDITS[name]
+    found = list[list[float]]()
+    for each in ({}, {}, edit):
+        desk = edited(tmp_path, each, method)
+        _, said = asked(desk, world_of(desk, **each.get("world", {})), POLL)
+        assert "scores" in said, said
+        found.append([score for *_, score in said["scores"]])
+    assert found[0] == found[1] and charges(tmp_path) == 2
+    apart = [a - b for a, b in zip(found[0], found[2], strict=True)]
+    assert all(abs(each - round(each)) > 1e-6 for each in apart), "counts apart, noise the same"
+
+
+def test_equal_counts_of_other_weights_are_not_told_to_be_equal(tmp_path: Path) -> None:
+    """The same bytes for two contents would tell, for nothing, that no row changed its mind."""
+    desk = site_of(tmp_path, study_text(method=SAFL, privacy=PRIVATE + VOTE))
+    scores = list[str]()
+    for version in range(1, 6):
+        world = world_of(desk, scale=1 + version * 1e-5, version=version)
+        scores.append(str(asked(desk, world, POLL)[1]["scores"]))
+    assert len(set(scores)) == 5 == charges(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["sum", "within", "scale", "nothing"])
+def test_another_sum_of_a_round_has_other_noise_and_costs(change: str, tmp_path: Path) -> None:
+    veil = Veil(replace(PROMISES["veiled"], vote=0.0), tmp_path)
+    shared = {"x": torch.zeros(50)}
+    found = list[torch.Tensor]()
+    for time in range(2):
+        other = change if time else ""
+        mechanism = veil.mechanism(shared, 10, 2.0 if other == "scale" else 1.0)
+        total = ExactSum()
+        mechanism.add(total, {"x": torch.full((50,), 0.1 if other == "sum" else 0.05)})
+        within = "8 of 9" if other == "within" else "9 of 9"
+        found.append(veil.release(mechanism, total, 1, "round 1", within)["x"])
+    assert len(veil.budget.charges) == (1 if change == "nothing" else 2)
+    if change in ("sum", "scale"):
+        assert (found[0] - found[1]).norm() > 0.5 * found[0].norm()
+    else:
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["rows", "pace", "experiment"])
+def test_a_simulated_client_pays_for_another_content_too(name: str, tmp_path: Path) -> None:
+    import zoo
+
+    from fedplan.description import describe
+    from fedplan.fit import Pace
+    from fedplan.methods import method
+
+    promise = replace(PROMISES["cloaked"], vote=0.0)
+    for time in range(2):
+        model, rows = zoo.build("bert"), few("bert", 2)
+        if time and name == "rows":
+            rows["client-0"].rows["input_ids"][0, 0] += 1
+        rate = 1e-2 * (1 + (time and name == "pace"))
+        experiment = "b" if time and name == "experiment" else "a"
+        setup = Setup(
+            experiment,
+            describe(model),
+            method("fedavg"),
+            Pace(rate=rate, batch=2, steps=2),
+            promise,
+        )
+        shutil.rmtree(tmp_path / "world", ignore_errors=True)
+        shutil.rmtree(tmp_path / "homes", ignore_errors=True)
+        for file in ("ledger.jsonl", "metrics.jsonl"):
+            (tmp_path / file).unlink(missing_ok=True)
+        fed = Federation(setup, model, rows, loss, tmp_path, rounds=1)
+        fed.round()
+    cloak = fed.sites["client-0"].cloak
+    assert cloak is not None and len(cloak.budget.charges) == 2

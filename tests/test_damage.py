@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A damaged update leaves the round as if it had never come, sent once or five times."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from clients import PROMISES, few, know_secrets, loss
+from torch import Tensor
+
+from fedplan.agreement import Setup
+from fedplan.attendance import Attendance
+from fedplan.description import describe
+from fedplan.errors import FedplanError
+from fedplan.exchange import Update
+from fedplan.fit import Pace
+from fedplan.ledger import digests
+from fedplan.mail import update_parcel
+from fedplan.method import Method
+from fedplan.methods import method
+from fedplan.parcel import Parcel
+from fedplan.rounds import Tally, World
+from fedplan.runners.flower.records import parcel_in, records_of
+from fedplan.runners.flower.server import Carrier
+from fedplan.runners.local import Federation
+from fedplan.site import local
+from fedplan.wire import parse_wire
+
+BAD = "client-0"
+SAFL = {"k": 1, "together": True}
+METHODS: dict[str, Method] = {
+    "fedavg": method("fedavg"),
+    "fedper": method("fedper"),
+    "scaffold": method("scaffold"),
+    "fedadam": method("fedadam"),
+    "together": method("safl", SAFL),
+    "alone": method("safl", {"k": 1}),
+    "veiled": method("safl", SAFL),
+    "weighed": method("safl", SAFL),
+}
+WIRES = ("plain()", "delta()", "bf16()", "pipe(delta(), int8())", "pipe(delta(), topk(0.5))")
+CASES = [(name, "plain()") for name in METHODS]
+CASES += [(name, wire) for wire in WIRES[1:] for name in ("fedper", "scaffold")]
+
+
+class Round:
+    """An open round of a federation, in which every client has answered and none is counted."""
+
+    def __init__(self, name: str, wire: str, folder: Path, *, late: bool = False) -> None:
+        made = replace(METHODS[name], wire=parse_wire(wire))
+        setup = Setup("damage", describe(zoo.build("bert")), made, PACE, PROMISES.get(name))
+        know_secrets(folder, ())
+        attendance = Attendance(late=1.0) if late else None
+        self.fed = Federation(
+            setup, zoo.build("bert"), few("bert", 3), loss, folder, rounds=3, attendance=attendance
+        )
+        if not late:
+            self.fed.commit(self.fed.round())
+        if self.fed.veil is not None:
+            self.fed.veil.cohort = lambda roster, number: list(roster)  # type: ignore[method-assign]
+        self.tally = self.fed.begin()
+        self.fed.ask(self.tally)
+        self.updates = {
+            n: local(self.fed.setup, self.fed.sites[n], d) for n, d in self.tally.cohort.items()
+        }
+
+    def tallied(self) -> Tally:
+        """The same round, open and empty."""
+        opened = replace(self.tally)
+        fresh = Tally(opened.cohort, opened.mechanism, opened.late, opened.marks, opened.digests)
+        fresh.rejected |= {name: "late" for name in opened.late}
+        return fresh
+
+    def closed(self, tally: Tally) -> World:
+        """The world after a round, with the others counted; the round stays open."""
+        before = self.fed.world
+        for name, update in self.updates.items():
+            if name != BAD:
+                self.fed.take(tally, update)
+        try:
+            self.fed.end(tally)
+            return self.fed.world
+        finally:
+            self.fed.world = before
+
+
+PACE = Pace(optimiser="sgd", rate=1e-2, batch=2, steps=2)
+
+
+def bits(world: World) -> object:
+    """All that a world is."""
+    memory = {key: digests(held) for key, held in world.memory.items()}
+    rest = (world.versions, world.known, world.heard, world.drift, world.choice, world.clip)
+    return digests(world.values), memory, rest
+
+
+def state(tally: Tally) -> object:
+    """All of a tally but the reasons."""
+    sums = (tally.sums.weights(), tally.riders.weights(), dict(tally.drift.squares))
+    return copy.deepcopy((sums, tally.weight, tally.within, tally.counted, tally.heard))
+
+
+def values_with(update: Update, key: str, value: Tensor | None) -> Update:
+    found = {k: v for k, v in update.values.items() if k != key}
+    return replace(update, values=found | ({key: value} if value is not None else {}))
+
+
+def filled(tensor: Tensor, number: float) -> Tensor:
+    found = tensor.clone()
+    found.view(-1)[-1] = number
+    return found
+
+
+def damaged(update: Update) -> Iterator[tuple[str, Update]]:
+    """The update with each of its tensors damaged in each way, and with each field wrong."""
+    for key, tensor in update.values.items():
+        if tensor.is_floating_point():
+            for number in (float("nan"), float("inf"), float("-inf"), 3.3e38):
+                yield f"{number} in {key}", values_with(update, key, filled(tensor, number))
+            yield f"ints in {key}", values_with(update, key, tensor.to(torch.int32))
+        yield f"no {key}", values_with(update, key, None)
+        yield f"flat {key}", values_with(update, key, tensor.reshape(1, -1, 1))
+        yield f"longer {key}", values_with(update, key, tensor.reshape(-1).repeat(2))
+        yield f"double {key}", values_with(update, key, tensor.double())
+        yield f"renamed {key}", values_with(values_with(update, key, None), key + "x", tensor)
+    extra = {"another": torch.ones(2), "another#control": torch.ones(2), "#control": torch.ones(2)}
+    for key, tensor in extra.items():
+        yield f"extra {key}", values_with(update, key, tensor)
+    for weight in (0, -1, update.weight + 1, 2**27 + 1, 2**50, True, 1.0, None, "1"):
+        if weight is not update.weight:
+            yield f"weight {weight!r}", replace(update, weight=weight)  # type: ignore[arg-type]
+    for field in ("client", "request", "agreed"):
+        for said in ("", "client-9", getattr(update, field) + "x"):
+            yield f"{field} {said!r}", replace(update, **{field: said})
+
+
+def pulled(found: Round, tally: Tally, what: str, update: Update, *, times: int) -> None:
+    """Have a bad update come so many times, and check each time that nothing was added."""
+    before = state(tally)
+    for _ in range(times):
+        tally.rejected.pop(str(update.client), None)
+        found.fed.take(tally, update)
+        assert state(tally) == before, what
+        assert tally.rejected.get(str(update.client)), what
+        assert BAD not in tally.lines, what
+
+
+@pytest.mark.parametrize(("name", "wire"), CASES)
+def test_damage_of_any_kind_leaves_the_round_as_it_was(
+    name: str, wire: str, tmp_path: Path
+) -> None:
+    found = Round(name, wire, tmp_path)
+    without, tally = found.closed(found.tallied()), found.tallied()
+    clipped = found.tally.mechanism is not None  # then a change of any length is one of the bound's
+    changes = [
+        each for each in damaged(found.updates[BAD]) if not (clipped and each[0][:7] == "3.3e+38")
+    ]
+    assert len(changes) > 60
+    # Over a lossy wire each is decoded: of its many tensors, some are damaged in each way.
+    for i, (what, update) in enumerate(changes if wire == "plain()" else changes[::7]):
+        pulled(found, tally, what, update, times=1 if i % 5 else 5)
+    assert bits(found.closed(tally)) == bits(without)
+    honest = found.tallied()
+    found.fed.take(honest, found.updates[BAD])
+    assert honest.counted == [BAD], honest.rejected
+
+
+def test_damage_between_honest_updates_and_one_that_comes_twice(tmp_path: Path) -> None:
+    found = Round("scaffold", "plain()", tmp_path)
+    with_it, tally = found.tallied(), found.tallied()
+    found.fed.take(with_it, found.updates[BAD])
+    for _ in range(5):
+        found.fed.take(tally, found.updates[BAD])
+    for _, update in list(damaged(found.updates["client-1"]))[::9]:
+        found.fed.take(tally, update)
+    assert tally.counted == [BAD] and bits(found.closed(tally)) == bits(found.closed(with_it))
+
+
+@pytest.mark.parametrize("name", ["fedper", "scaffold"])
+def test_a_late_answer_is_checked_as_any_other(name: str, tmp_path: Path) -> None:
+    found = Round(name, "plain()", tmp_path, late=True)
+    assert found.tally.late == set(found.fed.sites)
+    without, tally = found.closed(found.tallied()), found.tallied()
+    changes = [*damaged(found.updates[BAD]), *forged(found)]
+    for what, update in changes:
+        before = state(tally)
+        for _ in range(2):
+            found.fed.take(tally, update)
+            assert state(tally) == before and BAD not in tally.lines, what
+    assert tally.rejected[BAD].startswith("late, and ")
+    assert bits(found.closed(tally)) == bits(without)
+    good = found.tallied()
+    for _ in range(2):
+        found.fed.take(good, found.updates[BAD])
+    assert good.heard == [BAD] and not good.counted and good.rejected[BAD] == "late"
+
+
+WRONG: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    7,
+    2**70,
+    1.5,
+    float("nan"),
+    "",
+    "x",
+    [],
+    [1],
+    {},
+    {"a": 1},
+)
+FREE = {
+    "steps": lambda x: type(x) is int and 0 <= x < 2**53,
+    "loss": lambda x: x is None or (type(x) is float and x == x),
+    "anew": lambda x: type(x) is bool,
+}
+"""What is a client's own word: any value of the right kind."""
+
+
+def lines(setup: Setup, line: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A turn's line, forged in many ways."""
+    capped = setup.promise is not None and setup.promise.cap
+    lossless = setup.method.wire.text == "plain()" and not capped
+    for field in line:
+        yield f"no {field}", {k: v for k, v in line.items() if k != field}
+        for wrong in WRONG:
+            same = type(wrong) is type(line[field]) and wrong == line[field]
+            if not same and not FREE.get(field, lambda x: False)(wrong):
+                yield f"{field} {wrong!r}", {**line, field: wrong}
+    for field in ("round", "down", "up", "weight", "version"):
+        for step in (-1, 1, 1000):
+            yield f"{field} by {step}", {**line, field: line[field] + step}
+    for extra in ("moved", "counted", "rejected", "drift", "attention", "x", ""):
+        yield f"extra {extra}", {**line, extra: {}}
+    yield "a round's", {**line, "kind": "round", "moved": {}}
+    yield "others' roles", {**line, "roles": "S" * len(line["roles"])}
+    for place, letter in enumerate(line["roles"]):
+        for other in "SKFH?s".replace(letter, ""):
+            roles = line["roles"][:place] + other + line["roles"][place + 1 :]
+            yield f"role {place} {other}", {**line, "roles": roles}
+        own, mark = letter in "KH", slice(16 * place, 16 * place + 16)
+        for field in ("before", "after"):
+            for put in ("0" * 16, "g" * 16, "A" * 16):
+                free = own and put == "0" * 16 and letter == "K"
+                said = line[field][: mark.start] + put + line[field][mark.stop :]
+                exact = field == "before" or letter != "S" or lossless
+                if not free and (exact or put != "0" * 16):
+                    yield f"{field} {place} {put[0]}", {**line, field: said}
+    for field in ("before", "after", "roles"):
+        yield f"shorter {field}", {**line, field: line[field][:-1]}
+        yield f"longer {field}", {**line, field: line[field] + line[field][-1:]}
+    missed = {**line, "missed": []}
+    for change in ({"client": "client-1"}, {"round": 99}, {"round": 1}, {"phase": "another"}):
+        yield f"missed {change}", {**line, "missed": [{**missed, **change}]}
+    yield "missed itself", {**line, "missed": [missed]}
+    yield "missed twice deep", {**line, "missed": [{**missed, "missed": [missed]}]}
+    yield "missed forged", {**line, "missed": [{**missed, "roles": "S" * len(line["roles"])}]}
+    for scores in ([["encoder", 0, 1e200]], [["encoder", 99, 1.0]], [["encoder", 0, 1.0]] * 2):
+        yield f"scores {scores}", {**line, "scores": scores}
+    yield "traits", {**line, "traits": {"site": "a"}}
+    yield "nothing", {}
+
+
+def forged(found: Round) -> Iterator[tuple[str, Update]]:
+    update = found.updates[BAD]
+    for what, line in lines(found.fed.setup, update.line):
+        if line != update.line:
+            yield what, replace(update, line=line)
+
+
+@pytest.mark.parametrize("name", [*METHODS])
+def test_a_forged_line_is_a_rejected_update(name: str, tmp_path: Path) -> None:
+    found = Round(name, "plain()", tmp_path)
+    without, tally = found.closed(found.tallied()), found.tallied()
+    tries = list(forged(found))
+    assert len(tries) >= 200
+    for what, update in tries:
+        found.fed.take(tally, update)
+        assert BAD not in tally.counted, what
+        assert tally.rejected.pop(BAD), what
+    assert bits(found.closed(tally)) == bits(without)
+
+
+def test_a_line_over_a_lossy_wire_is_held_to_the_rest(tmp_path: Path) -> None:
+    found = Round("fedper", "bf16()", tmp_path)
+    tally = found.tallied()
+    for what, update in forged(found):
+        found.fed.take(tally, update)
+        assert BAD not in tally.counted, what
+
+
+def carried(parcel: Parcel) -> Parcel:
+    """A parcel as it comes out of Flower's records."""
+    return parcel_in(records_of(parcel))
+
+
+@pytest.mark.parametrize("name", ["fedper", "scaffold", "together"])
+def test_a_forged_line_that_flower_carries_is_a_rejected_update(name: str, tmp_path: Path) -> None:
+    found = Round(name, "plain()", tmp_path)
+    without, tally = found.closed(found.tallied()), found.tallied()
+    carrier = Carrier(None, found.fed)  # type: ignore[arg-type]
+    tried = 0
+    for what, update in [*forged(found), *damaged(found.updates[BAD])]:
+        try:
+            parcel = carried(update_parcel(update))
+        except FedplanError:
+            continue  # what no message holds
+        carrier._count(tally, BAD, parcel)  # pyright: ignore[reportPrivateUsage]
+        assert BAD not in tally.counted, what
+        assert tally.rejected.pop(BAD), what
+        tried += 1
+    assert tried >= 200
+    assert bits(found.closed(tally)) == bits(without)
+    carrier._count(tally, BAD, carried(update_parcel(found.updates[BAD])))  # pyright: ignore[reportPrivateUsage]
+    assert BAD in tally.counted
+
+
+def test_what_is_the_clients_own_word_is_taken_as_such(tmp_path: Path) -> None:
+    found = Round("fedper", "plain()", tmp_path)
+    update = found.updates[BAD]
+    own = update.line["roles"].index("K")
+    after = update.line["after"]
+    said = after[: 16 * own] + "0" * 16 + after[16 * own + 16 :]
+    for change in ({"steps": 9}, {"loss": None}, {"loss": -1.0}, {"after": said}):
+        tally = found.tallied()
+        found.fed.take(tally, replace(update, line={**update.line, **change}))
+        assert tally.counted == [BAD], tally.rejected
+
+
+POLLS: dict[str, Callable[[Any], Any]] = {
+    "overflow": lambda block: 1.7e308,
+    "nan": lambda block: float("nan"),
+    "inf": lambda block: float("inf"),
+    "-overflow": lambda block: -1.7e308,
+}
+
+
+@pytest.mark.parametrize("kind", POLLS)
+def test_a_poll_that_cannot_be_added_is_left_out(kind: str, tmp_path: Path) -> None:
+    found = Round("together", "plain()", tmp_path)
+    blocks = found.fed.setup.blocks
+    good = {block: float(block.number) for block in blocks}
+    bad = {block: POLLS[kind](block) for block in blocks}
+    strange = {type(blocks[0])("elsewhere", 3): 1.0, **good}
+    polls = {"client-0": bad, "client-1": good, "client-2": bad, "client-3": strange}
+    found.fed.choose(found.tally, polls)
+    assert all(dict(d.turn.scores or {}) == good for d in found.tally.cohort.values())
+    with pytest.raises(FedplanError, match="nothing can be chosen"):
+        found.fed.choose(found.tally, {"client-0": bad})
+
+
+def test_lines_are_written_as_they_are_read(tmp_path: Path) -> None:
+    from fedplan.record import read_record, read_turn
+
+    found = Round("alone", "plain()", tmp_path)
+    for update in found.updates.values():
+        assert read_turn(update.line).json() == update.line
+    for line in (tmp_path / "ledger.jsonl").read_text().splitlines():
+        assert read_record(json.loads(line)).json() == json.loads(line)

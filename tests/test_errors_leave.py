@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of an error only a code leaves a site, whatever is raised and wherever; its text stays there."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sites
+import zoo
+from commands import run
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from grids import InProcess
+from sites import PRIVATE, SAFL, VOTE, site_of, study_text, world_of
+
+from fedplan import codes, desk, errands, trainer
+from fedplan.codes import KINDS, meant, told, understood
+from fedplan.desk import HELLO, POLL, TRAIN
+from fedplan.errands import Order
+from fedplan.errors import FedplanError
+from fedplan.exchange import Refused
+from fedplan.faults import read_faults
+from fedplan.mail import down_parcel, opened, parcel_of
+from fedplan.parcel import Parcel
+from fedplan.rounds import push
+from fedplan.runners.flower.apps import client_of
+from fedplan.runners.flower.client import client_app
+from fedplan.runners.flower.partial import Partial, partial
+from fedplan.runners.flower.records import parcel_in, records_of
+from fedplan.seals import Seal, new_key_file
+
+SECRET = "Ann-Cooper"
+
+
+def every(kind: type[FedplanError] = FedplanError) -> list[type[FedplanError]]:
+    """All errors of fedplan."""
+    return [kind, *(each for sub in kind.__subclasses__() for each in every(sub))]
+
+
+class Rude(Exception):
+    """An error that cannot even be printed."""
+
+    def __str__(self) -> str:
+        raise ValueError(SECRET)
+
+
+def raised() -> list[Exception]:
+    text = f"label {SECRET!r} in column 'patient'\nof {SECRET}"
+    found: list[Exception] = [kind(text) for kind in dict.fromkeys(every())]
+    found += [kind(text) for kind in (ValueError, KeyError, RuntimeError, AssertionError)]
+    found += [kind(text) for kind in (MemoryError, RecursionError, ImportError, StopIteration)]
+    found += [FileNotFoundError(2, "No such file", f"/ward/{SECRET}.csv"), Rude()]
+    found += [UnicodeDecodeError("utf-8", SECRET.encode(), 0, 1, SECRET)]
+    found += [ExceptionGroup(SECRET, [ValueError(SECRET)])]
+    found += [Refused(text).coded("limit-rounds"), Refused(text).coded(SECRET)]
+    chained = ValueError(text)
+    chained.__cause__ = KeyError(SECRET)
+    return [*found, chained]
+
+
+def require_code(answer: Parcel | Message) -> str:
+    """The code that an answer is, and nothing else."""
+    if isinstance(answer, Message):
+        assert answer.has_error()
+        said = answer.error.reason
+        kind, _, code = said.partition(": ")
+        whole = said.encode()
+    else:
+        values, held = opened(answer)
+        assert not values
+        ((kind, code),) = held.items()
+        whole = answer.header + b"".join(answer.blobs)
+    assert code in KINDS[kind] and SECRET.encode() not in whole
+    assert SECRET not in meant(kind, code) and understood(told(code)) == meant(kind, code)
+    return code
+
+
+PLACES = {
+    HELLO: ("opened", "_recall", "_leave"),
+    POLL: ("down_of", "poll", "_recall", "_remember", "_leave"),
+    TRAIN: ("down_of", "local", "_recall", "_remember", "_leave"),
+}
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> desk.Desk:
+    folder = tmp_path_factory.mktemp("site")
+    return site_of(folder, study_text(method=SAFL, privacy=PRIVATE + VOTE))
+
+
+@pytest.mark.parametrize("kind", [HELLO, POLL, TRAIN])
+def test_whatever_a_desk_raises(
+    kind: str, held: desk.Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    down = push(held.setup, world_of(held), sites.NAME, {}, anew=True)
+    for place in PLACES[kind]:
+        # Who fails after all the work was done is asked for it less often.
+        for error in raised()[:: 9 if place in ("_remember", "_leave") else 1]:
+
+            def fail(*_: Any, error: Exception = error) -> Any:
+                raise error
+
+            with monkeypatch.context() as patch:
+                patch.setattr(held if place.startswith("_") else desk, place, fail)
+                require_code(held.answer(kind, down_parcel(down)))
+    assert require_code(held.answer(SECRET, down_parcel(down))) == "request"
+    for parcel in (Parcel(SECRET.encode()), parcel_of({}, {"request": SECRET}), Parcel(b"")):
+        if kind != HELLO or parcel.header != parcel_of({}, {"request": SECRET}).header:
+            assert require_code(held.answer(kind, parcel)) == "message"
+
+
+def test_whatever_a_clients_app_raises() -> None:
+    for error in raised():
+
+        def fail(context: Context, kind: str, parcel: Parcel, error: Exception = error) -> Parcel:
+            raise error
+
+        grid = InProcess(client_app(fail), [{"name": SECRET}])
+        for kind in ("query.hello", "query.poll", "train"):
+            message = Message(records_of(parcel_of({}, {})), 100, kind)
+            require_code(grid.send_and_receive([message])[0])
+    grid = InProcess(client_app(lambda *_: parcel_of({}, {})), [{}])
+    strange = Message(RecordDict({SECRET: ConfigRecord({"a": SECRET})}), 100, "train")
+    assert require_code(grid.send_and_receive([strange])[0]) == "message"
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_whatever_an_app_under_the_mod_raises(kind: str, tmp_path: Path) -> None:
+    plan = "chain(share(), keep(head))"
+    strategy = Partial(
+        plan, zoo.build("bert"), min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1
+    )
+    arrays = ArrayRecord(zoo.build("bert").state_dict())
+    for number, error in enumerate(raised()):
+
+        def app(message: Message, context: Context, error: Exception = error) -> Message:
+            raise error
+
+        mod = partial(plan, lambda: zoo.build("bert"), tmp_path)
+        grid = InProcess(lambda m, c: mod(m, c, app), [{"name": "a"}])  # noqa: B023
+        asks = strategy.configure_train if kind == "train" else strategy.configure_evaluate
+        (message,) = asks(number + 1, arrays, ConfigRecord(), grid)
+        require_code(grid.send_and_receive([message])[0])
+
+
+def order_of(folder: Path, study: str = "", **node: Any) -> Order:
+    (folder / "study.toml").write_text(study or study_text(privacy=""))
+    if not (folder / "rows.npz").exists():
+        sites.write_rows(folder / "rows.npz")
+    home = str(folder / "home")
+    said = {"name": sites.NAME, "home": home, "data": str(folder / "rows.npz"), **node}
+    return Order(str(folder / "study.toml"), home, said)
+
+
+def by_labels(folder: Path) -> Order:
+    sites.write_rows(folder / "rows.npz", digit=np.array([SECRET] * 24))
+    return order_of(folder)
+
+
+def by_column(folder: Path) -> Order:
+    sites.write_rows(folder / "rows.npz")
+    with np.load(folder / "rows.npz") as rows:
+        np.savez(folder / "rows.npz", **{SECRET: rows["digit"], "image": rows["image"]})
+    return order_of(folder)
+
+
+def by_bytes(folder: Path) -> Order:
+    (folder / "rows.npz").write_bytes(SECRET.encode() * 9)
+    return order_of(folder)
+
+
+def by_reader(folder: Path) -> Order:
+    (folder / "read.py").write_text(f"def read(path):\n    raise KeyError({SECRET!r})\n")
+    made = order_of(folder)
+    return Order(made.study, made.home, made.node, f"{folder / 'read.py'}:read")
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Order], str]] = {
+    "a label that the study does not name": (by_labels, "data"),
+    "a column that is not there": (by_column, "data"),
+    "no table": (by_bytes, "data"),
+    "no file": (lambda f: order_of(f, data=f"/ward/{SECRET}.npz"), "data"),
+    "a reader that fails": (by_reader, "fault"),
+    "a key that is not there": (lambda f: order_of(f, key=f"/ward/{SECRET}"), "disk"),
+    "a limit that is a word": (lambda f: order_of(f, limit_rounds=SECRET), "settings"),
+    "a study with a word too many": (
+        lambda f: order_of(f, study_text(privacy="") + f'[{SECRET}]\na = "{SECRET}"\n'),
+        "settings",
+    ),
+    "no data": (lambda f: Order(order_of(f).study, str(f / "home"), {"name": "north"}), "settings"),
+}
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["", "sealed"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_keeps_a_site_from_starting(name: str, sealed: bool, tmp_path: Path) -> None:
+    make, wanted = BROKEN[name]
+    order = make(tmp_path)
+    if sealed and "key" not in order.node:
+        new_key_file(tmp_path / "home.key")
+        order.node["key"] = str(tmp_path / "home.key")
+    assert require_code(trainer.answered(order, HELLO, parcel_of({}, {}))) == wanted
+    seal = Seal.from_file(tmp_path / "home.key") if sealed and wanted != "disk" else None
+    assert told(wanted) in read_faults(tmp_path / "home", seal)[0]
+    require_private(tmp_path / "home", hidden=sealed and wanted != "disk")
+
+
+def require_private(home: Path, *, hidden: bool) -> None:
+    """Nobody else may read what lies in a home; what is hidden nobody may read without the key."""
+    for each in (home, *home.rglob("*")):
+        assert not stat.S_IMODE(each.stat().st_mode) & 0o077, each
+        if hidden and each.is_file():
+            assert SECRET.encode() not in each.read_bytes(), each
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["", "sealed"])
+def test_a_trainer_that_does_not_start(
+    sealed: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The whole way: a message of Flower's, an errand, a process, its end, and the reply."""
+    order = by_labels(tmp_path)
+    if sealed:
+        new_key_file(tmp_path / "home.key")
+        order.node["key"] = str(tmp_path / "home.key")
+    grid = InProcess(client_of(Path(order.study)), [dict(order.node)])
+    message = Message(records_of(parcel_of({}, {})), 100, "query.hello")
+    assert require_code(grid.send_and_receive([message])[0]) == "data"
+    require_private(tmp_path / "home", hidden=sealed)
+    assert SECRET not in "".join(capfd.readouterr())
+    words = ["--key", str(tmp_path / "home.key")] if sealed else []
+    code, said = run("faults", str(tmp_path / "home"), *words)
+    assert code == 0 and SECRET in said and "failed: data" in said
+    if sealed:
+        assert SECRET not in run("faults", str(tmp_path / "home"))[1]
+
+
+def test_a_trainer_that_ends_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = order_of(tmp_path, home=str(tmp_path / SECRET))
+    closed = Parcel(b"")
+
+    def broken(*_: Any) -> Any:
+        raise BrokenPipeError(SECRET)
+
+    monkeypatch.setattr(errands, "_connected", broken)
+    grid = InProcess(client_of(Path(order.study)), [dict(order.node)])
+    message = Message(records_of(closed), 100, "train")
+    assert require_code(grid.send_and_receive([message])[0]) == "trainer"
+
+
+def test_a_server_believes_no_words_of_a_site() -> None:
+    for kind in ("failed", "refused", "lacking", "strange"):
+        assert SECRET not in meant(kind, SECRET)
+    assert all(meant(kind, code) for kind, known in KINDS.items() for code in known)
+    assert len(codes.EXITS) == len(set(codes.EXITS.values())) and max(codes.EXITS.values()) < 126
+
+
+def test_the_codes_of_fedplans_errors_are_codes() -> None:
+    known = {code for each in KINDS.values() for code in each}
+    assert all(kind.code in known for kind in every())
+
+
+def test_a_log_does_not_grow_without_end(held: desk.Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedplan.faults.LARGEST", 10_000)
+    for _ in range(60):
+        held.answer("strange", Parcel(b""))
+    files = list(held.faults.folder.glob("faults.*"))
+    assert len(files) == 2 and all(file.stat().st_size < 20_000 for file in files)
+    shutil.rmtree(held.faults.folder)
+    assert parcel_in(records_of(held.answer("strange", Parcel(b"")))).header

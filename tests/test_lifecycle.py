@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as a person lives with it: a start that fails, other folders, more rounds, data gone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import transformers as hf
+from commands import STUDY, run
+from zoo import VISION
+
+from fedplan import identity
+from fedplan.methods import METHODS
+from fedplan.runners.local import Federation
+
+PLAN = STUDY[STUDY.index("plan =") : STUDY.index("[train]")]
+
+
+@pytest.fixture(autouse=True)
+def one_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The id of a run is drawn, and is all that differs between two runs of one study."""
+    monkeypatch.setattr(identity, "token_hex", lambda count: "0" * 2 * count)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = (p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): p.read_bytes() for p in found}
+
+
+def text(out: str) -> str:
+    return " ".join(out.split())
+
+
+# A start that fails --------------------------------------------------------------------------
+
+
+def changed(old: str, new: str) -> Callable[[], None]:
+    def change() -> None:
+        assert old in STUDY
+        Path("study.toml").write_text(STUDY.replace(old, new))
+
+    return change
+
+
+def without_rows() -> None:
+    Path("digits.npz").rename("away.npz")
+
+
+def garbage() -> None:
+    Path("digits.npz").rename("away.npz")
+    Path("digits.npz").write_bytes(b"PK\x03\x04 this is no archive")
+
+
+def broken_weights() -> None:
+    hf.ViTForImageClassification(hf.ViTConfig(**VISION)).save_pretrained("weights")
+    Path("weights/model.safetensors").write_bytes(b"\x00" * 64)
+    changed(STUDY[STUDY.index("type =") : STUDY.index("[task]")], 'path = "weights"\n')()
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "no such column": changed('label = "digit"', 'label = "digits"'),
+    "no such input": changed('input = "image"', 'input = "picture"'),
+    "no such split": changed('split = "train"', 'split = "trains"'),
+    "no rows": without_rows,
+    "rows that are none": garbage,
+    "a label too few": changed('label = "digit"', 'label = "digit"\nlabels = [0, 1]'),
+    "no such type": changed('type = "vit"', 'type = "vitt"'),
+    "settings that do not fit": changed("hidden_size = 16", "hidden_size = -1"),
+    "a setting of another kind": changed("hidden_size = 16", 'hidden_size = "wide"'),
+    "pictures of another size": changed("settings = { image_size = 8", "settings = { image_size = 16"),
+    "no weights": changed(STUDY[STUDY.index("type =") : STUDY.index("[task]")], 'path = "w"\n'),
+    "broken weights": broken_weights,
+    "a plan of other parts": changed("keep(head)", "keep(prompt)"),
+    "a best of more blocks": changed("keep(head)", "best(9)"),
+    "no such phase": changed("[train]", "phases = { cold = 1 }\n[train]"),
+    "no such method": changed(PLAN, 'name = "fedawg"\n'),
+    "no such setting": changed(PLAN, 'name = "fedprox"\nsettings = { moo = 1 }\n'),
+    "no such wire": changed("[train]", 'wire = "zip()"\n[train]'),
+    "no such client": changed("[clients]", '[clients]\ntraits = { north = { a = "b" } }'),
+    "no such model": changed("[model]", '[model]\ndigest = "00"'),
+    "more clients than rows": changed("clients = 3", "clients = 300"),
+    "an alpha of nothing": changed("alpha = 0.5", "alpha = 0.0"),
+}  # fmt: skip
+
+
+def mended() -> None:
+    Path("study.toml").write_text(STUDY)
+    if Path("away.npz").exists():
+        Path("away.npz").replace("digits.npz")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_start_that_fails_leaves_no_folder_and_one_message(here: Path, fault: str) -> None:
+    FAULTS[fault]()
+    before = set(here.iterdir())
+    code, out = run("run", "study.toml", "--output", "out")
+    assert code == 2 and out.startswith("fedplan: "), out
+    assert set(here.iterdir()) == before, fault
+
+
+def test_a_mended_study_runs_by_the_same_command(here: Path) -> None:
+    for fault in ("no such column", "rows that are none", "broken weights", "no such client"):
+        FAULTS[fault]()
+        assert run("run", "study.toml", "--output", "out")[0] == 2, fault
+        mended()
+    code, out = run("run", "study.toml", "--output", "out")
+    assert code == 0, out
+    assert run("run", "study.toml", "--output", "new")[0] == 0
+    assert files(here / "out") == files(here / "new")
+
+
+def test_a_start_that_dies_in_its_first_round_is_taken_over(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Homes and lines of the study as it was must not be those of the mended one."""
+
+    def broken(self: Federation, tally: object, update: object) -> None:
+        del self, tally, update
+        raise KeyboardInterrupt
+
+    calm = Federation.take
+    monkeypatch.setattr(Federation, "take", broken)
+    assert run("run", "study.toml", "--output", "out", "--set", "train.rate=0.5")[0] == 130
+    assert any((here / "out/homes").rglob("*.json"))
+    monkeypatch.setattr(Federation, "take", calm)
+    code, out = run("run", "study.toml", "--output", "out")
+    assert code == 0, out
+    assert run("run", "study.toml", "--output", "new")[0] == 0
+    assert files(here / "out") == files(here / "new")
+
+
+# More rounds ---------------------------------------------------------------------------------
+
+EXTENDED = (
+    "fedavg",
+    "fedadam",
+    "fedavgm",
+    "scaffold",
+    "fedfrozen",
+    "fedper",
+    "fedrep",
+    "fedbabu",
+    "safl",
+    "fedprox",
+)
+
+
+@pytest.mark.parametrize("name", [name for name in EXTENDED if name in METHODS])
+def test_rounds_can_be_added_and_every_bit_is_that_of_one_run(here: Path, name: str) -> None:
+    settings = {"fedfrozen": "settings = { warmup = 2 }\n", "safl": "settings = { k = 1 }\n"}
+    Path("study.toml").write_text(
+        STUDY.replace(PLAN, f'name = "{name}"\n' + settings.get(name, ""))
+    )
+    steps = ["--set", "train.steps=2"]
+    assert run("run", "study.toml", *steps, "--set", "train.rounds=4", "--output", "whole")[0] == 0
+    for rounds in (1, 2, 4):
+        more = ["--resume"] if rounds > 1 else []
+        change = [*steps, "--set", f"train.rounds={rounds}", "--output", "parts"]
+        code, out = run("run", "study.toml", *change, *more)
+        assert code == 0, out
+    assert files(here / "whole") == files(here / "parts")
+    assert run("verify", "parts")[0] == 0
+
+
+PLANS = (
+    "chain(freeze(), when(after(2), share()))",
+    "cycle(share(), share(head), freeze())",
+    "chain(share(), when(after(1), cycle(freeze(), share(mlp))), when(after(3), keep(head)))",
+)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_rounds_can_be_added_to_any_plan(here: Path, plan: str) -> None:
+    """What the server's optimiser remembers must not hang on when the run was first to end."""
+    Path("study.toml").write_text(
+        STUDY.replace(PLAN, f'name = "fedadam"\nplan = "{plan}"\n').replace("epochs", "steps")
+    )
+    for output, counts in (("whole", (5,)), ("parts", (2, 3, 5))):
+        for rounds in counts:
+            change = ["--set", f"train.rounds={rounds}", "--set", "train.steps=1"]
+            more = ["--resume"] if rounds != counts[0] else []
+            assert run("run", "study.toml", *change, *more, "--output", output)[0] == 0
+    assert files(here / "whole") == files(here / "parts")
+
+
+def test_a_study_that_grew_by_nothing_is_verified(here: Path) -> None:
+    """What changes no turn may change when there is no round left to commit it with."""
+    assert run("run", "study.toml", "--set", "train.rounds=1", "--output", "a")[0] == 0
+    change = ["--set", "evaluate.every=5", "--set", "train.rounds=1"]
+    assert run("run", "--resume", "a", *change)[0] == 0
+    assert run("verify", "a")[0] == 0
+
+
+def test_a_runs_folder_takes_more_rounds_too(here: Path) -> None:
+    assert run("run", "study.toml", "--set", "train.rounds=1", "--output", "a")[0] == 0
+    assert run("run", "--resume", "a", "--set", "train.rounds=2")[0] == 0
+    assert run("run", "study.toml", "--set", "train.rounds=2", "--output", "b")[0] == 0
+    assert files(here / "a") == files(here / "b")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ("train.rate=0.5", "train.rate"),
+        ("seed=3", "seed"),
+        ("data.alpha=0.9", "data.alpha"),
+        ("method.wire=half", "method.wire"),
+        ("model.settings.hidden_size=32", "model.settings.hidden_size"),
+        ("clients.dropped=0.5", "clients.dropped"),
+        ("train.rounds=1", "train.rounds"),
+    ],
+)
+def test_no_other_change_goes_on_with_a_run(here: Path, change: str, field: str) -> None:
+    assert run("run", "study.toml", "--output", "out", "--set", "train.rounds=2")[0] == 0
+    before = files(here / "out")
+    code, out = run("run", "study.toml", "--output", "out", "--resume", "--set", change)
+    assert code == 2 and field in text(out), out
+    assert files(here / "out") == before
+
+
+CLIENTS = '[privacy]\nunit = "client"\nepsilon = 8.0\n'
+
+
+def test_rounds_are_added_to_a_private_run_only_if_its_noise_was_said(here: Path) -> None:
+    study = STUDY.replace("dropped = 0.1", "share = 0.9").replace(PLAN, 'name = "fedavg"\n')
+    for name, more, code in (("a", "", 2), ("b", "noise = 20.0\n", 0)):
+        Path("study.toml").write_text(study + CLIENTS + more)
+        base = ["run", "study.toml", "--output", name]
+        assert run(*base, "--set", "train.rounds=1")[0] == 0
+        found, out = run(*base, "--set", "train.rounds=2", "--resume")
+        assert found == code, out
+        assert code == 0 or "privacy.noise" in text(out)
+
+
+# Other folders -------------------------------------------------------------------------------
+
+
+def test_a_study_means_the_same_from_every_folder(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run, stop, go on, verify, state, explain and export, each from a folder of its own."""
+    (here / "lab/deep").mkdir(parents=True)
+    (here / "digits.npz").rename(here / "lab/digits.npz")
+    (here / "study.toml").rename(here / "lab/study.toml")
+    hf.ViTModel(hf.ViTConfig(**{**VISION, "image_size": 8})).save_pretrained("lab/weights")
+    said = (here / "lab/study.toml").read_text()
+    kind = said[said.index("type =") : said.index("[task]")]
+    (here / "lab/study.toml").write_text(said.replace(kind, 'path = "weights"\n'))
+    found = list[tuple[object, ...]]()
+    for number, place in enumerate((here, here / "lab", here / "lab/deep")):
+        monkeypatch.chdir(place)
+        study, out = os.path.relpath(here / "lab/study.toml"), os.path.relpath(here / f"o{number}")
+        assert run("run", study, "--set", "train.rounds=1", "--output", out)[0] == 0
+        monkeypatch.chdir("/")
+        code, said = run("run", "--resume", str(here / f"o{number}"), "--set", "train.rounds=2")
+        assert code == 0, said
+        monkeypatch.chdir(here / "lab/deep" if number < 2 else here)
+        where, model = os.path.relpath(here / f"o{number}"), os.path.relpath(here / f"m{number}")
+        assert run("export", where, model, "--client", "client-00")[0] == 0
+        explained = run("explain", os.path.relpath(here / "lab/study.toml"))
+        digest = run("digest", os.path.relpath(here / "lab/study.toml"))
+        verified = run("verify", where)
+        assert explained[0] == digest[0] == verified[0] == 0, (explained, digest, verified)
+        found.append(
+            (explained, digest, verified, files(here / f"o{number}"), files(here / f"m{number}"))
+        )
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_place_may_change_on_resume(here: Path) -> None:
+    assert run("run", "study.toml", "--output", "a", "--set", "train.rounds=1")[0] == 0
+    Path("digits.npz").rename("moved.npz")
+    assert run("run", "study.toml", "--output", "a", "--resume")[0] == 2
+    moved = ["--set", "data.path=moved.npz"]
+    assert run("run", "study.toml", "--output", "a", "--resume", *moved)[0] == 0
+    assert json.loads(Path("a/study.json").read_text())["data"]["path"] == str(here / "moved.npz")
+    assert run("verify", "a")[0] == 0
+
+
+# Data that is gone ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("client", ["", "client-01"])
+def test_export_does_not_need_the_rows(here: Path, client: str) -> None:
+    assert run("run", "study.toml")[0] == 0
+    whose = ["--client", client] if client else []
+    assert run("export", "runs/tiny", "with", *whose)[0] == 0
+    kept = files(here / "runs")
+    Path("digits.npz").unlink()
+    Path("study.toml").unlink()
+    code, out = run("export", "runs/tiny", "without", *whose)
+    assert code == 0, out
+    assert files(here / "with") == files(here / "without")
+    assert files(here / "runs") == kept
+    assert run("export", "runs/tiny", "no", "--client", "../client-01")[0] == 2
+
+
+def test_export_finds_texts_and_their_tokenizer_without_rows(here: Path) -> None:
+    from test_export import towers
+
+    towers(here)
+    rows = [{"text": f"a {w} {n}", "kind": w} for w in ("cat", "dog") for n in range(12)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("study.toml").write_text(
+        '[model]\npath = "ear"\n[task]\nkind = "text-classification"\nlabel = "kind"\n'
+        '[data]\npath = "rows.jsonl"\nclients = 2\n[method]\nname = "fedper"\n'
+        "[train]\nrounds = 1\nsteps = 1\n"
+    )
+    code, out = run("run", "study.toml")
+    assert code == 0, out
+    assert run("export", "runs/study", "with", "--client", "client-00")[0] == 0
+    Path("rows.jsonl").unlink()
+    assert run("export", "runs/study", "without", "--client", "client-00")[0] == 0
+    assert files(here / "with") == files(here / "without")
+    assert {"tokenizer.json", "config.json"} <= files(here / "without").keys()

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs have ids and records have one reader: two runs of a name are two, whatever else is alike."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import STUDY
+from flwr.app import Context
+from grids import InProcess
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedplan.config import read_study
+from fedplan.errands import Order
+from fedplan.identity import read_identity
+from fedplan.ledger import digests
+from fedplan.mail import down_parcel, opened, parcel_of
+from fedplan.parcel import Parcel
+from fedplan.record import RecordError, RoundRecord, TurnRecord, read_record
+from fedplan.rounds import push
+from fedplan.runners.flower.client import client_app
+from fedplan.runners.flower.server import carry_study
+from fedplan.server import read_world
+from fedplan.studies import Trial
+from fedplan.trainer import Office, folder_of
+
+NAMES = ("client-00", "client-01", "client-02")
+
+
+class Sites:
+    """Three sites with homes that outlast the runs in which they are asked."""
+
+    def __init__(self, study: Path, home: Path) -> None:
+        self.orders = {
+            name: Order(str(study), str(home), {"partition-id": i, "num-partitions": 3})
+            for i, name in enumerate(NAMES)
+        }
+        self.offices: dict[str, Office] = {}
+
+    def answer(self, context: Context, kind: str, parcel: Parcel) -> Parcel:
+        name = str(context.node_config["name"])
+        office = self.offices.get(name) or Office(self.orders[name])
+        self.offices[name] = office
+        return office.answer(kind, parcel)
+
+    def carry(self, study: Path, folder: Path) -> dict[str, str]:
+        grid = InProcess(client_app(self.answer), [{"name": name} for name in NAMES])
+        carry_study(grid, study, folder)
+        found = read_world(folder)
+        assert found is not None and found[0].round == 2
+        return digests(found[0].values)
+
+
+def study(here: Path, name: str, rate: float = 1e-3) -> Path:
+    text = STUDY.replace("rounds = 3", f"rounds = 2\nsteps = 1\nrate = {rate}")
+    text = text.replace("dropped = 0.1", "").replace("attention = 4", "personal = false")
+    (here / name).write_text(text + "[patience]\nlook = 0.01\nsites = 20.0\n")
+    return here / name
+
+
+def in_one_process(file: Path, folder: Path) -> dict[str, str]:
+    trial = Trial(read_study(file), folder)
+    trial.run(lambda *_: None)
+    return digests(trial.federation.world.values)
+
+
+def test_two_runs_of_one_name_share_nothing_at_a_site(here: Path) -> None:
+    slow, fast = study(here, "slow.toml"), study(here, "fast.toml", 0.5)
+    alone = {file: in_one_process(file, here / f"local-{file.stem}") for file in (slow, fast)}
+    assert alone[slow] != alone[fast]
+    home, ids = here / "home", set[str]()
+    for number, file in enumerate((slow, fast, slow)):
+        folder = here / f"run-{number}"
+        assert Sites(file, home).carry(file, folder) == alone[file]
+        ids.add(read_identity(folder).id)
+    place = folder_of(str(home), read_study(slow), "client-01")
+    assert len(ids) == 3 and {p.name for p in place.iterdir() if p.is_dir()} >= ids
+    one, other = (read_identity(here / name) for name in ("local-slow", "run-0"))
+    assert one.rows and not other.rows
+    assert (one.study, one.start, one.marks) == (other.study, other.start, other.marks)
+
+
+def test_a_run_keeps_its_id_and_refuses_another_start_or_study(here: Path) -> None:
+    file = study(here, "study.toml")
+    said = read_study(file)
+    first = Trial(said, here / "run").federation.identity
+    assert Trial(said, here / "run").federation.identity == first
+    assert Trial(said, here / "other").federation.identity.id != first.id
+    with pytest.raises(Exception, match="another study"):
+        Trial(read_study(file, ["train.rate=0.5"]), here / "run")
+    changed = replace(first, start="0" * 16, marks="0" * len(first.marks))
+    (here / "run/run.json").write_text(json.dumps(changed.__dict__))
+    with pytest.raises(Exception, match="weights that it began with"):
+        Trial(said, here / "run")
+
+
+@pytest.mark.parametrize("run", ["", "..", "../x", "a/b", "0" * 15, "G" * 16, 3, None])
+def test_a_request_of_no_run_is_refused(here: Path, run: Any) -> None:
+    file = study(here, "study.toml")
+    office = Sites(file, here / "home")
+    said = office.answer(
+        Context(1, 1, {"name": "client-00"}, None, {}),  # type: ignore[arg-type]
+        "hello",
+        parcel_of({}, {"run": run}),
+    )
+    assert "no run" in str(opened(said)[1]["refused"])
+    assert not (here / "home").exists()
+
+
+def test_a_request_of_another_run_is_refused(here: Path) -> None:
+    file = study(here, "study.toml")
+    trial = Trial(read_study(file), here / "run")
+    office = Office(Sites(file, here / "home").orders["client-00"])
+    setup = trial.federation.setup
+    office.answer("hello", parcel_of({}, {"run": setup.run}))
+    down = push(setup, trial.federation.world, "client-00", {})
+    desk = office._desk  # pyright: ignore[reportPrivateUsage]
+    assert desk is not None
+    for change in ({"run": "0" * 16}, {"request": down.request.replace(setup.run, "0" * 16)}):
+        answer = desk.answer("train", down_parcel(replace(down, **change)))
+        assert "refused" in opened(answer)[1]
+    assert "line" in opened(desk.answer("train", down_parcel(down)))[1]
+
+
+def test_all_that_changes_a_result_is_in_the_fingerprint(here: Path) -> None:
+    file = study(here, "study.toml")
+    setups = [
+        Trial(read_study(file, changes), here / str(i)).federation.setup
+        for i, changes in enumerate(
+            (
+                [],
+                ["seed=1"],
+                ["train.rate=0.5"],
+                ["train.optimiser=sgd"],
+                ["method.wire=bf16()"],
+                ["method.plan=share()"],
+            )
+        )
+    ]
+    assert len({setup.fingerprint for setup in setups}) == len(setups)
+    one = setups[0]
+    assert replace(one, start="0" * 16).fingerprint != one.fingerprint
+    assert replace(one, run="0" * 16).fingerprint == one.fingerprint
+    assert replace(one, run="0" * 16).request(1, "a") != one.request(1, "a")
+    assert replace(one, run="0" * 16).about(1, "a") == one.about(1, "a")
+
+
+TURN = TurnRecord(1, "a", "", {}, "SK", "0" * 32, "1" * 32, 0, 0, 1, 1, 0.5, None, False)
+ROUND = RoundRecord(1, "", ("a",), {"b": "late"}, {"k": "0" * 16}, {"mlp": (0.5, 0.25)}, 0, 0)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(JSON)
+@settings(max_examples=50)
+def test_anything_that_is_no_record_is_told(said: Any) -> None:
+    with pytest.raises(RecordError):
+        read_record(said)
+
+
+@given(st.sampled_from([TURN, ROUND]), st.data(), JSON)
+@settings(max_examples=50)
+def test_a_record_with_any_field_changed_is_told_or_reads_as_it_says(
+    record: TurnRecord | RoundRecord, data: st.DataObject, said: Any
+) -> None:
+    line = record.json()
+    assert read_record(line) == record and read_record(line).json() == line
+    field = data.draw(st.sampled_from(sorted(line)))
+    changed = {**line, field: said}
+    try:
+        assert read_record(changed).json() == changed
+    except RecordError as error:
+        assert str(error)
