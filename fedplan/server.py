@@ -76,13 +76,17 @@ class Server:
         self._settle(tally, self.world.choice or None)
         return tally
 
-    def voters(self, tally: Tally) -> list[str]:
-        """The clients of a round that say first what they would choose: those whose plan does."""
+    def voters(self, tally: Tally) -> list[str] | None:
+        """The clients of a round that say first what they would choose: those whose plan does.
+
+        None if nobody is asked. A vote is held even if nobody is there: its noise hides that.
+        """
         promise = self.setup.promise
         if promise is not None and promise.vote:
-            return list(tally.cohort) if promise.votes(self.world.round + 1) else []
+            return list(tally.cohort) if promise.votes(self.world.round + 1) else None
         together, chooses = self.setup.method.together, self.setup.chooses
-        return [name for name, down in tally.cohort.items() if together and chooses(down.turn)]
+        found = [name for name, down in tally.cohort.items() if together and chooses(down.turn)]
+        return found or None
 
     def choose(self, tally: Tally, polled: Mapping[str, Mapping[Block, float]]) -> None:
         """Have all choose alike: by the sum of what was polled, or by what a vote makes of it."""

@@ -75,7 +75,8 @@ class Federation(Server):
 
     def ask(self, tally: Tally) -> None:
         """Where all choose together, hear first what each one would choose."""
-        if voters := self.voters(tally):
+        voters = self.voters(tally)
+        if voters is not None:
             sites, downs = self.sites, tally.cohort
             self.choose(tally, {n: poll(self.setup, sites[n], downs[n]) for n in voters})
 

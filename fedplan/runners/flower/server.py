@@ -181,7 +181,7 @@ class Carrier:
 
     def _choose_together(self, tally: Tally) -> None:
         voters = self.server.voters(tally)
-        if not voters:
+        if voters is None:
             return
         letters = {name: self._letter(tally, name) for name in voters}
         polled = dict[str, Any]()
