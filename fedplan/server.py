@@ -121,14 +121,17 @@ class Server:
         seed = streams.seed(setup.experiment, "probe", number)
         return public_scores(setup.method.probe, setup.blocks, seed)
 
-    def voters(self, tally: Tally) -> list[str]:
-        """The clients of a round that say first what they would choose: those whose plan does."""
-        promise = self.setup.promise
+    def voters(self, tally: Tally) -> list[str] | None:
+        """The clients of a round that say first what they would choose: those whose plan does.
+
+        None if nobody is asked. A vote is held even if nobody is there: its noise hides that.
+        """
+        promise, setup = self.setup.promise, self.setup
         if promise is not None and promise.vote:
-            return list(tally.cohort) if promise.votes(self.world.round + 1) else []
-        together = self.setup.method.together and self.veil is None
-        chooses = self.setup.chooses
-        return [name for name, down in tally.cohort.items() if together and chooses(down.turn)]
+            return list(tally.cohort) if promise.votes(self.world.round + 1) else None
+        if not setup.method.together or self.veil is not None:
+            return None
+        return [n for n, down in tally.cohort.items() if setup.chooses(down.turn)] or None
 
     def choose(self, tally: Tally, polled: Mapping[str, Mapping[Block, float]]) -> None:
         """Have all choose alike: by the sum of what was polled, or by what a vote makes of it."""

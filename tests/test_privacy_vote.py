@@ -4,16 +4,24 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
+import zoo
+from clients import PROMISES, few, loss
 
+from fedplan.agreement import Setup
+from fedplan.description import describe
+from fedplan.fit import Pace
+from fedplan.methods import method
 from fedplan.params import Block
 from fedplan.privacy import PrivacyError
 from fedplan.privacy.accountant import calibrate, epsilon
 from fedplan.privacy.auditing import Draws, gaussian_lower_bound
 from fedplan.privacy.events import Release
 from fedplan.privacy.vote import Vote, asked, ballot, counted
+from fedplan.runners.local import Federation
 
 SECRET = bytes(range(32))
 LOG = logging.getLogger(__name__)
@@ -125,3 +133,19 @@ def test_there_is_a_vote_every_so_many_rounds() -> None:
     assert all(asked(r, 1) for r in range(1, 5))
     with pytest.raises(PrivacyError, match="period"):
         asked(1, 0)
+
+
+def test_a_vote_that_nobody_came_to_is_held_and_charged(tmp_path: Path) -> None:
+    """If it were left out, all would know that nobody was there."""
+    promise = PROMISES["veiled"]
+    model = zoo.build("bert")
+    setup = Setup(
+        "empty", describe(model), method("safl", {"k": 1, "together": True}), Pace(), promise
+    )
+    fed = Federation(setup, model, few("bert"), loss, tmp_path, rounds=1)
+    tally = fed.begin()
+    tally.cohort.clear()
+    fed.ask(tally)
+    assert fed.veil is not None
+    assert [charge.about for charge in fed.veil.budget.charges] == ["round 1: vote"]
+    assert fed.world.choice

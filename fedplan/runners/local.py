@@ -92,9 +92,10 @@ class Federation(Server):
 
     def ask(self, tally: Tally) -> None:
         """Where all choose together, hear first what each one would choose."""
-        if voters := self._there(tally).keys() & set(self.voters(tally)):
-            said = {n: self._asked(poll, tally, n) for n in tally.cohort if n in voters}
-            self.choose(tally, said)
+        voters = self.voters(tally)
+        if voters is not None:
+            there = [name for name in voters if name in self.sites]
+            self.choose(tally, {name: self._asked(poll, tally, name) for name in there})
 
     def _asked(self, turn: Callable[[Setup, Site, Down], Said], tally: Tally, name: str) -> Said:
         """What a site says; one that has lost what it had is asked anew."""

@@ -206,7 +206,7 @@ class Carrier:
 
     def _choose_together(self, tally: Tally) -> None:
         voters = self.server.voters(tally)
-        if not voters:
+        if voters is None:
             return
         letters = {name: self._letter(tally, name) for name in voters if name not in self._unfit}
         polled = dict[str, Any]()

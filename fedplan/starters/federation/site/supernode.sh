@@ -2,7 +2,8 @@
 # The node of the site {{site}}: ./supernode.sh DATA, or with DATA in the environment.
 #
 # DATA is where its rows are. MORE says more of the node: resident=false, limit_rounds=100,
-# limit_bytes=1000000, limit_epsilon=2.0, and traits of this site, such as ward="3". PORT is for its own processes.
+# limit_bytes=1000000, limit_epsilon=2.0, limit_delta=1e-6, dataset="rows", and traits of this site, such as
+# ward="3". Limits hold for a dataset over all studies. PORT is for its own processes.
 set -eu
 umask 077
 here=$(cd "$(dirname "$0")" && pwd)
