@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -318,7 +318,7 @@ def _entry(module: nn.Module) -> nn.Module | None:
     """The module that a Hugging Face model says its input enters by, if it says one."""
     ask = getattr(module, "get_input_embeddings", None)
     try:
-        return ask() if callable(ask) else None
+        return cast("nn.Module | None", ask()) if callable(ask) else None
     except (NotImplementedError, AttributeError):
         return None
 
