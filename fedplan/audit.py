@@ -13,6 +13,7 @@ from fedplan.archive import Archive, file_faults, identity_faults, read_archive
 from fedplan.attendance import Attendance
 from fedplan.config import ConfigError, Study, read_study
 from fedplan.crowds import Crowd
+from fedplan.desk import last_of
 from fedplan.errors import FedplanError
 from fedplan.explanation import Explanation, explain
 from fedplan.files import put_file
@@ -186,8 +187,8 @@ def _crowd(study: Study, stage: Stage) -> Crowd:
 def stated(place: Path) -> Statement:
     """What a study promises, or a run has spent."""
     if place.is_dir():
-        study = study_in(place)
-        folder: Path | None = place
+        folder: Path | None = last_of(place) if (place / AGREEMENT).exists() else place
+        study = study_in(folder)
     else:
         study, folder = read_study(place), None
     promise = promise_of(study)

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from rich.table import Table
 from torch import Tensor, nn
@@ -178,16 +178,20 @@ def _lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     """The lists of blocks: the innermost in which modules have attention of their own."""
     found = {
         name: module
-        for name, module in model.named_modules()
+        for name, module in _modules(model).items()
         if isinstance(module, nn.ModuleList)
         and len(module)
-        and any(ATTENTION.match(inner) for inner, _ in module[0].named_modules())
+        and any(map(ATTENTION.match, _modules(module[0])))
     }
     if not found:
         raise UnknownArchitecture(
             f"{type(model).__name__} has no list of blocks with attention in it: teach its row"
         )
     return {n: m for n, m in found.items() if not any(o.startswith(f"{n}.") for o in found)}
+
+
+def _modules(module: nn.Module) -> dict[str, nn.Module]:
+    return dict(cast("Any", module).named_modules())
 
 
 def _blocks(model: nn.Module, lists: Mapping[str, nn.ModuleList]) -> dict[str, str]:
@@ -234,7 +238,7 @@ def _guess(name: str, lists: Mapping[str, nn.ModuleList], model: nn.Module) -> t
 
 def _crossed(model: nn.Module, lists: Mapping[str, nn.ModuleList]) -> list[str]:
     """The names of modules of cross-attention within the blocks."""
-    below = (name for each in lists.values() for name, _ in each[0].named_modules())
+    below = (name for each in lists.values() for name in _modules(each[0]))
     found = (step for name in below for step in name.split(".") if CROSS.fullmatch(step))
     return [step for step in dict.fromkeys(found) if "norm" not in step.lower()]
 

@@ -38,7 +38,8 @@ def small_model(config: Any) -> nn.Module:
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(0)
-                model = transformers.AutoModel.from_config(_small(config, names)).eval()
+                loader: Any = transformers.AutoModel
+                model: nn.Module = loader.from_config(_small(config, names)).eval()
                 model(**stimulus(model))
             return model
         # What other people's models raise for sizes that do not fit each other is anything.

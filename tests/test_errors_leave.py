@@ -81,7 +81,7 @@ def require_code(answer: Parcel | Message) -> str:
 
 
 PLACES = {
-    HELLO: ("opened", "_recall", "_leave"),
+    HELLO: ("run_of", "_recall", "_leave"),
     POLL: ("down_of", "poll", "_recall", "_remember", "_leave"),
     TRAIN: ("down_of", "local", "_recall", "_remember", "_leave"),
 }

@@ -83,8 +83,8 @@ class Outer:
     def add(self, total: Tensor, scales: Tensor) -> None:
         """Add the weighted sum of the gradients to a total in float64."""
         weights = scales.repeat_interleave(self.slopes.shape[1])[:, None]
-        parts = (each.flatten(0, 1).split(_ROWS) for each in (self.slopes, self.inputs))
-        for slopes, inputs, weight in zip(*parts, weights.split(_ROWS), strict=True):
+        whole = (self.slopes.flatten(0, 1), self.inputs.flatten(0, 1), weights)
+        for slopes, inputs, weight in zip(*map(_portions, whole), strict=True):
             sides = (slopes.double() * weight, inputs.double())
             left, right = sides if self.dim == 0 else sides[::-1]
             if self.outputs is None:
@@ -204,3 +204,8 @@ def _lengths(vectors: Tensor) -> Tensor:
 def _total(products: Tensor) -> Tensor:
     """Their sum, row by row: no sum is then longer than a side."""
     return products.sum(1).sum()
+
+
+def _portions(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Some rows at a time."""
+    return cast("tuple[Tensor, ...]", tensor.split(_ROWS))
