@@ -210,13 +210,17 @@ def _public(study: Study, partition: Partition) -> list[str]:
     column = partition.column or study.task.label
     if partition.by in ("iid", "dirichlet"):
         return []
-    known = study.task.labels if column == study.task.label else []
-    if known := study.data.only.get(column, known):
-        return list(dict.fromkeys(label_text(value) for value in known))
-    raise DataError(
-        f"which values there are in column {column!r} would follow from its rows, and privacy "
-        f"cannot hide that: say all of them in data.only, as only = {{ {column} = [...] }}"
-    )
+    known: list[Any] = study.data.only.get(column, [])
+    if not known and partition.by == "column" and partition.each == 1:
+        known = study.clients.names
+    if not known and column == study.task.label:
+        known = study.task.labels
+    if not known:
+        raise DataError(
+            f"which values there are in column {column!r} would follow from its rows, and privacy "
+            f"cannot hide that: say all of them in data.only, as only = {{ {column} = [...] }}"
+        )
+    return list(dict.fromkeys(map(label_text, known)))
 
 
 def _only(table: Dataset, only: Mapping[str, list[Any]]) -> Dataset:

@@ -190,7 +190,7 @@ def test_one_odd_row_changes_no_other(form: str, odd: str, words: str, tmp_path:
 def test_a_client_that_is_gone_changes_no_other(way: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "t.parquet"
     said = {"path": str(file), **WAYS[way]}
-    asked = study("text-classification", words, data=said, privacy=CLIENT)
+    asked = study("text-classification", words, data=said, clients=names(said), privacy=CLIENT)
     rows = [each for each in ROWS if way != "only" or each["mood"] != "sad"]
     table = load(written(rows, file))
     whole = shares_of(asked, None)
@@ -209,13 +209,24 @@ def test_a_client_that_is_gone_changes_no_other(way: str, words: str, tmp_path: 
             assert held(again.train[other]) == held(whole.train[other])
 
 
+def names(said: Row) -> Row:
+    """To hide clients that a column makes, a study names them."""
+    each = said.get("each", 1)
+    every = SITES if each == 1 else [f"{site}-{i}" for site in SITES for i in range(each)]
+    return {"names": every} if said.get("by") == "column" else {}
+
+
 @pytest.mark.parametrize("privacy", [EXAMPLE, CLIENT], ids=lambda said: said["unit"])
 @pytest.mark.parametrize(
     ("task", "data", "words_said"),
     [
         ({"labels": []}, {"by": "iid", "clients": 2}, r"'mood'.*say all of them in task.labels"),
         ({}, {"limit": 9, "clients": 2}, r"data.limit: .*cut the table beforehand"),
-        ({}, {"by": "column", "column": "site", "clients": 3}, r"'site'.*only = \{ site = "),
+        (
+            {},
+            {"by": "column", "column": "site", "clients": 6, "each": 2, "alpha": 0.5},
+            r"'site'.*only = \{ site = ",
+        ),
         ({}, {**BY_SITE, "clients": 2}, r"3 known values, and 2 clients.*say clients = 3"),
         (
             {},
@@ -229,9 +240,12 @@ def test_what_would_follow_from_all_rows_is_refused(
 ) -> None:
     file = written(ROWS, tmp_path / "t.parquet")
     kind, said = "text-classification", {"path": file, **data}
+    named = names(said) if privacy["unit"] == "client" else {}
+    asked = study(kind, words, task=task, data=said, clients=named, privacy=privacy)
     with pytest.raises(DataError, match=words_said):
-        shares_of(study(kind, words, task=task, data=said, privacy=privacy), None)
-    shares_of(study(kind, words, task=task, data={**said, "least": 1}), None)
+        shares_of(asked, None)
+    open_too = {"by": "column", "column": "site", "clients": 3} if "each" in said else {}
+    shares_of(study(kind, words, task=task, data=said | {"least": 1} | open_too), None)
 
 
 MODELS: dict[str, Row] = {
@@ -290,7 +304,8 @@ def test_one_row_moves_a_clipped_sum_by_one_clip(kind: str, words: str, tmp_path
 def test_a_client_without_rows_takes_part(here: Path, unit: str, vote: bool) -> None:
     """Who has no rows may not be told either: its turns are as those of others."""
     said = STUDY.replace('by = "dirichlet"\nalpha = 0.5\nclients = 3', EMPTY)
-    said = said.replace("dropped = 0.1", "").replace("rounds = 3", "rounds = 1\nsteps = 1")
+    named = 'names = ["0", "1", "7"]' if unit == "client" else ""
+    said = said.replace("dropped = 0.1", named).replace("rounds = 3", "rounds = 1\nsteps = 1")
     said += f'[privacy]\nunit = "{unit}"\nepsilon = 50.0\nsize = 20\n'
     if vote:
         said = re.sub('plan = ".*"', 'name = "safl"\nsettings = { k = 1 }', said)

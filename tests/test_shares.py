@@ -221,8 +221,8 @@ def test_a_run_without_a_test_says_so_and_scores_no_world(folder: Path) -> None:
         (["task.label=text"], "different labels in 60"),
         (["task.kind=causal-lm"], "sees the tokens that causal-lm asks it to predict"),
         (["task.kind=masked-lm", "model.settings.is_decoder=true"], "sees nothing of what comes"),
-        (["data.path=data/rows"], "'data/rows' is not there: give a"),
-        (["data.path=data/rows.csv"], "'data/rows.csv' is not there: give a"),
+        (["data.path=data/rows"], "data/rows' is not there: give a"),
+        (["data.path=data/rows.csv"], "data/rows.csv' is not there: give a"),
         (["data.test_path=rows.csv"], "stand in the common test too"),
     ],
 )
