@@ -75,7 +75,7 @@ RUNNERS = ("local", "flower")
 def setup_of(made: Method, promise: Promise) -> Setup:
     if made is METHODS["vote"]:
         promise = replace(promise, vote=2.0, period=1)
-    return Setup("presence", describe(zoo.build("bert")), made, PACE, promise)
+    return Setup("presence", describe(zoo.build("bert")), made, PACE, promise, start="one")
 
 
 PACE = Pace(optimiser="adamw", rate=1e-2, batch=2, steps=1)
@@ -124,28 +124,20 @@ def played(
             whole.commit(tally)
             found.append(released(whole, tally))
         return found
-    desks = {name: desk_at(setup, folder, name) for name in there}
+    start = take(zoo.build("bert"), setup.params)
+    roster = {name: TRAITS.get(name, {}) for name in NAMES}
+    server = Server(setup, start, folder, rounds=ROUNDS, roster=roster)
+    desks = {name: desk_at(server.setup, folder, name) for name in there}
 
     def answer(context: Context, kind: str, parcel: Parcel) -> Parcel:
         return desks[str(context.node_config["name"])].answer(kind, parcel)
 
     grid = InProcess(client_app(answer), [{"name": name} for name in there])
-    start = take(zoo.build("bert"), setup.params)
-    roster = {name: TRAITS.get(name, {}) for name in NAMES}
-    server = Server(setup, start, folder, rounds=ROUNDS, roster=roster)
-    Carrier(grid, server, SOON, start="one").carry(
-        lambda s, tally: found.append(released(s, tally))
-    )
+    Carrier(grid, server, SOON).carry(lambda s, tally: found.append(released(s, tally)))
     return found
 
 
-def desk_at(
-    setup: Setup,
-    folder: Path,
-    name: str,
-    traits: dict[str, str] | None = None,
-    model_digest: str = "one",
-) -> Desk:
+def desk_at(setup: Setup, folder: Path, name: str, traits: dict[str, str] | None = None) -> Desk:
     model = zoo.build("bert")
     start = take(model, setup.params)
     site = Site(
@@ -158,7 +150,7 @@ def desk_at(
         loss=loss,
         traits=TRAITS.get(name, {}) if traits is None else traits,
     )
-    return Desk(setup, site, folder / "sites" / name, start=model_digest)
+    return Desk(setup, site, folder / "sites" / name)
 
 
 CASES = [
@@ -196,7 +188,7 @@ def test_rounds_that_nobody_answers_are_released_too(runner: str, tmp_path: Path
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("fault", ["traits", "study", "model"])
+@pytest.mark.parametrize("fault", ["traits", "study", "model", "run"])
 def test_a_hidden_client_that_does_not_fit_is_as_if_it_had_not_come(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,8 +198,8 @@ def test_a_hidden_client_that_does_not_fit_is_as_if_it_had_not_come(
         if name != NAMES[1]:
             return calm(setup, folder, name)
         traits = {"site": "b"} if fault == "traits" else None
-        setup = replace(setup, study="another") if fault == "study" else setup
-        return calm(setup, folder, name, traits, "two" if fault == "model" else "one")
+        other = {"study": {"study": "another"}, "model": {"start": "two"}, "run": {"run": "other"}}
+        return calm(replace(setup, **other.get(fault, {})), folder, name, traits)
 
     run = "flower", METHODS["traits"], PROMISES["all"]
     without = played(*run, (NAMES[0], NAMES[2]), tmp_path / "without")
