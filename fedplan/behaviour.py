@@ -188,7 +188,8 @@ class _Scene:
             return "moves what attention looks at or passes on"
         if same(self.base.outputs, after.outputs):
             return "does not move its block's output"
-        return "" if not _matrix(p) or self._silences(p) else "is not all that values go through"
+        through = not _matrix(p) or self._silences(p, cross="cross" in p.tags)
+        return "" if through else "is not all that values go through"
 
     def _later(self, p: Param) -> str:
         """What follows attention, or stands beside it."""
@@ -206,7 +207,9 @@ class _Scene:
         # An expert that no token was sent to is idle, and so is a scale that nothing passes.
         if p.kind is Kind.MLP and same(self.base.outputs, after.outputs):
             return "does not move its block's output"
-        if p.kind is Kind.MLP and _matrix(p) and self._silences(p):
+        ran = [v for v in self.params if v.kind is Kind.VALUE and self._own(v, self.base.maps)]
+        sides = {"cross" in v.tags for v in ran}
+        if p.kind is Kind.MLP and _matrix(p) and any(self._silences(p, cross=c) for c in sides):
             return "is all that values go through"
         return ""
 
@@ -252,11 +255,9 @@ class _Scene:
         with changed(self.tensors, params, stirred):
             return self.call.again()
 
-    def _silences(self, p: Param) -> bool:
-        """Whether values have no effect on the output while a param is zero."""
-        values = [v for v in self.params if v.kind is Kind.VALUE]
-        if p.kind is Kind.OUT:
-            values = [v for v in values if ("cross" in v.tags) == ("cross" in p.tags)]
+    def _silences(self, p: Param, *, cross: bool) -> bool:
+        """Whether the values of an attention do not reach the output while a param is zero."""
+        values = [v for v in self.params if v.kind is Kind.VALUE and ("cross" in v.tags) == cross]
         with changed(self.tensors, (p,), zeroed):
             return same(self.call.again().outputs, self._after(tuple(values)).outputs)
 

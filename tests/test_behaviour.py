@@ -129,6 +129,15 @@ def test_routers_and_experts_are_parts(name: str, monkeypatch: pytest.MonkeyPatc
     assert any("experts" in v.fault for v in found)
 
 
+def test_the_out_of_cross_attention_is_no_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = architectures.KNOWN["bart"]
+    kinds = dict(row.kinds) | {("encoder_attn", "out_proj"): Kind.MLP}
+    monkeypatch.setitem(architectures.KNOWN, "bart", replace(row, kinds=kinds))
+    _, found = judged("bart")
+    faults = {v.param.name for v in found if v.fault == "is all that values go through"}
+    assert faults and all("encoder_attn.out_proj.weight" in name for name in faults)
+
+
 def test_a_row_that_does_not_fit_is_refused_by_the_part_that_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
