@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers as hf
@@ -15,6 +16,7 @@ from zoo import VISION
 
 from fedplan import identity
 from fedplan.methods import METHODS
+from fedplan.privacy import secret
 from fedplan.runners.local import Federation
 
 PLAN = STUDY[STUDY.index("plan =") : STUDY.index("[train]")]
@@ -22,8 +24,10 @@ PLAN = STUDY[STUDY.index("plan =") : STUDY.index("[train]")]
 
 @pytest.fixture(autouse=True)
 def one_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The id of a run is drawn, and is all that differs between two runs of one study."""
+    """The id of a run and its keys are drawn: all that differs between two runs of one study."""
     monkeypatch.setattr(identity, "token_hex", lambda count: "0" * 2 * count)
+    fixed = SimpleNamespace(**{**vars(os), "urandom": lambda count: bytes(range(count))})
+    monkeypatch.setattr(secret, "os", fixed)
 
 
 def files(folder: Path) -> dict[str, bytes]:
