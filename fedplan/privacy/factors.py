@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import cast, final
 
 import torch
 from torch import Tensor
@@ -83,8 +83,8 @@ class Outer:
     def add(self, total: Tensor, scales: Tensor) -> None:
         """Add the weighted sum of the gradients to a total in float64."""
         weights = scales.repeat_interleave(self.slopes.shape[1])[:, None]
-        parts = (each.flatten(0, 1).split(_ROWS) for each in (self.slopes, self.inputs))
-        for slopes, inputs, weight in zip(*parts, weights.split(_ROWS), strict=True):
+        parts = map(_portions, (self.slopes.flatten(0, 1), self.inputs.flatten(0, 1), weights))
+        for slopes, inputs, weight in zip(*parts, strict=True):
             sides = (slopes.double() * weight, inputs.double())
             left, right = sides if self.dim == 0 else sides[::-1]
             if self.outputs is None:
@@ -194,6 +194,10 @@ def _crossed(dense: Outer, table: Lookup) -> Tensor:
     slopes = dense.slopes.gather(2, ids).double()
     sides = zip(dense.inputs.double(), table.slopes.double(), slopes, strict=True)
     return torch.stack([_total((inputs @ rows.T) * there) for inputs, rows, there in sides])
+
+
+def _portions(rows: Tensor) -> tuple[Tensor, ...]:
+    return cast("tuple[Tensor, ...]", rows.split(_ROWS))
 
 
 def _lengths(vectors: Tensor) -> Tensor:
