@@ -322,7 +322,8 @@ def _content(
     agreed = [setup.experiment, setup.fingerprint, setup.study, repr(setup.pace)]
     asked = [turn.round, turn.phase, site.name, site.traits, spelled(roles)]
     made_of = [site.mark(), len(site.rows), model_mark(site.model)]
-    values = (site.start, before, riders, memory)
+    resting = {k: v for k, v in site.start.items() if k not in before}
+    values = (resting, before, riders, memory)
     held = [{k: site.digests.whole(v) for k, v in each.items()} for each in values]
     return joint(agreed, repr(setup.promise), asked, made_of, held)
 
