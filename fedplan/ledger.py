@@ -25,11 +25,16 @@ ROLES = {letter: role for role, letter in LETTERS.items()}
 
 def digest(tensor: Tensor) -> str:
     """Sixteen hex digits of a tensor's bytes and shape."""
+    return whole_digest(tensor)[:16]
+
+
+def whole_digest(tensor: Tensor) -> str:
+    """A digest of which nobody finds two tensors: of sixteen digits, 2**32 trials find them."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     said = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     found = hashlib.sha256(said)
     found.update(cast(Any, flat.numpy()))
-    return found.hexdigest()[:16]
+    return found.hexdigest()
 
 
 def digests(values: Mapping[str, Tensor]) -> dict[str, str]:
@@ -45,12 +50,16 @@ class Digests:
 
     def of(self, tensor: Tensor) -> str:
         """The digest of a tensor."""
+        return self.whole(tensor)[:16]
+
+    def whole(self, tensor: Tensor) -> str:
+        """The whole digest of a tensor."""
         number = id(tensor)
         known = self._known.get(number)
         if known is None or known[0]() is not tensor:
             # Not held here: a site that stays would else keep the world of every round.
             held = ref(tensor, lambda _: self._known.pop(number, None))
-            known = self._known[number] = (held, digest(tensor))
+            known = self._known[number] = (held, whole_digest(tensor))
         return known[1]
 
     def only(self, tensors: Iterable[Tensor]) -> None:

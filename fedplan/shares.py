@@ -59,7 +59,7 @@ def shares_of(study: Study, own: tuple[str, Dataset] | None) -> Shares:
     notes += [CUT.format(made.max_length)] if made.single and made.kind.endswith("-lm") else []
     train, tests = dict[str, Examples](), dict[str, Examples]()
     if table is not None:
-        table, marks, left = _untested(table, test, made)
+        table, marks, left = _untested(table, test, made, empty=study.privacy is not None)
         train, tests = _prepared(study, table, marks, own, made)
         # What is counted of the rows is not said where they are hidden, nor is who has none.
         notes += [] if study.privacy else [*left, *_without_rows(train, own)]
@@ -110,27 +110,29 @@ def _table(study: Study, own: Dataset | None) -> Dataset | None:
         )
     if own is None and not said.path:
         return None
-    table = own if own is not None else load(said.path, split=said.split)
-    table = _only(where(table, said.train), said.only)
-    if not len(table) and study.privacy is None:
+    empty = study.privacy is not None
+    table = own if own is not None else load(said.path, split=said.split, empty=empty)
+    table = _only(where(table, said.train, empty=empty), said.only)
+    if not len(table) and not empty:
         raise DataError("no row is left to train on: change data.train or data.only")
     return some(table, said.limit, seed=study.seed) if said.limit else table
 
 
 def _untested(
-    table: Dataset, test: Dataset | None, made: Task
+    table: Dataset, test: Dataset | None, made: Task, *, empty: bool
 ) -> tuple[Dataset, list[bytes], list[str]]:
     """The rows that do not stand in the common test, what they hold, and what there is to say.
 
     They are told by what the task sees of them. It is they that give way, and not the test, because
-    a site knows the test and nobody knows the rows of all sites.
+    a site knows the test and nobody knows the rows of all sites. Where rows are hidden, none may be
+    left, for the one that is would be told.
     """
     columns = _columns(made)
     marks = contents(table, columns)
     tested = set(contents(test, columns)) if test is not None else set[bytes]()
     kept = [row for row, mark in enumerate(marks) if mark not in tested]
     count = len(table) - len(kept)
-    if count and not kept:
+    if count and not kept and not empty:
         raise DataError(
             f"all {count} rows to train on stand in the common test too: say by data.test_split, "
             "data.test or data.test_path which rows are for the test alone, or leave these out"

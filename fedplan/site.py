@@ -312,7 +312,8 @@ def _content(
 ) -> str:
     """All that an answer is made of: of another content it is another answer, by any name.
 
-    Of a client that nothing hides and nobody counts, nobody asks.
+    Of a client that nothing hides and nobody counts, nobody asks. The server chooses the values:
+    digests are whole, so that it finds no two values of one content, which would share a noise.
     """
     if site.cloak is None and site.account is None:
         return ""
@@ -320,8 +321,10 @@ def _content(
     memory = {k: v for k, v in home.items() if "#" in k}
     agreed = [setup.experiment, setup.fingerprint, setup.study, repr(setup.pace)]
     asked = [turn.round, turn.phase, site.name, site.traits, spelled(roles)]
-    made_of = [site.mark(), len(site.rows), site.marks, model_mark(site.model)]
-    held = [{k: site.digests.of(v) for k, v in each.items()} for each in (before, riders, memory)]
+    made_of = [site.mark(), len(site.rows), model_mark(site.model)]
+    resting = {k: v for k, v in site.start.items() if k not in before}
+    values = (resting, before, riders, memory)
+    held = [{k: site.digests.whole(v) for k, v in each.items()} for each in values]
     return joint(agreed, repr(setup.promise), asked, made_of, held)
 
 

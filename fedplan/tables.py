@@ -24,25 +24,25 @@ class DataError(FedplanError):
     code = "data"
 
 
-def load(path: str, *, split: str = "") -> Dataset:
+def load(path: str, *, split: str = "", empty: bool = False) -> Dataset:
     """A table by file, folder or hub id; only a hub id, as in hub:org/name, may reach the network.
 
     Files are read into memory; a folder that `datasets` saved is mapped from disk. The cells of a
     .csv are texts, because it says no types, and one row must not change what others hold. A cell
     without a sign in it is a value that is missing. `split` picks
     the rows whose column `split` says so, the arrays of an .npz whose names end in it, the files
-    of a folder whose names start with it, or the split of that name.
+    of a folder whose names start with it, or the split of that name. `empty` is as in `where`.
     """
     place = Path(path)
     if is_hub_id(path):
         return _from_hub(bare(path), split)
     try:
         if place.is_dir():
-            return _from_folder(place, split)
+            return _from_folder(place, split, empty)
         if place.is_file() and place.suffix == ".npz":
             return _from_arrays(place, split)
         if place.is_file() and place.suffix in _READERS:
-            return _split_by_column(_READERS[place.suffix](place), split, path)
+            return _split_by_column(_READERS[place.suffix](place), split, path, empty)
     except DataError:
         raise
     # In a damaged file each of the libraries that read them raises what it happens to meet.
@@ -131,7 +131,7 @@ def _feature(array: Any) -> Any:
     return datasets.List(value) if inner else value
 
 
-def _from_folder(folder: Path, split: str) -> Dataset:
+def _from_folder(folder: Path, split: str, empty: bool) -> Dataset:
     import datasets
 
     if any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
@@ -141,7 +141,8 @@ def _from_folder(folder: Path, split: str) -> Dataset:
         raise DataError(f"the folder {folder} holds no {', '.join(_READERS)} or .npz file")
     named = [p for p in files if split and re.match(rf"{re.escape(split)}(?![a-zA-Z])", p.stem)]
     inner = "" if named else split
-    return datasets.concatenate_datasets([load(str(file), split=inner) for file in named or files])
+    tables = [load(str(file), split=inner, empty=empty) for file in named or files]
+    return datasets.concatenate_datasets(tables)
 
 
 def _from_hub(name: str, split: str) -> Dataset:
@@ -165,10 +166,10 @@ def _pick(found: Any, split: str, path: str) -> Dataset:
     return tables[split or next(iter(tables))]
 
 
-def _split_by_column(table: Dataset, split: str, path: str) -> Dataset:
+def _split_by_column(table: Dataset, split: str, path: str, empty: bool) -> Dataset:
     if split and "split" not in table.column_names:
         _missing(f"column 'split' in {path} to find {split!r} by", table.column_names)
-    return where(table, {"split": split}) if split else table
+    return where(table, {"split": split}, empty=empty) if split else table
 
 
 def _missing(thing: str, there: Iterable[object]) -> Any:
@@ -195,14 +196,18 @@ def values(table: Dataset, column: str) -> list[Any]:
     return found
 
 
-def where(table: Dataset, conditions: Mapping[str, str | int]) -> Dataset:
-    """The rows whose columns equal these values, in the table's order."""
+def where(table: Dataset, conditions: Mapping[str, str | int], *, empty: bool = False) -> Dataset:
+    """The rows whose columns equal these values, in the table's order.
+
+    That there is none is most likely a slip of the pen, and an error. Where rows are hidden it may
+    be `empty`: an error would tell of the one row that it lacks.
+    """
     kept = range(len(table))
     for column, wanted in conditions.items():
         require_column(table, column)
         found = cast("list[Any]", table[column][:])
         equal = [is_among(value, (wanted,)) for value in found]
-        if not any(equal) and found:
+        if not any(equal) and found and not empty:
             _missing(f"row with {column} = {wanted!r}", sorted(set(map(repr, found))))
         kept = [row for row in kept if equal[row]]
     return rows(table, kept)

@@ -171,7 +171,7 @@ def _table(order: Order, study: Study) -> Dataset:
         raise ConfigError("this node does not say its data: --node-config 'data=\"rows.csv\" ...'")
     path = str(order.node["data"])
     if not order.rows:
-        return load(path, split=study.data.split)
+        return load(path, split=study.data.split, empty=study.privacy is not None)
     file, _, function = order.rows.rpartition(":")
     spec = importlib.util.spec_from_file_location("fedplan_site_rows", file)
     if spec is None or spec.loader is None:

@@ -180,3 +180,16 @@ def test_a_simulated_client_pays_for_another_content_too(name: str, tmp_path: Pa
         fed.round()
     cloak = fed.sites["client-0"].cloak
     assert cloak is not None and len(cloak.budget.charges) == 2
+
+
+def test_values_of_one_short_digest_have_other_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 hex digits a server finds two values by 2**32 trials, and asks for both in two runs."""
+    monkeypatch.setattr("fedplan.ledger.Digests.of", lambda *_: "0" * 16)
+    found = list[torch.Tensor]()
+    for scale in (1.0, 1.001):
+        desk = edited(tmp_path, {}, {})
+        found.append(change_of(desk, world_of(desk, scale=scale, version=3)))
+    assert (found[0] - found[1]).norm() > 1.2 * found[0].norm()
+    assert charges(tmp_path) == 2

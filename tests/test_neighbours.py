@@ -118,6 +118,22 @@ def test_a_site_lacks_one_row_and_trains_on_one_less(kind: str, words: str, tmp_
             assert differ(*shares) <= 1
 
 
+@pytest.mark.parametrize("way", ["train", "split", "test"])
+def test_the_only_row_of_a_filter_is_one_unit(way: str, words: str, tmp_path: Path) -> None:
+    """Without it no row is left to train on, and that is no error, which would tell."""
+    rows = [{**row, "split": f"{row['fold']}"} for row in ROWS if row["fold"] != 1]
+    last = next({**row, "split": "1"} for row in ROWS if row["fold"] == 1)
+    said: Row = {"train": {"fold": 1}} if way == "train" else {"split": "1"}
+    if way == "test":
+        seen = {"text", "mood"}
+        rows = [row for row in rows if any(row[name] != last[name] for name in seen)]
+        said = {"test_path": written(rows, tmp_path / "test.parquet")}
+    file = tmp_path / "t.parquet"
+    said |= {"path": str(file), "by": "iid", "clients": 2, "own_test": 0.0}
+    asked = study("text-classification", words, data=said, privacy=EXAMPLE)
+    assert differ(*pair(asked, file, [*rows, last], len(rows))) == 1
+
+
 TABLES = st.lists(st.integers(0, 12), min_size=1, max_size=16)
 DRAWN = st.one_of(
     st.builds(dict, by=st.just("iid"), clients=st.integers(1, 6)),

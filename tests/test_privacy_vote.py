@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import zoo
 from clients import PROMISES, few, loss
+from torch import Tensor, nn
 
 from fedplan.agreement import Setup
 from fedplan.description import describe
@@ -20,7 +23,9 @@ from fedplan.privacy import PrivacyError
 from fedplan.privacy.accountant import calibrate, epsilon
 from fedplan.privacy.auditing import Draws, gaussian_lower_bound
 from fedplan.privacy.events import Release
+from fedplan.privacy.guard import Cloak
 from fedplan.privacy.vote import Vote, asked, ballot, counted
+from fedplan.probe import Look
 from fedplan.runners.local import Federation
 
 SECRET = bytes(range(32))
@@ -149,3 +154,33 @@ def test_a_vote_that_nobody_came_to_is_held_and_charged(tmp_path: Path) -> None:
     assert fed.veil is not None
     assert [charge.about for charge in fed.veil.budget.charges] == ["round 1: vote"]
     assert fed.world.choice
+
+
+def test_votes_of_one_name_are_over_one_draw(tmp_path: Path) -> None:
+    """They are charged as that. 200 draws at a rate below delta would be charged as nothing."""
+    promise = replace(PROMISES["cloaked"], epsilon=1e6, rate=0.5, vote=1.0)
+    cloak, seen = Cloak(promise, tmp_path), list[int]()
+
+    def probe(look: Look) -> dict[Block, float]:
+        seen.append(int(look.rows.batch(torch.tensor([0]))["x"]))
+        return dict.fromkeys(look.blocks, 0.0)
+
+    def drawn(about: str, content: str) -> list[int]:
+        seen.clear()
+        cloak.vote(Look(nn.Module(), Numbers(), tuple(BLOCKS), 0, loss), probe, 1, about, content)
+        return list(seen)
+
+    first = drawn("1/north", "a")
+    assert 10 < len(first) < 90
+    assert drawn("1/north", "b") == first and drawn("2/north", "a") != first
+    assert len(cloak.budget.charges) == 3
+
+
+class Numbers:
+    """Rows that say which they are."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        return {"x": indices}

@@ -196,15 +196,25 @@ def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _portions(rows: Examples, drawn: Tensor, most: int) -> Iterator[Tensor]:
-    """The rows drawn, in portions of at most so many tokens; texts of like length go together."""
+    """The rows drawn, in portions of at most so many tokens, each of texts of one length.
+
+    Were a text filled up to the length of another, the values of a server might make its gradient
+    follow from that: then one row would change what all others add.
+    """
     if not len(drawn):
         return
-    width = _USUAL
-    if "attention_mask" in rows.batch(drawn[:1]):
-        mask = rows.batch(drawn)["attention_mask"].flatten(1)
-        drawn, width = drawn[mask.sum(1).argsort(stable=True)], mask.shape[1]
-    size = max(1, min(most, _TOKENS // width))
-    yield from cast("tuple[Tensor, ...]", drawn.split(size))
+    if "attention_mask" not in rows.batch(drawn[:1]):
+        yield from cast("tuple[Tensor, ...]", drawn.split(_fitting(_USUAL, most)))
+        return
+    lengths = rows.batch(drawn)["attention_mask"].flatten(1).sum(1)
+    for length in cast("list[int]", lengths.unique().tolist()):
+        alike = drawn[lengths == length]
+        yield from cast("tuple[Tensor, ...]", alike.split(_fitting(length, most)))
+
+
+def _fitting(width: int, most: int) -> int:
+    """How many rows of a width run at a time."""
+    return max(1, min(most, _TOKENS // max(1, width)))
 
 
 def _require(drawn: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -153,9 +153,11 @@ class Cloak(Guard):
 
         `content` tells of all that their scores follow from, as in `fit`. The noise follows from it
         too: if it followed from the counts alone, the same bytes would tell that two are the same.
+        Which rows are drawn follows from the name, since votes of one name are charged as sums over
+        one draw: of a row that is rarely drawn, many draws would cost more than that.
         """
         rate, about = self.promise.rate or 1.0, voted(about)
-        source = Noise.for_release(self._secret, "rows of a vote", content)
+        source = Noise.for_release(self._secret, "rows of a vote", about)
         drawn = self._uniform(source)(len(look.rows))
         rows = [_Row(look.rows, int(i)) for i in (drawn < rate).nonzero().flatten()]
         ballots = [ballot(probe(replace(look, rows=row)), k) for row in rows]
