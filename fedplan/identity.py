@@ -43,11 +43,13 @@ def is_id(found: object) -> bool:
 def identified(folder: Path, asked: Identity) -> Identity:
     """The identity of a folder's run, which must be of what is asked; a new run draws its id.
 
+    Only who has no id yet draws one: two ends of one run may be made with the same.
+
     Who calls this has claimed the folder.
     """
     file = folder / RUN
     if not file.exists():
-        drawn = replace(asked, id=token_hex(8))
+        drawn = replace(asked, id=asked.id or token_hex(8))
         put_file(file, json.dumps(asdict(drawn), sort_keys=True) + "\n")
     found = read_identity(folder)
     _require_same(folder, found, asked)

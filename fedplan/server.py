@@ -321,7 +321,7 @@ def _identity(
             f"{folder / RUN} is not that of the world beside it: put a copy of it back"
         )
     joint = joined(setup.params, marks)
-    return identified(folder, Identity("", setup.study, setup.start, dict(rows), joint))
+    return identified(folder, Identity(setup.run, setup.study, setup.start, dict(rows), joint))
 
 
 def _ledger(file: Path, files: Mapping[str, Any]) -> Ledger:

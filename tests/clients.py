@@ -23,6 +23,10 @@ PROMISES = {
 """Runs that hide their clients or their examples, and vote on the layers."""
 
 
+RUN = "ab" * 8
+"""The id of runs whose noise is to be the same: votes of rows are drawn by it."""
+
+
 def know_secrets(folder: Path, clients: Iterable[str]) -> None:
     """Two runs with the same secrets draw the same noise, and key their digests alike."""
     for name in clients:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from clients import PROMISES, Few, few, know_secrets, loss
+from clients import PROMISES, RUN, Few, few, know_secrets, loss
 from flwr.app import Context
 from grids import InProcess
 from hypothesis import given, settings
@@ -70,7 +70,8 @@ SOON = Patience(sites=2.0, answers=60.0, absent=1.0, look=0.01)
 
 def setup_of(made: Method) -> Setup:
     promise = next((PROMISES[name] for name, each in HIDDEN.items() if each is made), None)
-    return Setup("flower", describe(zoo.build("bert")), made, PACE, promise)
+    run = RUN if promise else ""
+    return Setup("flower", describe(zoo.build("bert")), made, PACE, promise, run=run)
 
 
 def desk(

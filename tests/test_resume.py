@@ -14,7 +14,7 @@ from tempfile import mkdtemp
 
 import pytest
 import zoo
-from clients import PROMISES, few, know_secrets, loss
+from clients import PROMISES, RUN, few, know_secrets, loss
 
 from fedplan import failpoints
 from fedplan.agreement import Setup
@@ -35,7 +35,7 @@ def federation(folder: Path, name: str, *, replies: bool) -> Federation:
     model, promise, rows = zoo.build("bert"), PROMISES.get(name), few("bert", 3)
     made = method("safl", {"k": 1, "together": True}) if promise else method(name)
     pace = Pace(rate=1e-2, batch=2, steps=2)
-    setup = Setup("kill", describe(model), made, pace, promise)
+    setup = Setup("kill", describe(model), made, pace, promise, run=RUN)
     know_secrets(folder, rows)
     return Federation(
         setup,

@@ -93,10 +93,10 @@ class Guard:
         self, vote: Vote, ballots: Iterable[Collection[T]], blocks: Sequence[T], about: str, of: str
     ) -> dict[T, float]:
         """The noisy counts of a vote, charged first; `of` is all that the ballots follow from."""
-        counts, name = counted(ballots, blocks, vote.k), "vote" if of else about
-        digest = vote.digest(counts, self._secret, name, of)
+        counts = counted(ballots, blocks, vote.k)
+        digest = vote.digest(counts, self._secret, about, of)
         self.budget.charge(vote.event, about, digest=digest)
-        return vote.release(counts, self._secret, name, of)
+        return vote.release(counts, self._secret, about, of)
 
 
 class Veil(Guard):
