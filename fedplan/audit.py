@@ -34,12 +34,26 @@ from fedplan.store import Store
 from fedplan.studies import Stage, attendance_of, method_of, promise_of, stage_of, study_in
 from fedplan.verification import verify_lines
 
+LOOKS = 5
+"""How often a run that goes on is looked at, until no round was closed meanwhile."""
+
 
 def verify_run(folder: Path) -> tuple[list[str], str]:
     """Every fault of a run, in words, and a sentence of what was checked.
 
-    Nothing in the folder is changed. Rows are checked where they can be read.
+    Nothing in the folder is changed. Rows are checked where they can be read. What a run that goes
+    on has changed meanwhile is no fault: it is then looked at again.
     """
+    world, faults, checked = Store(folder / WORLD, reading=True), list[str](), ""
+    for _ in range(LOOKS):
+        before = world.numbers()
+        faults, checked = _looked_at(folder)
+        if not faults or world.numbers() == before:
+            break
+    return faults, checked
+
+
+def _looked_at(folder: Path) -> tuple[list[str], str]:
     found = file_faults(folder)
     if found.keys() & {*SMALL} or not (folder / LEDGER).is_file():
         # Without these there is nothing to hold the rest against.
