@@ -135,14 +135,16 @@ def _kept_faults(archive: Archive, journal: Journal, turn: TurnRecord) -> Iterat
         return
     home, _ = journal.home(following)
     after, trainable = parted(setup.params, turn.after), set(setup.trainable)
+    letters = zip(setup.params, turn.roles, strict=False)
+    own = [p for p, letter in letters if ROLES[letter].own and p in trainable]
     file = journal.folder / KEY
+    if not own:
+        return  # who keeps nothing has no key
     if not file.exists():
         yield f"{client} has lost the key of its digests, {file}"
         return
     key = secret_of(file)
-    for p, letter in zip(setup.params, turn.roles, strict=False):
-        if not ROLES[letter].own or p not in trainable:
-            continue
+    for p in own:
         if p.key not in home:
             yield f"{client}'s {p.key} is lost from its home"
         elif keyed(key, p.key, digest(home[p.key])) != after[p.key]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,10 @@ def _made(study: Study, task: Task) -> nn.Module:
 
 def _pretrained(study: Study, task: Task) -> nn.Module:
     said = study.model
+    if not is_hub_id(said.path) and not Path(said.path).is_dir():
+        raise FedplanError(
+            f"model.path: {said.path!r} is not there: give a folder of weights, or hub:org/name"
+        )
     with _told(f"model.path: {said.path!r} cannot be loaded for {task.kind}"):
         return _loader(task).from_pretrained(
             bare(said.path),

@@ -259,8 +259,8 @@ def messages(setup: Setup, attendance: Attendance) -> dict[str, dict[int, tuple[
                 answered = whole.sites[name].journal.answered(down.request)
                 assert answered is not None
                 found[name][number] = nbytes(answered[0]), nbytes(down.values)
-                assert tally.lines[name]["up"] == found[name][number][0]
-                assert tally.lines[name]["down"] == found[name][number][1]
+                assert tally.lines[name].up == found[name][number][0]
+                assert tally.lines[name].down == found[name][number][1]
             whole.commit(tally)
     return found
 

@@ -5,25 +5,41 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import transformers as hf
 from commands import STUDY, run
+from flwr.app import Context
+from grids import InProcess
 from zoo import VISION
 
 from fedplan import identity
+from fedplan.config import read_study
+from fedplan.errands import Order
 from fedplan.methods import METHODS
+from fedplan.parcel import Parcel
+from fedplan.privacy import secret
+from fedplan.runners.flower.client import client_app
+from fedplan.runners.flower.server import carry_study
 from fedplan.runners.local import Federation
+from fedplan.trainer import Office, folder_of
 
 PLAN = STUDY[STUDY.index("plan =") : STUDY.index("[train]")]
+LABELS = next(line for line in STUDY.splitlines(keepends=True) if line.startswith("labels"))
 
 
 @pytest.fixture(autouse=True)
 def one_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The id of a run is drawn, and is all that differs between two runs of one study."""
+    """The id of a run and its keys are drawn: all that differs between two runs of one study."""
     monkeypatch.setattr(identity, "token_hex", lambda count: "0" * 2 * count)
+    fixed = SimpleNamespace(**{**vars(os), "urandom": lambda count: bytes(range(count))})
+    monkeypatch.setattr(secret, "os", fixed)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -67,7 +83,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "no such split": changed('split = "train"', 'split = "trains"'),
     "no rows": without_rows,
     "rows that are none": garbage,
-    "a label too few": changed('label = "digit"', 'label = "digit"\nlabels = [0, 1]'),
+    "a label too few": changed(LABELS, "labels = [0, 1]\n"),
     "no such type": changed('type = "vit"', 'type = "vitt"'),
     "settings that do not fit": changed("hidden_size = 16", "hidden_size = -1"),
     "a setting of another kind": changed("hidden_size = 16", 'hidden_size = "wide"'),
@@ -99,6 +115,7 @@ def test_a_start_that_fails_leaves_no_folder_and_one_message(here: Path, fault: 
     before = set(here.iterdir())
     code, out = run("run", "study.toml", "--output", "out")
     assert code == 2 and out.startswith("fedplan: "), out
+    assert "study.toml cannot be read" not in text(out)  # it is the fault that is meant
     assert set(here.iterdir()) == before, fault
 
 
@@ -286,6 +303,8 @@ def test_a_place_may_change_on_resume(here: Path) -> None:
 
 @pytest.mark.parametrize("client", ["", "client-01"])
 def test_export_does_not_need_the_rows(here: Path, client: str) -> None:
+    """Nor their labels, where the study leaves it to the table to say them."""
+    Path("study.toml").write_text(STUDY.replace(LABELS, ""))
     assert run("run", "study.toml")[0] == 0
     whose = ["--client", client] if client else []
     assert run("export", "runs/tiny", "with", *whose)[0] == 0
@@ -317,3 +336,65 @@ def test_export_finds_texts_and_their_tokenizer_without_rows(here: Path) -> None
     assert run("export", "runs/study", "without", "--client", "client-00")[0] == 0
     assert files(here / "with") == files(here / "without")
     assert {"tokenizer.json", "config.json"} <= files(here / "without").keys()
+
+
+QUICK = "[patience]\nlook = 0.01\nsites = 20.0\n"
+SITES = ("client-00", "client-01", "client-02")
+
+
+def sites_study(own: bool) -> str:
+    """A study of sites: each brings its own table, or all divide one."""
+    text = STUDY.replace("rounds = 3", "rounds = 2\nsteps = 1").replace("dropped = 0.1", "")
+    text = text.replace("attention = 4", "personal = false")
+    if own:
+        data = text[text.index("[data]") : text.index("[method]")]
+        text = text.replace(data, "").replace("[clients]", f"[clients]\nnames = {list(SITES)}")
+    else:
+        text = text.replace(LABELS, "")  # they are those of the table
+    return text + QUICK
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_sites_export_does_not_need_its_rows(here: Path, own: bool, sealed: bool) -> None:
+    """Over Flower's messages: the site's own model and the world's, before and after."""
+    Path("study.toml").write_text(sites_study(own))
+    Path("key").write_text("ab" * 32)
+    Path("key").chmod(0o600)
+    offices = dict[str, Office]()
+    for number, name in enumerate(SITES):
+        node: dict[str, Any] = {"name": name, **({"key": str(here / "key")} if sealed else {})}
+        if own:
+            shutil.copy("digits.npz", f"{name}.npz")
+            table = dict(np.load(f"{name}.npz"))
+            np.savez(f"{name}.npz", **{k.removesuffix("_train"): v[number::3] for k, v in table.items() if k.endswith("_train")})  # fmt: skip
+            node["data"] = str(here / f"{name}.npz")
+        home = str(here / "homes" / name)
+        offices[name] = Office(Order(str(here / "study.toml"), home, node))
+
+    def answer(context: Context, kind: str, parcel: Parcel) -> Parcel:
+        return offices[str(context.node_config["name"])].answer(kind, parcel)
+
+    grid = InProcess(client_app(answer), [{"name": name} for name in SITES])
+    carry_study(grid, here / "study.toml", here / "run")
+    study = read_study(here / "study.toml")
+    places = {name: folder_of(str(here / "homes" / name), study, name) for name in SITES}
+    key = ["--key", "key"] if sealed else []
+
+    def exported(when: str) -> dict[str, dict[str, bytes]]:
+        code, out = run("export", "run", f"{when}-world")
+        assert code == 0, out
+        for name, place in places.items():
+            code, out = run("export", str(place), f"{when}-{name}", *key)
+            assert code == 0, out
+        return {name: files(here / f"{when}-{name}") for name in ("world", *SITES)}
+
+    before = exported("with")
+    for table in here.glob("*.npz"):
+        table.unlink()
+    Path("study.toml").unlink()
+    assert exported("without") == before
+    weights = [before[name]["model.safetensors"] for name in ("world", *SITES)]
+    assert len(set(weights)) == 4  # each keeps a head of its own
+    if sealed:
+        assert run("export", str(places[SITES[0]]), "closed")[0] == 2

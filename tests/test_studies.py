@@ -54,9 +54,11 @@ def test_a_stopped_study_resumes_to_the_same_files(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run("run", "study.toml", "--output", "whole")[0] == 0
-    # The id of a run is drawn once, and is all that differs between two runs of one study.
-    (here / "parts").mkdir()
-    shutil.copy(here / "whole/run.json", here / "parts/run.json")
+    # Its id and its clients' keys are drawn once, and are all that differs between two runs.
+    for drawn in (here / "whole/run.json", *(here / "whole/homes").glob("*/key")):
+        there = here / "parts" / drawn.relative_to(here / "whole")
+        there.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(drawn, there)
     calm = Federation.round
 
     def interrupted(self: Federation) -> object:

@@ -83,8 +83,8 @@ class Outer:
     def add(self, total: Tensor, scales: Tensor) -> None:
         """Add the weighted sum of the gradients to a total in float64."""
         weights = scales.repeat_interleave(self.slopes.shape[1])[:, None]
-        whole = (self.slopes.flatten(0, 1), self.inputs.flatten(0, 1), weights)
-        for slopes, inputs, weight in zip(*map(_portions, whole), strict=True):
+        parts = map(_portions, (self.slopes.flatten(0, 1), self.inputs.flatten(0, 1), weights))
+        for slopes, inputs, weight in zip(*parts, strict=True):
             sides = (slopes.double() * weight, inputs.double())
             left, right = sides if self.dim == 0 else sides[::-1]
             if self.outputs is None:
@@ -196,6 +196,10 @@ def _crossed(dense: Outer, table: Lookup) -> Tensor:
     return torch.stack([_total((inputs @ rows.T) * there) for inputs, rows, there in sides])
 
 
+def _portions(rows: Tensor) -> tuple[Tensor, ...]:
+    return cast("tuple[Tensor, ...]", rows.split(_ROWS))
+
+
 def _lengths(vectors: Tensor) -> Tensor:
     """The length of every vector, example by example."""
     return torch.stack([each.double().square().sum(1).sqrt() for each in vectors])
@@ -204,8 +208,3 @@ def _lengths(vectors: Tensor) -> Tensor:
 def _total(products: Tensor) -> Tensor:
     """Their sum, row by row: no sum is then longer than a side."""
     return products.sum(1).sum()
-
-
-def _portions(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Some rows at a time."""
-    return cast("tuple[Tensor, ...]", tensor.split(_ROWS))
