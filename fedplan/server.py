@@ -70,12 +70,13 @@ class Server:
         found = self.store.read()
         self.identity = _identity(folder, setup, self.marks, rows or {}, found)
         self.setup = setup = replace(setup, run=self.identity.id)
+        files: dict[str, Any] = found.meta["files"] if found else {}
+        _require_secrets(folder, files)
         promise, place = setup.promise, folder / "privacy"
         self.veil = Veil(promise, place) if promise and promise.unit == "client" else None
         self.world = _world_of(found.tensors, found.meta) if found else World.start(setup, start)
         if self.veil is not None:
             self.veil.require_paid(found.meta["charges"] if found else 0)
-        files: dict[str, Any] = found.meta["files"] if found else {}
         self._agreed: list[int | str] | None = files.get(STUDY)
         _require_newest(folder, self.world.round, files)
         self.ledger = _ledger(folder / LEDGER, files)
@@ -335,6 +336,13 @@ def last_told(folder: Path, after: int = 0) -> int:
             number = said.get("round") if type(said) is dict else None
             last = max(last, number) if type(number) is int else last
     return last
+
+
+def _require_secrets(folder: Path, files: Mapping[str, Any]) -> None:
+    """Refuse to draw noise by another secret: what was released once must not be drawn again."""
+    for file in (folder / name for name in files if Path(name).name == SECRET):
+        if not file.is_file() or mark_of_file(file) != files[str(file.relative_to(folder))]:
+            raise FedplanError(f"{file} is lost, or not that of the run: put a copy of it back")
 
 
 def _require_newest(folder: Path, number: int, files: Mapping[str, Any]) -> None:

@@ -140,3 +140,36 @@ def test_a_run_that_goes_on_while_it_is_verified_has_no_faults(
     monkeypatch.setattr(audit, "verify_lines", meanwhile)
     faults, said = verify_run(here / "a")
     assert not faults and said.startswith("4 rounds"), faults
+
+
+PRIVATE = '\n[privacy]\nunit = "client"\nepsilon = 900.0\nnoise = 1.0\n'
+
+
+@pytest.fixture
+def private(here: Path) -> Path:
+    """A run of one round that hides its clients."""
+    Path("study.toml").write_text(STUDY.replace("dropped = 0.1", "") + PRIVATE)
+    assert run("run", "study.toml", "--output", "a", "--set", "train.rounds=1")[0] == 0
+    return here / "a"
+
+
+@pytest.mark.parametrize("left", [None, 0, 1])
+def test_what_was_spent_is_not_told_by_fewer_charges(private: Path, left: int | None) -> None:
+    file = private / "privacy/charges.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.unlink() if left is None else file.write_bytes(b"".join(lines[:left]))
+    code, out = run("privacy", "a")
+    assert code == 2 and "charges.jsonl is" in text(out) and "nobody knows" in text(out), out
+    file.write_bytes(b"".join(lines))
+    assert run("privacy", "a")[0] == 0
+
+
+@pytest.mark.parametrize("content", [None, bytes(32)])
+def test_noise_is_not_drawn_by_another_secret(private: Path, content: bytes | None) -> None:
+    """A round that was released, and is played again, must be the same: its secret is the run's."""
+    file = private / "privacy/secret"
+    file.unlink() if content is None else file.write_bytes(content)
+    left = files(private)
+    code, out = run("run", "--resume", "a", "--set", "train.rounds=2")
+    assert code == 2 and "secret is lost, or not that of the run" in text(out), out
+    assert files(private) == left
