@@ -23,23 +23,38 @@ from fedplan.ledger import ROLES, digest, parted
 from fedplan.marks import keyed
 from fedplan.outgoing import AGREEMENT, read_agreement
 from fedplan.phases import Planned
+from fedplan.privacy.guard import CHARGES
 from fedplan.privacy.promise import require_sound
 from fedplan.privacy.secret import secret_of
 from fedplan.privacy.statement import Statement
 from fedplan.record import RecordError, RoundRecord, TurnRecord, read_record
-from fedplan.server import LEDGER, SMALL, WORLD
+from fedplan.server import LEDGER, SMALL, WORLD, read_world
 from fedplan.shares import shares_of
 from fedplan.site import KEY
 from fedplan.store import Store
 from fedplan.studies import Stage, attendance_of, method_of, promise_of, stage_of, study_in
 from fedplan.verification import verify_lines
 
+LOOKS = 5
+"""How often a run that goes on is looked at, until no round was closed meanwhile."""
+
 
 def verify_run(folder: Path) -> tuple[list[str], str]:
     """Every fault of a run, in words, and a sentence of what was checked.
 
-    Nothing in the folder is changed. Rows are checked where they can be read.
+    Nothing in the folder is changed. Rows are checked where they can be read. What a run that goes
+    on has changed meanwhile is no fault: it is then looked at again.
     """
+    world, faults, checked = Store(folder / WORLD, reading=True), list[str](), ""
+    for _ in range(LOOKS):
+        before = world.numbers()
+        faults, checked = _looked_at(folder)
+        if not faults or world.numbers() == before:
+            break
+    return faults, checked
+
+
+def _looked_at(folder: Path) -> tuple[list[str], str]:
     found = file_faults(folder)
     if found.keys() & {*SMALL} or not (folder / LEDGER).is_file():
         # Without these there is nothing to hold the rest against.
@@ -197,11 +212,21 @@ def stated(place: Path) -> Statement:
     if promise is None:
         raise ConfigError(f"{place} promises nothing: it has no [privacy]")
     require_sound(promise, method_of(study))
+    if folder == place:
+        _require_charges(folder)
     charged, run = folder, ""
     if folder is not None and (folder / AGREEMENT).exists():
         agreed = read_agreement(folder)
         charged, run = Path(agreed["account"]), agreed["prefix"]
     return Statement.of(promise, study.train.rounds, charged, run=run)
+
+
+def _require_charges(folder: Path) -> None:
+    """Refuse to say what was spent by charges that are fewer than a run has committed."""
+    found = file_faults(folder) if read_world(folder) is not None else {}
+    for name, fault in found.items():
+        if name.endswith(CHARGES):
+            raise ConfigError(f"{fault}: nobody knows what was spent; put a copy of it back")
 
 
 def state(folder: Path) -> Statement:

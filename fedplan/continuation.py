@@ -10,7 +10,7 @@ from fedplan.config import ConfigError, Study, differences
 from fedplan.identity import RUN
 from fedplan.locks import alone
 from fedplan.privacy.guard import CHARGES
-from fedplan.server import WORLD
+from fedplan.server import WORLD, last_told
 from fedplan.store import Store, told
 from fedplan.studies import MANIFEST, STUDY, TASK, promise_of, study_in
 
@@ -31,10 +31,14 @@ def require_free(folder: Path, study: Study, *, resume: bool) -> None:
 
 
 def begun(folder: Path) -> bool:
-    """Whether a folder holds a round that was closed, or paid for."""
+    """Whether a folder holds a round that was closed, or paid for.
+
+    A ledger that tells of a second round had a first one, though its world may be lost.
+    """
     with told(f"{folder} cannot be read", "make it readable to this user"):
         charges = (folder / "privacy").rglob(CHARGES)
-        return _done(folder) > 0 or any(file.stat().st_size for file in charges)
+        closed = _done(folder) > 0 or last_told(folder) > 1
+        return closed or any(file.stat().st_size for file in charges)
 
 
 def require_same(folder: Path, study: Study) -> None:
@@ -74,6 +78,8 @@ def _clear(folder: Path) -> None:
     if not (folder / STUDY).exists():
         return
     with told(f"{folder} cannot be cleared", "name another folder"), alone(folder):
+        if begun(folder):  # by another process, since this one looked
+            raise ConfigError(f"{folder} holds a run: go on with it by --resume, or name another")
         shutil.rmtree(folder / "homes", ignore_errors=True)
         for name in WRITTEN:
             (folder / name).unlink(missing_ok=True)

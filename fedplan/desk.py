@@ -181,8 +181,10 @@ def own_values(setup: Setup, folder: Path, key: Path | None = None) -> dict[str,
     """A site's own model: what was its own in its last turn, over what it last saw of the world."""
     seal = Seal.from_file(key) if key is not None else None
     home, notes = journal_in(folder, seal, reading=True).home()
+    if not notes:
+        raise StoreError(f"{folder / 'home'} holds no turn of this run: put a copy of it back")
     seen = Store(folder / "seen", keep=1, seal=seal, reading=True).read()
-    letters = notes["lines"][-1]["roles"] if notes else ""
+    letters = notes["lines"][-1]["roles"]
     own = {p.key for p, letter in zip(setup.params, letters, strict=False) if ROLES[letter].own}
     found = (seen.tensors if seen else {}) | {k: v for k, v in home.items() if k in own}
     keys = {p.key for p in setup.trainable}

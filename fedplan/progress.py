@@ -90,6 +90,11 @@ def _opened(
     if file.is_dir():
         if not resume:
             raise ConfigError(f"{file} is a run: go on with it by --resume")
+        if output is not None and output.resolve() != file.resolve():
+            raise ConfigError(
+                f"--output is {output}, and {file} goes on where it is: leave it out, or copy the "
+                "run's folder and go on with the copy"
+            )
         said = study_in(file).model_dump(mode="json")
         study, folder = placed(study_of(laid_over(said, changes)), file), file
     else:

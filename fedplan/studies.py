@@ -23,6 +23,7 @@ from fedplan.description import describe
 from fedplan.evaluation import spread
 from fedplan.files import keep_file
 from fedplan.fit import Pace
+from fedplan.identity import RUN
 from fedplan.ledger import digests, joined
 from fedplan.loading import starting_model
 from fedplan.locks import Claim, claimed
@@ -38,6 +39,7 @@ from fedplan.resolution import check
 from fedplan.rounds import Tally
 from fedplan.runners.local import Federation
 from fedplan.server import STUDY as STUDY
+from fedplan.server import Server
 from fedplan.shares import Shares, shares_of
 from fedplan.state import Tensors, put, take
 from fedplan.store import told
@@ -98,18 +100,28 @@ def stage_of(study: Study, own: tuple[str, Dataset] | None = None) -> Stage:
     return stage
 
 
-def opened_run(folder: Path, study: Study, params: Params) -> Claim:
-    """Claim a folder for a run of a study, and write what it is of, so that `read_run` can tell.
+def opened_run(folder: Path, study: Study, params: Params, shares: Shares) -> Claim:
+    """Claim a folder for a run of a study, and write what it is of, if no run was begun there.
 
-    While the claim is held no other process opens the folder.
+    While the claim is held no other process opens the folder. What a run was begun with is changed
+    by `agreed_run`, when nothing is left that could refuse to go on with it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with told(f"{folder} cannot be claimed", "name a folder that you may write to"):
         claim = claimed(folder)
     if (folder / STUDY).exists() and study_in(folder).digest != study.digest:
         raise ConfigError(f"{folder} holds a run of another study: name another folder")
-    write_run(folder, study, params)
+    if not (folder / RUN).exists():
+        write_run(folder, study, params)
+        note_task(folder, shares)
     return claim
+
+
+def agreed_run(server: Server, study: Study, shares: Shares) -> None:
+    """Write what a run is of as it now is, once its server has taken it up."""
+    write_run(server.folder, study, server.setup.params)
+    note_task(server.folder, shares)
+    server.agree()
 
 
 def write_run(folder: Path, study: Study, params: Params) -> None:
@@ -177,8 +189,7 @@ class Trial:
                 there = ", ".join(names)
                 raise ConfigError(f"{what}: there is no client {min(strange)!r}; there are {there}")
         require_fitting(stage, study.train.batch)
-        self.claim = opened_run(folder, study, setup.params)
-        note_task(folder, self.shares)
+        self.claim = opened_run(folder, study, setup.params, self.shares)
         self.federation = Federation(
             setup,
             stage.model,
@@ -191,6 +202,7 @@ class Trial:
             names=names,
             marks=self.shares.marks,
         )
+        agreed_run(self.federation, study, self.shares)
 
     def run(self, watch: Watch) -> None:
         """Play every round that is left, committing each before the next."""

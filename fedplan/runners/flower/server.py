@@ -26,7 +26,7 @@ from fedplan.runners.flower.calls import Calls, Guest, Letter, Patience
 from fedplan.runners.flower.records import arrays_of
 from fedplan.runners.flower.submit import FAULT
 from fedplan.server import Server
-from fedplan.studies import attendance_of, note_task, opened_run, stage_of
+from fedplan.studies import agreed_run, attendance_of, opened_run, stage_of
 
 log = logging.getLogger("fedplan")
 Watch = Callable[[Server, Tally], None]
@@ -46,8 +46,7 @@ def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
     study = read_study(file)
     require_free(folder, study, resume=True)
     stage = stage_of(study)
-    claim = opened_run(folder, study, stage.setup.params)
-    note_task(folder, stage.shares)
+    claim = opened_run(folder, study, stage.setup.params, stage.shares)
     names = study.clients.names or list(stage.shares.train)
     server = Server(
         stage.agreed,
@@ -58,6 +57,7 @@ def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
         attendance=attendance_of(study),
         marks=stage.marks,
     )
+    agreed_run(server, study, stage.shares)
     patience = Patience(**study.patience.model_dump())
     Carrier(grid, server, patience, quorum=study.clients.quorum).carry()
     del claim
