@@ -35,7 +35,10 @@ def secret_of(file: Path, seal: Seal | None = None) -> bytes:
         raise PrivacyError(f"the secret {file} cannot be used: {error}") from error
     if stat.S_IMODE(mode) & 0o077:
         raise PrivacyError(f"others may read the secret {file}: chmod 600 it, or begin anew")
-    return checked(content if seal is None else seal.open(content, _ABOUT))
+    found = content if seal is None else seal.open(content, _ABOUT)
+    if len(found) != SIZE:
+        raise PrivacyError(f"{file} has {len(found)} bytes of {SIZE}: put a copy of it back")
+    return found
 
 
 def checked(secret: bytes) -> bytes:
