@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remains: what must still lie beside a world before a run goes on; else nothing is cut or drawn."""
+"""Remains: what must lie beside a world before a run goes on: else nothing is cut or drawn."""
 
 from __future__ import annotations
 
