@@ -213,7 +213,7 @@ def stated(place: Path) -> Statement:
         raise ConfigError(f"{place} promises nothing: it has no [privacy]")
     require_sound(promise, method_of(study))
     if folder == place:
-        _require_charges(folder)
+        _require_charges(place)
     charged, run = folder, ""
     if folder is not None and (folder / AGREEMENT).exists():
         agreed = read_agreement(folder)

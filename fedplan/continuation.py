@@ -10,7 +10,8 @@ from fedplan.config import ConfigError, Study, differences
 from fedplan.identity import RUN
 from fedplan.locks import alone
 from fedplan.privacy.guard import CHARGES
-from fedplan.server import WORLD, last_told
+from fedplan.remains import last_told
+from fedplan.server import LEDGER, WORLD
 from fedplan.store import Store, told
 from fedplan.studies import MANIFEST, STUDY, TASK, promise_of, study_in
 
@@ -37,7 +38,7 @@ def begun(folder: Path) -> bool:
     """
     with told(f"{folder} cannot be read", "make it readable to this user"):
         charges = (folder / "privacy").rglob(CHARGES)
-        closed = _done(folder) > 0 or last_told(folder) > 1
+        closed = _done(folder) > 0 or last_told(folder / LEDGER) > 1
         return closed or any(file.stat().st_size for file in charges)
 
 

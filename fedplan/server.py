@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +26,8 @@ from fedplan.params import Block
 from fedplan.plan import Role
 from fedplan.privacy.guard import CHARGES, SECRET, Veil
 from fedplan.probe import public_scores
-from fedplan.record import RecordError, RoundRecord, parsed, read_round
+from fedplan.record import RoundRecord, read_round
+from fedplan.remains import require_newest, require_secrets
 from fedplan.resolution import permitted, resolve
 from fedplan.rounds import Tally, World, announced, close, pull, push, settle, summed
 from fedplan.store import Generation, Store
@@ -71,14 +71,14 @@ class Server:
         self.identity = _identity(folder, setup, self.marks, rows or {}, found)
         self.setup = setup = replace(setup, run=self.identity.id)
         files: dict[str, Any] = found.meta["files"] if found else {}
-        _require_secrets(folder, files)
+        require_secrets(folder, files)
         promise, place = setup.promise, folder / "privacy"
         self.veil = Veil(promise, place) if promise and promise.unit == "client" else None
         self.world = _world_of(found.tensors, found.meta) if found else World.start(setup, start)
         if self.veil is not None:
             self.veil.require_paid(found.meta["charges"] if found else 0)
         self._agreed: list[int | str] | None = files.get(STUDY)
-        _require_newest(folder, self.world.round, files)
+        require_newest(folder / LEDGER, self.world.round, files.get(LEDGER, (0, ""))[0])
         self.ledger = _ledger(folder / LEDGER, files)
         self.metrics = _ledger(folder / METRICS, files)
 
@@ -325,34 +325,6 @@ def _identity(
         )
     joint = joined(setup.params, marks)
     return identified(folder, Identity(setup.run, setup.study, setup.start, dict(rows), joint))
-
-
-def last_told(folder: Path, after: int = 0) -> int:
-    """The last round that a run's ledger tells of after so many bytes; what is no line is not."""
-    file, last = folder / LEDGER, 0
-    for line in file.read_bytes()[after:].splitlines() if file.is_file() else ():
-        with suppress(RecordError):
-            said = cast("dict[str, Any]", parsed(line))
-            number = said.get("round") if type(said) is dict else None
-            last = max(last, number) if type(number) is int else last
-    return last
-
-
-def _require_secrets(folder: Path, files: Mapping[str, Any]) -> None:
-    """Refuse to draw noise by another secret: what was released once must not be drawn again."""
-    for file in (folder / name for name in files if Path(name).name == SECRET):
-        if not file.is_file() or mark_of_file(file) != files[str(file.relative_to(folder))]:
-            raise FedplanError(f"{file} is lost, or not that of the run: put a copy of it back")
-
-
-def _require_newest(folder: Path, number: int, files: Mapping[str, Any]) -> None:
-    """Refuse a world that is older than its ledger: to go on would cut off what is told of."""
-    last = last_told(folder, files.get(LEDGER, (0, ""))[0])
-    if last > number + 1:
-        raise FedplanError(
-            f"{folder / LEDGER} tells of round {last}, and {folder / WORLD} is of round {number}: "
-            "the server has lost its world; put a copy back, or begin another run"
-        )
 
 
 def _ledger(file: Path, files: Mapping[str, Any]) -> Ledger:

@@ -55,6 +55,7 @@ ORDER = (
         "desk",
         "rounds",
         "attendance",
+        "remains",
         "server",
         "verification",
         "runners",
