@@ -37,11 +37,7 @@ def secret_of(file: Path, seal: Seal | None = None) -> bytes:
         raise PrivacyError(f"others may read the secret {file}: chmod 600 it, or begin anew")
     found = content if seal is None else seal.open(content, _ABOUT)
     if len(found) != SIZE:
-<<<<<<< HEAD
         raise PrivacyError(f"{file} must have {SIZE} bytes, not {len(found)}: put a copy back")
-=======
-        raise PrivacyError(f"{file} has {len(found)} bytes of {SIZE}: put a copy of it back")
->>>>>>> read2
     return found
 
 
