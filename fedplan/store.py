@@ -33,7 +33,7 @@ from fedplan.generations import LARGEST_MANIFEST, Manifest, Unfit, read_manifest
 from fedplan.generations import Generation as Generation
 from fedplan.generations import Skipped as Skipped
 from fedplan.locks import alone, claimed, synced
-from fedplan.params import ITEMSIZE
+from fedplan.message import DTYPES
 from fedplan.seals import Seal
 
 Tensors = Mapping[str, Tensor]
@@ -328,7 +328,7 @@ def _apart(tensors: Tensors) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if name == "__metadata__" or not name.isprintable():
             raise StoreError(f"a tensor cannot be named {name!r}: use another, printable name")
-        if str(tensor.dtype).removeprefix("torch.") not in ITEMSIZE or tensor.layout != strided:
+        if tensor.dtype not in DTYPES or tensor.layout != strided:
             raise StoreError(f"{name!r} is {tensor.dtype}, {tensor.layout}: make it dense float32")
         dense = tensor.detach().cpu().contiguous()
         memory = dense.untyped_storage().data_ptr()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fedplan import privacy
 from fedplan.description import describe
-from fedplan.examples import Masked, Ragged, Sequences
+from fedplan.examples import Masked, Ragged, Sequences, keys_of
 from fedplan.fit import Done, Examples, Job, Loss, Pace, proximal
 from fedplan.methods.adapters import add_lora
 from fedplan.models.prompts import add_prompts
@@ -322,8 +322,8 @@ def test_few_long_texts_run_at_a_time_and_many_short_ones() -> None:
 
 
 def test_masked_tokens_are_hidden_row_by_row() -> None:
-    blocks = ragged(Ragged.of([[5, 6, 7, 8, 9], [10, 11], [12, 12, 12], [13]]))
-    rows = Masked(blocks, 3, torch.tensor([0, 1, 2]), 64)
+    found = Ragged.of([[5, 6, 7, 8, 9], [10, 11], [12, 12, 12], [13]])
+    rows = Masked(ragged(found), keys_of(found), 3, torch.tensor([0, 1, 2]), 64)
     asked = task("masked-lm", columns="x")
     changes, _, tally = run(job_of(zoo.build("bert-mlm"), rows=rows, loss=asked.loss))
     assert not tally.slow and tally.steps == 3

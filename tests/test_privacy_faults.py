@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fedplan.description import describe
 from fedplan.errors import StoreError
-from fedplan.examples import Masked, Ragged, Sequences
+from fedplan.examples import Masked, Ragged, Sequences, keys_of
 from fedplan.fit import Job, Pace
 from fedplan.privacy import PrivacyError, budget, ghost
 from fedplan.privacy.accountant import epsilon
@@ -85,7 +85,8 @@ def test_masks_and_dropout_follow_no_public_seed() -> None:
 
 def test_hidden_tokens_follow_no_public_seed() -> None:
     """The rows that a fit draws its masks for are seeded from the secret source too."""
-    rows = Masked(texts_of([[5] * 30] * 8), 4, torch.tensor([0]), 60)
+    texts = [[5] * 30] * 8
+    rows = Masked(texts_of(texts), keys_of(Ragged.of(texts)), 4, torch.tensor([0]), 60)
     seen = list[int]()
 
     class Spy:

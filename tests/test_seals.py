@@ -46,7 +46,7 @@ from fedplan.errors import FedplanError
 from fedplan.failpoints import VARIABLE
 from fedplan.generations import LARGEST_MANIFEST
 from fedplan.journal import Journal
-from fedplan.params import ITEMSIZE
+from fedplan.message import DTYPES
 from fedplan.seals import Seal, new_key_file
 from fedplan.store import Store, StoreError
 
@@ -54,6 +54,7 @@ __all__ = ["small_disk", "unarmed"]  # fixtures
 
 KEY, OTHER = Seal(b"k" * 32), Seal(b"o" * 32)
 HEADER = 52
+SIZES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES}
 
 
 @contextmanager
@@ -262,9 +263,9 @@ def test_it_is_aes_256_gcm_with_a_key_from_hkdf() -> None:
 def generations(draw: st.DrawFn) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in draw(st.sets(st.sampled_from(NAMES))):
-        dtype = draw(st.sampled_from(sorted(ITEMSIZE)))
+        dtype = draw(st.sampled_from(sorted(SIZES)))
         shape = draw(st.lists(st.integers(0, 4), max_size=3))
-        count = torch.Size(shape).numel() * ITEMSIZE[dtype]
+        count = torch.Size(shape).numel() * SIZES[dtype]
         raw = random.Random(draw(st.integers())).randbytes(count)
         values = torch.tensor(list(raw), dtype=torch.uint8)
         values = (values % 2 if dtype == "bool" else values).view(getattr(torch, dtype))
@@ -301,7 +302,7 @@ def test_every_generation_comes_back(
 
 def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
     raw = torch.arange(64, dtype=torch.uint8) % 2
-    tensors = {dtype: raw.clone().view(getattr(torch, dtype)) for dtype in ITEMSIZE}
+    tensors = {dtype: raw.clone().view(getattr(torch, dtype)) for dtype in SIZES}
     Store(tmp_path, seal=KEY).write(tensors, {}, number=0)
     found = Store(tmp_path, seal=KEY).read()
     assert found is not None and same(found.tensors, tensors)

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from fedplan import failpoints
 from fedplan.failpoints import POINTS, VARIABLE
-from fedplan.params import ITEMSIZE
+from fedplan.message import DTYPES
 from fedplan.store import Generation, Skipped, Store, StoreError
 
+SIZES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES}
 STORE_POINTS = [name for name in POINTS if name.startswith("store.")]
 NAMES = ("h.0.attn.c_attn.weight[query]", "x#control", 'ä "quoted"\\/ 漢', "home/reply/", "")
 
@@ -79,9 +80,9 @@ def files(folder: Path, number: int) -> tuple[Path, Path]:
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
     store, generator = Store(tmp_path), torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
-    for dtype in ITEMSIZE:
+    for dtype in SIZES:
         for shape in ((), (0,), (3, 0, 2), (1,), (5, 7)):
-            raw = torch.randint(0, 256, (*shape, ITEMSIZE[dtype]), generator=generator)
+            raw = torch.randint(0, 256, (*shape, SIZES[dtype]), generator=generator)
             if dtype == "bool":
                 raw %= 2
             values = raw.to(torch.uint8).reshape(-1).clone().view(getattr(torch, dtype))
