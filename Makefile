@@ -19,8 +19,8 @@ examples: ## the README's studies, two rounds of each
 	  folder=$$(mktemp -d) && fedplan run examples/$$study.toml --set train.rounds=2 --output $$folder/run \
 	  && fedplan verify $$folder/run && rm -r $$folder || exit 1; done
 
-nightly: ## all tests, the long ones too
-	pytest -n auto
+nightly: ## all tests, the long ones too, and every law on more examples
+	FEDPLAN_LAWS=night pytest -n auto
 
 picture: ## draw the README's picture anew
 	python docs/picture.py

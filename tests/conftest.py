@@ -17,8 +17,9 @@ from commands import STUDY
 from hypothesis import settings
 
 torch.set_num_threads(1)
-settings.register_profile("laws", max_examples=2000, deadline=None, derandomize=True)
-settings.load_profile("laws")
+for profile, examples in (("day", 300), ("night", 2000)):
+    settings.register_profile(profile, max_examples=examples, deadline=None, derandomize=True)
+settings.load_profile(os.environ.get("FEDPLAN_LAWS", "day"))
 
 
 @pytest.fixture
