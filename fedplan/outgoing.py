@@ -11,30 +11,32 @@ from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.ledger import Ledger
+from fedplan.locks import alone
 from fedplan.store import told
 
 RECORD, AGREEMENT = "outgoing.jsonl", "agreed.json"
 
 
 class Outgoing:
-    """The record of one site in one experiment. A line is on disk before its bytes leave."""
+    """The record of one site in one experiment. A line is on disk before its bytes leave.
+
+    Several processes may write it: of a simulation, or a trainer that is started beside another.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         with told(f"{folder} cannot be made", "name a folder that you may write to"):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file = folder / RECORD
-            file.touch(mode=0o600)
-        # What a kill cut off never left: its line is written before its bytes go.
-        self._ledger = Ledger(file, length=_whole(file))
+            (folder / RECORD).touch(mode=0o600)
 
     def note(self, line: Mapping[str, Any]) -> None:
         """Write down what is about to leave."""
-        again = any(
-            (each["request"], each["answer"]) == (line["request"], line["answer"])
-            for each in read_outgoing(self._folder)
-        )
-        self._ledger.append([{**line, "again": again}])
+        file, asked = self._folder / RECORD, (line["request"], line["answer"])
+        with alone(self._folder, wait=60.0):
+            before = read_outgoing(self._folder)
+            again = any((each["request"], each["answer"]) == asked for each in before)
+            # What a kill cut off never left: its line is written before its bytes go.
+            Ledger(file, length=_whole(file)).append([{**line, "again": again}])
 
 
 def read_outgoing(folder: Path) -> list[dict[str, Any]]:

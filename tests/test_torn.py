@@ -290,3 +290,10 @@ def test_of_two_starts_at_once_one_wins_and_the_other_is_told(here: Path) -> Non
     with pytest.raises(FedplanError, match="another study"):
         Trial(other, here / "run")
     assert Trial(study, here / "run").federation.world.round == 0
+
+
+def test_of_several_that_write_a_record_none_loses_a_line(tmp_path: Path) -> None:
+    writers = [Outgoing(tmp_path) for _ in range(3)]
+    for number in range(12):
+        writers[number * number % 3].note({"request": f"r/{number}", "answer": "update"})
+    assert [line["request"] for line in read_outgoing(tmp_path)] == [f"r/{n}" for n in range(12)]
