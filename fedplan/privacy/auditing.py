@@ -75,7 +75,7 @@ def draws(
 
 def flat(released: dict[str, Tensor]) -> Draws:
     """Draws as rows: the coordinates of all names, in the order of the names."""
-    parts = [released[name].double().flatten(1) for name in sorted(released)]
+    parts = [v.double().reshape(len(v), -1) for _, v in sorted(released.items())]
     return torch.cat(parts, dim=1).numpy()
 
 
