@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from fedplan.catalog import MANIFESTS, SHORT, skeleton
-from fedplan.description import describe
-from fedplan.manifest import written
+from fedplan.models.catalog import MANIFESTS, SHORT, skeleton
+from fedplan.models.description import describe
+from fedplan.models.schema import written
 
 if __name__ == "__main__":
     for name in SHORT:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedplan import Turn, params_of, parse
-from fedplan.params import Block, Kind, Param
-from fedplan.pictures import Picture, draw
+from fedplan.models.params import Block, Kind, Param
+from fedplan.reports.figure import Figure, draw
 
 CHOSEN = (2, 5, 9, 11)
 
@@ -36,10 +36,10 @@ def main() -> None:
     scores = {Block("encoder", i): float(i in CHOSEN) for i in range(12)}
     draw(
         [
-            Picture("FedFrozen on a ViT, rounds 1 to 20", vit, frozen, Turn(round=1)),
-            Picture("FedFrozen, from round 21", vit, frozen, Turn(round=21)),
-            Picture("SAFL on BERT: this client, this round", bert, safl, Turn(scores=scores)),
-            Picture("pFedDC on CLIP", prompted_clip(), pfeddc),
+            Figure("FedFrozen on a ViT, rounds 1 to 20", vit, frozen, Turn(round=1)),
+            Figure("FedFrozen, from round 21", vit, frozen, Turn(round=21)),
+            Figure("SAFL on BERT: this client, this round", bert, safl, Turn(scores=scores)),
+            Figure("pFedDC on CLIP", prompted_clip(), pfeddc),
         ],
         Path(__file__).parent / "roles.png",
     )

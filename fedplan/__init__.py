@@ -4,18 +4,30 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fedplan.architectures import teach
-from fedplan.catalog import params_of
 from fedplan.errors import FedplanError, PlanError, UnknownArchitecture, UnknownModel
-from fedplan.explanation import explain
-from fedplan.plan import Plan, Role, best, by, chain, cycle, freeze, hold, keep, share, when
-from fedplan.resolution import Resolver, permitted, resolve
-from fedplan.text import parse
-from fedplan.turn import Turn, after, client_in, phase, trait
+from fedplan.language.parser import parse
+from fedplan.language.plan import (
+    Plan,
+    Role,
+    best,
+    by,
+    chain,
+    cycle,
+    freeze,
+    hold,
+    keep,
+    share,
+    when,
+)
+from fedplan.language.resolution import Resolver, permitted, resolve
+from fedplan.language.turn import Turn, after, client_in, phase, trait
+from fedplan.models.architectures import teach
+from fedplan.models.catalog import params_of
+from fedplan.reports.explanation import explain
 
 if TYPE_CHECKING:
-    from fedplan.description import describe
-    from fedplan.state import mark
+    from fedplan.models.description import describe
+    from fedplan.training.freezing import mark
 
 __version__ = "0.1.0"
 
@@ -51,7 +63,7 @@ __all__ = [
     "when",
 ]
 
-_WITH_TORCH = {"describe": "fedplan.description", "mark": "fedplan.state"}
+_WITH_TORCH = {"describe": "fedplan.models.description", "mark": "fedplan.training.freezing"}
 
 
 def __getattr__(name: str) -> Any:

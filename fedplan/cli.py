@@ -13,12 +13,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.catalog import params_of
 from fedplan.errors import FedplanError
-from fedplan.explanation import explain as explained
-from fedplan.explanation import parts_table
-from fedplan.manifest import written
-from fedplan.text import parse
+from fedplan.language.parser import parse
+from fedplan.models.catalog import params_of
+from fedplan.models.schema import written
+from fedplan.reports.explanation import explain as explained
+from fedplan.reports.explanation import parts_table
 
 app = typer.Typer(
     help="Say which part of a Transformer each client trains, shares and keeps, round by round.",
@@ -114,8 +114,8 @@ def propose(
     model: Annotated[str, typer.Argument(help="A model type (granite), a folder or a hub id.")],
 ) -> None:
     """Propose an anatomy for a model type that has none, and judge it by behaviour."""
-    from fedplan.proposal import propose as proposed
-    from fedplan.proposal import report, small_copy
+    from fedplan.models.behaviour.proposal import propose as proposed
+    from fedplan.models.behaviour.proposal import report, small_copy
 
     with told():
         proposal = proposed(small_copy(model))
@@ -125,7 +125,7 @@ def propose(
 
 
 def _explain_study(file: Path, *, as_json: bool) -> None:
-    from fedplan.audit import foretold
+    from fedplan.reports.preview import foretold
 
     with told():
         explanation, statement = foretold(file)
@@ -152,7 +152,7 @@ def run(
     superlink: Annotated[str, typer.Option(help="For flower: whose connection, by name.")] = "",
 ) -> None:
     """Run a study. Stop it at any moment: --resume goes on with the same bits."""
-    from fedplan.progress import follow, follow_flower
+    from fedplan.reports.progress import follow, follow_flower
 
     with told():
         if runner == "flower":
@@ -168,7 +168,7 @@ def verify(
     folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
 ) -> None:
     """Re-check a run: nothing frozen moved, nothing private left, the bytes are those explained."""
-    from fedplan.audit import verify_run
+    from fedplan.audits.run import verify_run
 
     with told():
         faults, checked = verify_run(folder)
@@ -187,7 +187,7 @@ def export(
     key: Annotated[Path | None, typer.Option(help="At a site: what opens its home.")] = None,
 ) -> None:
     """Write a model of a run as a folder that loads and predicts: safetensors and JSON."""
-    from fedplan.export import export_run
+    from fedplan.studies.export import export_run
 
     with told():
         how = export_run(folder, output, client, key)
@@ -200,7 +200,7 @@ def privacy(
     as_json: Json = False,
 ) -> None:
     """Say what a study promises and will cost, or what a run has spent, and what is not covered."""
-    from fedplan.audit import stated
+    from fedplan.reports.preview import stated
 
     with told():
         found = stated(place)
@@ -211,12 +211,12 @@ def privacy(
 
 
 @app.command()
-def ledger(
+def egress(
     folder: Annotated[Path, typer.Argument(help="A site's home, or one experiment in it.")],
     as_json: Json = False,
 ) -> None:
     """At a site: every byte that left it, by round and part, and the plan that it agreed to."""
-    from fedplan.auditor import told_of
+    from fedplan.reports.egress import told_of
 
     with told():
         found = told_of(folder)
@@ -234,16 +234,16 @@ def faults(
     key: Annotated[Path | None, typer.Option(help="What opens its home, if it is sealed.")] = None,
 ) -> None:
     """At a site: what went wrong there, in full. Of all this only a code has left it."""
-    from fedplan.faults import read_faults
-    from fedplan.seals import Seal
+    from fedplan.federation.fault_log import read_faults
+    from fedplan.storage.encryption import Encryption
 
     with told():
-        for each in read_faults(folder, Seal.from_file(key) if key else None):
+        for each in read_faults(folder, Encryption.from_file(key) if key else None):
             Console(soft_wrap=True, highlight=False).print(each, markup=False)
 
 
 @app.command()
-def audit(
+def attack(
     draws: Annotated[int, typer.Option(help="Releases of each world.", min=100)] = 50_000,
     clients: Annotated[int, typer.Option(help="Clients that are attacked.", min=2)] = 8,
     as_json: Json = False,
@@ -251,10 +251,10 @@ def audit(
     """Attack tiny federations here and now: what leaks, and what privacy buys."""
     import os
 
-    from fedplan.attacks.leaks import look
+    from fedplan.audits.attacks.leaks import attack as attacked
 
     with told(), Console(stderr=True).status("Attacking: this takes about a minute."):
-        found = look(draws, clients, os.urandom(32))
+        found = attacked(draws, clients, os.urandom(32))
     if as_json:
         print(json.dumps(found.json(), indent=1))
     else:
@@ -268,8 +268,8 @@ def digest(
     study: Annotated[Path, typer.Argument(help="A study file (TOML).")],
 ) -> None:
     """Print the digest of the model that a study starts from, to pin as model.digest."""
-    from fedplan.config import read_study
-    from fedplan.studies import stage_of
+    from fedplan.studies.schema import read_study
+    from fedplan.studies.stage import stage_of
 
     with told():
         print(stage_of(read_study(study)).digest)
@@ -278,12 +278,12 @@ def digest(
 @app.command()
 def methods() -> None:
     """List the published methods, each with its plan."""
-    from fedplan.methods import METHODS, method
+    from fedplan.methods.registry import METHODS, method_named
 
     for name, make in METHODS.items():
         what = (make.__doc__ or "").splitlines()[0]
         Console().print(
-            f"[bold]{name}[/bold]  {what}\n    {method(name).plan.text}", highlight=False
+            f"[bold]{name}[/bold]  {what}\n    {method_named(name).plan.text}", highlight=False
         )
 
 
@@ -296,12 +296,12 @@ def draw(
     labels: Labels = 0,
 ) -> None:
     """Draw the parts of a model, coloured by their roles."""
-    from fedplan.pictures import Picture
-    from fedplan.pictures import draw as drawn
+    from fedplan.reports.figure import Figure
+    from fedplan.reports.figure import draw as drawn
 
     with told():
         params = params_of(model, task=task, labels=labels)
-        drawn([Picture(model, params, parse(plan))], output)
+        drawn([Figure(model, params, parse(plan))], output)
 
 
 Sites = Annotated[list[str] | None, typer.Option("--site", help="The name of a site; repeat it.")]
@@ -318,7 +318,7 @@ def keys(
 ) -> None:
     """Make the keys that a federation lacks. Nothing is overwritten: call it again to add sites."""
     with told():
-        from fedplan.keys import make_keys
+        from fedplan.runners.flower.keys import make_keys
 
         for path in make_keys(folder, host or [], site or [], days):
             print(path)
@@ -342,7 +342,7 @@ def federation(
 ) -> None:
     """Write all that a federation of real sites is started from. Its README says what to do."""
     with told():
-        from fedplan.starter import new_federation
+        from fedplan.runners.flower.starter import new_federation
 
         new_federation(
             folder,

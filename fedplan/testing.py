@@ -12,24 +12,27 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
-from fedplan.agreement import Setup, fare_of
-from fedplan.crowds import Crowd
-from fedplan.description import describe
-from fedplan.exchange import nbytes
-from fedplan.fit import Examples, Job, Loss, Pace, plain
-from fedplan.forecast import forecast
-from fedplan.ledger import ROLES, digests, read_lines
-from fedplan.method import Method
-from fedplan.phases import Planned
-from fedplan.plan import Role, share
-from fedplan.resolution import permitted, resolve
-from fedplan.rounds import Tally, World, announced, close, pull, push
+from fedplan.audits.ledger import verify_lines
+from fedplan.data.examples import Examples, Loss
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.record import ROLES
+from fedplan.federation.rounds import Tally, announced, close, pull, push
+from fedplan.federation.turns import local
+from fedplan.federation.world import World
+from fedplan.language.crowds import Crowd
+from fedplan.language.plan import Role, share
+from fedplan.language.resolution import permitted, resolve
+from fedplan.language.turn import Turn
+from fedplan.methods.method import Method
+from fedplan.methods.phases import Planned
+from fedplan.models.description import describe
+from fedplan.models.values import take
+from fedplan.reports.forecasts import forecast
 from fedplan.runners.local import Federation
-from fedplan.site import local
-from fedplan.state import take
-from fedplan.sums import GRID
-from fedplan.turn import Turn
-from fedplan.verification import verify_lines
+from fedplan.storage.lines import read_lines
+from fedplan.tensors.named import digests, nbytes
+from fedplan.tensors.sums import GRID
+from fedplan.training.fit import Job, Pace, plain
 
 ROUNDS = 3
 PACE = Pace(optimiser="adamw", rate=1e-2, decay=0.1, batch=2, steps=2)
@@ -69,13 +72,13 @@ class _Case:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 self.model = method.adapt(self.model)
-        self.setup = Setup("laws", describe(self.model), method, PACE)
+        self.agreement = Agreement("laws", describe(self.model), method, PACE)
 
     def federation(
         self, where: str = "a", *, rows: Mapping[str, Examples] | None = None
     ) -> Federation:
         return Federation(
-            self.setup,
+            self.agreement,
             copy.deepcopy(self.model),
             rows or self.rows,
             self.loss,
@@ -89,7 +92,7 @@ class _Case:
         return self.folder / where
 
     def roles(self, turn: Turn) -> dict[str, Role]:
-        found = permitted(self.method.plan, self.setup.params, turn)
+        found = permitted(self.method.plan, self.agreement.params, turn)
         return {p.key: role for p, role in found.items()}
 
 
@@ -99,17 +102,17 @@ def law_sent_is_shared_and_own_is_in_no_message(case: _Case) -> None:
     for _ in range(ROUNDS):
         tally = federation.round()
         assert not tally.rejected, tally.rejected
-        for client, down in tally.cohort.items():
-            may, line = case.roles(down.turn), tally.lines[client]
+        for client, request in tally.cohort.items():
+            may, line = case.roles(request.turn), tally.lines[client]
             roles = dict(zip(may, (ROLES[letter] for letter in line.roles), strict=True))
-            answered = federation.sites[client].journal.answered(down.request)
+            answered = federation.clients[client].journal.answered(request.name)
             assert answered is not None
             sent = {k.split("#")[0] for k in answered[0]}
             assert sent == {k for k, role in roles.items() if role is Role.SHARE}
             assert sent <= {k for k, role in may.items() if role is Role.SHARE}
             own = {k for k, role in roles.items() if role.own}
-            came = own & {k.split("#")[0] for k in down.values}
-            assert not came & settled[client] and all(down.versions[k] > 0 for k in came)
+            came = own & {k.split("#")[0] for k in request.values}
+            assert not came & settled[client] and all(request.versions[k] > 0 for k in came)
             settled[client] |= own
         federation.commit(tally)
 
@@ -120,24 +123,26 @@ def law_the_ledger_proves_what_rested(case: _Case) -> None:
     for _ in range(ROUNDS):
         federation.commit(federation.round())
     lines = read_lines(case.folder / "a" / "ledger.jsonl")
-    assert not verify_lines(case.setup, lines)
+    assert not verify_lines(case.agreement, lines)
 
 
 def law_a_param_is_the_mean_over_its_own_senders(case: _Case) -> None:
     """A param nobody sent keeps its value; one sent by one of two is that client's own."""
     federation = case.federation()
-    one, *_ = federation.sites
-    setup = replace(federation.setup, method=replace(case.method, serve=type(case.method.serve)()))
-    world = World.start(setup, federation.start)
-    tally = Tally({one: push(setup, world, one, {})})
+    one, *_ = federation.clients
+    agreement = replace(
+        federation.agreement, method=replace(case.method, serve=type(case.method.serve)())
+    )
+    world = World.start(agreement, federation.start)
+    tally = Tally({one: push(agreement, world, one, {})})
     federation.ask(tally)
-    update = local(setup, federation.sites[one], tally.cohort[one])
-    pull(setup, world, tally, update)
-    after = close(setup, world, tally, roster=2, later=set())
-    riders = setup.method.riders or ("#!",)
+    update = local(agreement, federation.clients[one], tally.cohort[one])
+    pull(agreement, world, tally, update)
+    after = close(agreement, world, tally, roster=2, later=set())
+    riders = agreement.method.riders or ("#!",)
     coded = {k: v for k, v in update.values.items() if not k.endswith(riders)}
     base = {k: world.values[k] for k in {k.partition("#")[0] for k in coded}}
-    sent = setup.method.wire.decode(coded, base)
+    sent = agreement.method.wire.decode(coded, base)
     for key, value in world.values.items():
         if "#" not in key:
             assert torch.allclose(after.values[key], sent.get(key, value), rtol=0, atol=GRID), key
@@ -146,22 +151,27 @@ def law_a_param_is_the_mean_over_its_own_senders(case: _Case) -> None:
 def law_each_gets_what_it_lacks(case: _Case) -> None:
     """Who missed rounds gets every part it lacks; who is up to date gets nothing it has."""
     federation = case.federation()
-    late, *rest = federation.sites
-    world, setup = federation.world, federation.setup
+    late, *rest = federation.clients
+    world, agreement = federation.world, federation.agreement
     for _ in range(2):
-        world = announced(setup, world)
-        tally = Tally({name: push(setup, world, name, {}) for name in rest})
+        world = announced(agreement, world)
+        tally = Tally({name: push(agreement, world, name, {}) for name in rest})
         federation.ask(tally)
         for name in rest:
-            pull(setup, world, tally, local(setup, federation.sites[name], tally.cohort[name]))
-        world = close(setup, world, tally, roster=len(rest) + 1, later=set())
-    down = push(setup, announced(setup, world), late, {})
-    roles, lacking = case.roles(down.turn), set(down.values)
+            pull(
+                agreement,
+                world,
+                tally,
+                local(agreement, federation.clients[name], tally.cohort[name]),
+            )
+        world = close(agreement, world, tally, roster=len(rest) + 1, later=set())
+    request = push(agreement, announced(agreement, world), late, {})
+    roles, lacking = case.roles(request.turn), set(request.values)
     assert {k for k in lacking if "#" not in k} == {
-        p.key for p in setup.movable if not roles[p.key].own or world.versions[p.key]
+        p.key for p in agreement.movable if not roles[p.key].own or world.versions[p.key]
     }
     for name in rest:
-        for key, version in push(setup, world, name, {}).versions.items():
+        for key, version in push(agreement, world, name, {}).versions.items():
             assert version > world.known[name].get(key, -1)
 
 
@@ -175,24 +185,24 @@ def law_one_client_that_shares_all_is_plain_training(case: _Case) -> None:
     for number in (1, 2):
         federation.commit(federation.round())
         _train_plainly(case, plain_model, name, number)
-    expected = take(plain_model, case.setup.params)
+    expected = take(plain_model, case.agreement.params)
     # Values below the sum's grid are rounded to it, which later steps may carry on.
     for key, value in federation.world_values().items():
         assert torch.allclose(value, expected[key], rtol=1e-5, atol=1e-7), key
 
 
 def _train_plainly(case: _Case, model: nn.Module, name: str, number: int) -> None:
-    from fedplan import streams
+    from fedplan import seeds
 
     turn = Turn(round=number, client=name)
     plain(
         Job(
             model=model,
-            roles=resolve(share(), case.setup.params, turn),
+            roles=resolve(share(), case.agreement.params, turn),
             rows=case.rows[name],
             loss=case.loss,
             pace=PACE,
-            seed=streams.seed("laws", "fit", number, name),
+            seed=seeds.seed("laws", "fit", number, name),
             start={},
         )
     )
@@ -203,18 +213,18 @@ def law_the_same_again_is_the_same(case: _Case) -> None:
     one, two = case.federation("a"), case.federation("b")
     for _ in range(ROUNDS):
         tally = one.round()
-        for name, down in tally.cohort.items():
-            site = one.sites[name]
+        for name, request in tally.cohort.items():
+            site = one.clients[name]
             home = digests(site.journal.home()[0])
-            again = local(one.setup, site, down)
+            again = local(one.agreement, site, request)
             assert digests(site.journal.home()[0]) == home
             assert again.line == tally.lines[name].json()
         one.commit(tally)
         two.commit(two.round())
     assert digests(one.world.values) == digests(two.world.values)
-    for name in one.sites:
-        assert digests(one.sites[name].journal.home()[0]) == digests(
-            two.sites[name].journal.home()[0]
+    for name in one.clients:
+        assert digests(one.clients[name].journal.home()[0]) == digests(
+            two.clients[name].journal.home()[0]
         )
 
 
@@ -224,17 +234,20 @@ def law_bytes_are_those_explained(case: _Case) -> None:
     after = dict(announce.after) if isinstance(announce, Planned) else dict[str, int]()
     phases = {name: number for name, number in after.items() if number < ROUNDS}
     crowd = Crowd({name: {} for name in case.rows})
-    plan, params, fare = case.method.plan, case.setup.params, fare_of(case.setup)
+    plan, params, fare = case.method.plan, case.agreement.params, case.agreement.fare
     expected = forecast(plan, params, rounds=ROUNDS, phases=phases, crowd=crowd, fare=fare)
     view, *others = expected.views
     if not isinstance(announce, Planned) or others:
         return
     federation = case.federation()
-    for up, down in zip(view.ups, view.downs, strict=True):
+    for up, request in zip(view.ups, view.downs, strict=True):
         tally = federation.round()
         for client, line in tally.lines.items():
             assert up[0] <= line.up <= up[1], (client, up, line.up)
-            assert down[0] <= nbytes(tally.cohort[client].values) <= down[1], (client, down)
+            assert request[0] <= nbytes(tally.cohort[client].values) <= request[1], (
+                client,
+                request,
+            )
         federation.commit(tally)
 
 

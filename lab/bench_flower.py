@@ -23,7 +23,7 @@ from deployment import Deployment
 from study import FACTS, LAB
 
 import fedplan.runners.flower.submit as submitting
-from fedplan.ledger import read_lines
+from fedplan.storage.lines import read_lines
 
 SITES = ["north", "south", "east"]
 ROUNDS, TURNS = 4, 1

@@ -33,7 +33,8 @@ def model() -> Any:
 
 
 def stock(count: int) -> None:
-    from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+    from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
+    from flwr.app import Message as FlowerMessage
     from flwr.clientapp import ClientApp
     from flwr.serverapp.strategy import FedAvg
     from grids import InProcess
@@ -41,12 +42,12 @@ def stock(count: int) -> None:
     app = ClientApp()
 
     @app.train()
-    def train(message: Message, context: Context) -> Message:
-        state = message.content["arrays"].to_torch_state_dict()
+    def train(envelope: FlowerMessage, context: Context) -> FlowerMessage:
+        state = envelope.content["arrays"].to_torch_state_dict()
         state = {k: v + 1 if v.is_floating_point() else v for k, v in state.items()}
         said = MetricRecord({"num-examples": 1})
         content = RecordDict({"arrays": ArrayRecord(state), "metrics": said})
-        return Message(content, reply_to=message)
+        return FlowerMessage(content, reply_to=envelope)
 
     grid = InProcess(app, [{} for _ in range(count)])
     strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=count, min_available_nodes=count)
@@ -58,38 +59,38 @@ def ours(count: int) -> None:
     from flwr.app import Context
     from grids import InProcess
 
-    from fedplan.agreement import Setup
-    from fedplan.description import describe
-    from fedplan.exchange import Update
-    from fedplan.fit import Pace
-    from fedplan.mail import down_of, parcel_of, update_parcel
-    from fedplan.method import Method
-    from fedplan.parcel import Parcel
-    from fedplan.plan import share
+    from fedplan.federation.agreement import Agreement
+    from fedplan.federation.messages import Update, request_of, update_message
+    from fedplan.federation.server import Server
+    from fedplan.language.plan import share
+    from fedplan.methods.method import Method
+    from fedplan.models.description import describe
+    from fedplan.models.values import take
     from fedplan.runners.flower.calls import Patience
+    from fedplan.runners.flower.carrier import Carrier
     from fedplan.runners.flower.client import client_app
-    from fedplan.runners.flower.server import Carrier
-    from fedplan.server import Server
-    from fedplan.state import take
+    from fedplan.tensors.message import Message
+    from fedplan.tensors.serialization import packed
+    from fedplan.training.fit import Pace
 
     built = model()
-    setup = Setup("memory", describe(built), Method(share()), Pace())
+    agreement = Agreement("memory", describe(built), Method(share()), Pace())
     names = [f"client-{number}" for number in range(count)]
 
-    def answer(context: Context, kind: str, parcel: Parcel) -> Parcel:
+    def answer(context: Context, kind: str, message: Message) -> Message:
         name = str(context.node_config["name"])
         if kind == "hello":
-            return parcel_of({}, {"client": name, "agreed": setup.fingerprint, "traits": {}})
-        down = down_of(parcel)
+            return packed({}, {"client": name, "agreed": agreement.fingerprint, "traits": {}})
+        down = request_of(message)
         values = {k: v + 1 for k, v in down.values.items()}
         line = {"round": down.turn.round, "client": name, "weight": 1, "up": 0, "down": 0}
         line |= {"steps": 1, "loss": 0.0}
-        return update_parcel(Update(name, down.request, setup.fingerprint, values, 1, line))
+        return update_message(Update(name, down.name, agreement.fingerprint, values, 1, line))
 
     with tempfile.TemporaryDirectory() as folder:
         grid = InProcess(client_app(answer), [{"name": name} for name in names])
         server = Server(
-            setup, take(built, setup.params), Path(folder), rounds=ROUNDS,
+            agreement, take(built, agreement.params), Path(folder), rounds=ROUNDS,
             roster={name: {} for name in names},
         )  # fmt: skip
         Carrier(grid, server, Patience(look=0.01)).carry()

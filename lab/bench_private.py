@@ -26,17 +26,17 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
-from fedplan.description import describe
-from fedplan.fit import Pace
+from fedplan.language.parser import parse
+from fedplan.language.parts import query, value
+from fedplan.language.resolution import resolve
+from fedplan.language.turn import Turn
 from fedplan.methods.adapters import add_lora
-from fedplan.parts import query, value
-from fedplan.privacy.contributions import Subject, trained
-from fedplan.privacy.dpsgd import Noisy, Privately
-from fedplan.privacy.noise import Noise
-from fedplan.resolution import resolve
-from fedplan.state import Marked, mark
-from fedplan.text import parse
-from fedplan.turn import Turn
+from fedplan.models.description import describe
+from fedplan.privacy.dpsgd.fit import DPSGD, Noisy
+from fedplan.privacy.dpsgd.per_example import Subject, trained
+from fedplan.privacy.mechanisms.noise import Noise
+from fedplan.training.fit import Pace
+from fedplan.training.freezing import Marked, mark
 
 PLANS = {
     "all": "share()",
@@ -51,7 +51,7 @@ MODELS = {
 }
 SIZE = 16
 STEPS = 7
-PRIVATELY = Privately(clip=1.0, noise=1.0, expected_batch=SIZE, rate=0.1, steps=1)
+PRIVATELY = DPSGD(clip=1.0, noise=1.0, expected_batch=SIZE, rate=0.1, steps=1)
 
 
 class Texts:

@@ -12,12 +12,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fedplan import streams
-from fedplan.agreement import Setup
-from fedplan.description import describe
-from fedplan.fit import Pace, batches
-from fedplan.methods import method
+from fedplan import seeds
+from fedplan.federation.agreement import Agreement
+from fedplan.methods.registry import method_named
+from fedplan.models.description import describe
 from fedplan.runners.local import Federation
+from fedplan.training.fit import Pace, batches
 
 CLIENTS, ROUNDS = 10, 10
 PACE = Pace(optimiser="sgd", rate=0.01, batch=32, epochs=1)
@@ -49,7 +49,7 @@ def bare(model: nn.Module, world: dict[str, Tensor], rows: dict[str, Pixels], nu
     mean = {k: torch.zeros_like(v) for k, v in world.items()}
     for name, held in rows.items():
         model.load_state_dict(world)
-        seed = streams.seed("bench", "fit", number, name)
+        seed = seeds.seed("bench", "fit", number, name)
         torch.manual_seed(seed)
         model.train()
         optimiser = torch.optim.SGD(model.parameters(), lr=PACE.rate)
@@ -76,11 +76,11 @@ def main() -> None:
     rows = {f"client-{i}": Pixels(i) for i in range(CLIENTS)}
     twin = copy.deepcopy(model)
     world = {k: v.clone() for k, v in twin.state_dict().items()}
-    setup = Setup("bench", describe(model), method("fedavg"), PACE)
-    print(f"{sum(p.numel for p in setup.params) / 1e6:.2f} M params, {CLIENTS} clients")
+    agreement = Agreement("bench", describe(model), method_named("fedavg"), PACE)
+    print(f"{sum(p.numel for p in agreement.params) / 1e6:.2f} M params, {CLIENTS} clients")
     ours = theirs = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        federation = Federation(setup, model, rows, loss, Path(folder), rounds=ROUNDS)
+        federation = Federation(agreement, model, rows, loss, Path(folder), rounds=ROUNDS)
         for number in range(1, ROUNDS + 1):
             started = time.perf_counter()
             federation.commit(federation.round())

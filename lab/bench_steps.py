@@ -18,14 +18,14 @@ from study import FACTS
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedplan.description import describe
-from fedplan.fit import Pace
-from fedplan.params import Block
-from fedplan.plan import Plan, share
-from fedplan.resolution import resolve
-from fedplan.state import mark
-from fedplan.text import parse
-from fedplan.turn import Turn
+from fedplan.language.parser import parse
+from fedplan.language.plan import Plan, share
+from fedplan.language.resolution import resolve
+from fedplan.language.turn import Turn
+from fedplan.models.description import describe
+from fedplan.models.params import Block
+from fedplan.training.fit import Pace
+from fedplan.training.freezing import mark
 
 PLANS: dict[str, Plan] = {
     "full": share(),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from fedplan.sums import ExactSum
+from fedplan.tensors.sums import ExactSum
 
 COUNT = 25_000_000
 WEIGHT = 7

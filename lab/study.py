@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import transformers
 
-from fedplan.config import study_of
-from fedplan.ledger import read_lines
-from fedplan.studies import Trial
+from fedplan.runners.simulation import Simulation
+from fedplan.storage.lines import read_lines
+from fedplan.studies.schema import study_of
 
 LAB = Path(__file__).parent
 
@@ -70,8 +70,8 @@ def one(said: dict[str, Any], places: dict[str, str], command: str, out: Path) -
     here = json.dumps(said)
     for name, place in places.items():
         here = here.replace(name, place)
-    trial = Trial(study_of(json.loads(here)), folder)
-    trial.run(lambda *_: None)
+    simulation = Simulation(study_of(json.loads(here)), folder)
+    simulation.run(lambda *_: None)
     lines = read_lines(folder / "ledger.jsonl")
     turns = [line for line in lines if "moved" not in line]
     signs = [
@@ -85,10 +85,10 @@ def one(said: dict[str, Any], places: dict[str, str], command: str, out: Path) -
         "facts": FACTS,
         "seconds": round(time.monotonic() - started, 1),
         "clients": len({line["client"] for line in turns}),
-        "params": sum(p.numel for p in trial.federation.setup.params),
+        "params": sum(p.numel for p in simulation.federation.agreement.params),
         "bytes_up": sum(line["up"] for line in turns),
         "bytes_down": sum(line["down"] for line in turns),
-        "chosen": _chosen(turns, trial),
+        "chosen": _chosen(turns, simulation),
         "rounds": signs,
         "metrics": read_lines(folder / "metrics.jsonl"),
     }
@@ -97,9 +97,9 @@ def one(said: dict[str, Any], places: dict[str, str], command: str, out: Path) -
     shutil.rmtree(folder)
 
 
-def _chosen(turns: list[dict[str, Any]], trial: Trial) -> dict[str, int]:
+def _chosen(turns: list[dict[str, Any]], simulation: Simulation) -> dict[str, int]:
     """How many turns shared each block, where scores decide."""
-    params, found = trial.federation.setup.params, dict[str, int]()
+    params, found = simulation.federation.agreement.params, dict[str, int]()
     for line in turns:
         if line["scores"]:
             pairs = zip(params, line["roles"], strict=True)

@@ -11,9 +11,9 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from fedplan.description import blocks_of
-from fedplan.ledger import digest
-from fedplan.params import Block, Params
+from fedplan.models.description import blocks_of
+from fedplan.models.params import Block, Params
+from fedplan.tensors.named import digest
 
 Seen = dict[tuple[Block, bool], Tensor]
 """Attention probabilities by block, self-attention (False) and cross-attention (True) apart."""

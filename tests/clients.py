@@ -10,15 +10,15 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from fedplan.journal import home_of
+from fedplan.federation.client import KEY
+from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import SECRET
-from fedplan.privacy.promise import Promise
-from fedplan.site import KEY
+from fedplan.storage.journal import home_of
 
-PROMISES = {
-    "veiled": Promise("client", 900.0, 1e-5, 1.0, 1.0, 0.7, vote=2.0, period=2, quantile=0.5),
-    "cloaked": Promise("example", 900.0, 1e-5, 1.0, 1.0, 0.5, 2, 2, vote=2.0, period=2),
-    "weighed": Promise("client", 900.0, 1e-5, 1.0, 1.0, vote=2.0, cap=4),
+GUARANTEES = {
+    "veiled": Guarantee("client", 900.0, 1e-5, 1.0, 1.0, 0.7, vote=2.0, period=2, quantile=0.5),
+    "cloaked": Guarantee("example", 900.0, 1e-5, 1.0, 1.0, 0.5, 2, 2, vote=2.0, period=2),
+    "weighed": Guarantee("client", 900.0, 1e-5, 1.0, 1.0, vote=2.0, cap=4),
 }
 """Runs that hide their clients or their examples, and vote on the layers."""
 

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from fedplan.runners.flower.starter import new_federation
 from fedplan.runners.flower.submit import QUIET
-from fedplan.starter import new_federation
 
 BIN = Path(sys.executable).parent
 
@@ -126,7 +126,7 @@ class Deployment:
             "serverapp": ("flwr-serverapp", f"127.0.0.1:{self.inner}"),
             "proxy": ("nginx", f"{here}/server"),
             "clientapp": ("flwr-clientapp", "127.0.0.1:"),
-            "trainer": ("fedplan.trainer", here),
+            "trainer": ("fedplan.runners.worker", here),
         }.get(what, ("flower-supernode", f"{here}/sites/{what}/"))
         found = list[int]()
         for place in Path("/proc").glob("[0-9]*"):

@@ -36,24 +36,17 @@ from neighbours import (
 )
 from torch import Tensor, nn
 
-from fedplan.config import read_study
-from fedplan.fit import Examples
-from fedplan.ledger import digest
-from fedplan.privacy.accountant import epsilon
-from fedplan.privacy.aggregate import aggregate
-from fedplan.privacy.auditing import (
-    Column,
-    Draws,
-    draws,
-    flat,
-    gaussian_lower_bound,
-    lower_bound,
-)
-from fedplan.privacy.clipping import clip
-from fedplan.privacy.dpsgd import Noisy, Privately
-from fedplan.privacy.noise import Noise
-from fedplan.shares import shares_of
-from fedplan.tables import load
+from fedplan.audits.bounds import Column, Draws, draws, flat, gaussian_lower_bound, lower_bound
+from fedplan.data.examples import Examples
+from fedplan.data.tables import load
+from fedplan.privacy.accounting.accountant import epsilon
+from fedplan.privacy.dpsgd.fit import DPSGD, Noisy
+from fedplan.privacy.mechanisms.clipping import clip
+from fedplan.privacy.mechanisms.gaussian import aggregate
+from fedplan.privacy.mechanisms.noise import Noise
+from fedplan.studies.schema import read_study
+from fedplan.studies.shares import shares_of
+from fedplan.tensors.named import digest
 
 DELTA, CONFIDENCE = 1e-5, 0.999
 ALIKE = 5.0
@@ -82,7 +75,7 @@ def shape_of(said: Said) -> Any:
     """A message without its noisy values: words, sizes, names, shapes."""
     values, words = said.opened()
     kinds = {k: (tuple(v.shape), str(v.dtype)) for k, v in sorted(values.items())}
-    sizes = [len(b) for b in said.parcel.blobs] if said.parcel is not None else []
+    sizes = [len(b) for b in said.message.blobs] if said.message is not None else []
     return said.way, said.kind, said.site, blank(words), kinds, sizes, said.error
 
 
@@ -196,8 +189,8 @@ def poked(world: World, seen: Seen) -> Seen:
     """The same sites asked out of turn: polled about every turn that they have had."""
     asked = [s for s in seen.said if (s.way, s.kind) == ("down", "train")]
     for each in asked:
-        assert each.parcel is not None
-        world.wire.ask(each.site, "query.poll", each.parcel)
+        assert each.message is not None
+        world.wire.ask(each.site, "query.poll", each.message)
     return replace(seen, said=list(world.wire.said))
 
 
@@ -255,7 +248,7 @@ def reused(case: Case, here: Path, more: str = "") -> list[Finding]:
 class _Drawn(Noisy):
     """The noise that a fit adds to its sum, and nothing else of it."""
 
-    def __init__(self, privately: Privately, noise: Noise) -> None:
+    def __init__(self, privately: DPSGD, noise: Noise) -> None:
         self._privately = privately
         self._normal = lambda shape: noise.gaussian(shape, 1.0)
 
@@ -279,7 +272,7 @@ def released(case: Case, seen: Seen, count: int) -> Draws:
             found.append(flat(draws(mechanism, changes, size, once)))
         else:
             total = torch.from_numpy(_summed(case, seen))
-            private = Privately(CLIP, NOISE, BATCH, 1.0, 1)
+            private = DPSGD(CLIP, NOISE, BATCH, 1.0, 1)
             drawn = _Drawn(private, Noise.fresh()).release(total.expand(size, -1))
             found.append(drawn.double().numpy())
     return np.concatenate(found)

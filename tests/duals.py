@@ -11,9 +11,9 @@ import transformers as hf
 from torch import nn
 from zoo import TEXT, VISION
 
-from fedplan.examples import Images
+from fedplan.data.examples import Images
+from fedplan.data.tasks import task
 from fedplan.models.dual import Dual, dual_of
-from fedplan.tasks import task
 
 NAMES = ("cat", "ice_cream", "big_old_dog")
 ASKED = task("image-text", columns="x", label="y", labels=NAMES)

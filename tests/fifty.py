@@ -362,7 +362,7 @@ def build(name: str) -> nn.Module:
 
 def table() -> str:
     """What each of the fifty types, and of the further ones, is by its behaviour."""
-    from fedplan.behaviour import verdicts
+    from fedplan.models.behaviour.judging import verdicts
 
     lines, works = list[str](), 0
     for name in (*FIFTY, *FURTHER):

@@ -24,28 +24,28 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import transformers as hf
-from flwr.app import Message
+from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from grids import InProcess
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from zoo import TEXT, VISION
 
-from fedplan import identity
 from fedplan.errors import FedplanError
-from fedplan.journal import Journal
-from fedplan.ledger import read_lines
-from fedplan.mail import opened
-from fedplan.parcel import Parcel
+from fedplan.federation import identity
+from fedplan.federation.server import Server
 from fedplan.privacy import guard
-from fedplan.privacy.aggregate import Change, Mechanism
-from fedplan.privacy.events import Spent, read_spent
-from fedplan.privacy.noise import Noise
-from fedplan.privacy.secret import derived
+from fedplan.privacy.accounting.events import Spent, read_spent
+from fedplan.privacy.mechanisms.gaussian import Change, Mechanism
+from fedplan.privacy.mechanisms.noise import Noise
+from fedplan.privacy.mechanisms.secret import derived
 from fedplan.runners.flower.apps import client_of
-from fedplan.runners.flower.records import parcel_in, records_of
-from fedplan.runners.flower.server import carry_study
-from fedplan.server import Server
+from fedplan.runners.flower.carrier import carry_study
+from fedplan.runners.flower.records import message_in, records_of
+from fedplan.storage.journal import Journal
+from fedplan.storage.lines import read_lines
+from fedplan.tensors.message import Message
+from fedplan.tensors.serialization import unpacked
 
 CLIP, RATE, BATCH, NOISE, K, ROUNDS = 0.05, 1.0, 8, 1.0, 1, 2
 SECRET = b"the same secret in both worlds".ljust(32, b".")
@@ -278,15 +278,15 @@ class Said:
     way: str
     kind: str
     site: str
-    parcel: Parcel | None = None
+    message: Message | None = None
     error: str = ""
 
-    def opened(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return opened(self.parcel) if self.parcel is not None else ({}, {})
+    def unpacked(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return unpacked(self.message) if self.message is not None else ({}, {})
 
     @property
     def bytes(self) -> bytes:
-        held = (self.parcel.header, *self.parcel.blobs) if self.parcel is not None else ()
+        held = (self.message.header, *self.message.blobs) if self.message is not None else ()
         return b"".join((*held, self.error.encode()))
 
 
@@ -297,23 +297,23 @@ class Wire(InProcess):
         super().__init__(app, configs)
         self.said = list[Said]()
 
-    def _answer(self, message: Message) -> Message:
-        kind = message.metadata.message_type
-        site = str(self.contexts[message.metadata.dst_node_id].node_config["name"])
-        self.said.append(Said("down", kind, site, parcel_in(message.content)))
-        reply = super()._answer(message)
+    def _answer(self, envelope: FlowerMessage) -> FlowerMessage:
+        kind = envelope.metadata.message_type
+        site = str(self.contexts[envelope.metadata.dst_node_id].node_config["name"])
+        self.said.append(Said("down", kind, site, message_in(envelope.content)))
+        reply = super()._answer(envelope)
         if reply.has_error():
             self.said.append(Said("up", kind, site, error=str(reply.error.reason)))
         else:
-            self.said.append(Said("up", kind, site, parcel_in(reply.content)))
+            self.said.append(Said("up", kind, site, message_in(reply.content)))
         return reply
 
-    def ask(self, site: str, kind: str, parcel: Parcel) -> Said:
+    def ask(self, site: str, kind: str, message: Message) -> Said:
         """Ask a site what its server would not."""
         nodes = {str(c.node_config["name"]): n for n, c in self.contexts.items()}
-        message = Message(records_of(parcel), nodes[site], kind)
-        message.metadata.__dict__["_message_id"] = "poke"
-        self._answer(message)
+        envelope = FlowerMessage(records_of(message), nodes[site], kind)
+        envelope.metadata.__dict__["_message_id"] = "poke"
+        self._answer(envelope)
         return self.said[-1]
 
 
@@ -370,8 +370,8 @@ class World:
     def replay(self, other: Seen) -> Seen:
         """Ask the sites here what those of another world were asked, to the byte."""
         for each in [s for s in other.said if s.way == "down" and s.site in self.tables]:
-            assert each.parcel is not None
-            self.wire.ask(each.site, each.kind, each.parcel)
+            assert each.message is not None
+            self.wire.ask(each.site, each.kind, each.message)
         return self._read(Seen())
 
     def _read(self, seen: Seen) -> Seen:
@@ -426,7 +426,7 @@ def coupled() -> Generator[None]:
         return Noise(derived(SECRET, "noise", about))
 
     def chosen(self: Server, tally: Any, polled: Mapping[str, Any]) -> None:
-        last = {b: float(i < K) for i, b in enumerate(self.setup.blocks)}
+        last = {b: float(i < K) for i, b in enumerate(self.agreement.blocks)}
         choose(self, tally, dict.fromkeys(polled, last))
 
     with (

@@ -9,9 +9,9 @@ from functools import cache
 from hypothesis import strategies as st
 
 import fedplan as fp
-from fedplan import parts as p
-from fedplan.params import Block, Params
-from fedplan.resolution import check
+from fedplan.language import parts as p
+from fedplan.language.resolution import check
+from fedplan.models.params import Block, Params
 
 NAMES = st.sampled_from(["north", "south", "St. Élie", 'a "b" c', "x,y|z", "7"])
 SMALL = st.integers(0, 12)

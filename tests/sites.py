@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedplan.desk import POLL as POLL
-from fedplan.desk import TRAIN as TRAIN
-from fedplan.desk import Desk
-from fedplan.errands import Order, Value
-from fedplan.mail import down_parcel, opened
-from fedplan.rounds import World, push
-from fedplan.trainer import Office
+from fedplan.federation.endpoint import TRAIN, Endpoint
+from fedplan.federation.messages import request_message
+from fedplan.federation.rounds import push
+from fedplan.federation.world import World
+from fedplan.runners.worker import Worker
+from fedplan.runners.worker_client import Value, WorkerSpec
+from fedplan.tensors.serialization import unpacked
 
 NAME = "north"
 RUN = "0" * 16
@@ -90,36 +90,38 @@ def write_rows(file: Path, *, count: int = 24, seed: int = 0, **change: Any) -> 
     np.savez(file, **{**found, **change})
 
 
-def site_of(folder: Path, study: str, **node: Value) -> Desk:
+def site_of(folder: Path, study: str, **node: Value) -> Endpoint:
     """The desk of a site with the rows and the home of a folder."""
     (folder / "study.toml").write_text(study)
     if not (folder / "rows.npz").exists():
         write_rows(folder / "rows.npz")
     home = str(folder / "home")
     said: dict[str, Value] = {"name": NAME, "home": home, "data": str(folder / "rows.npz"), **node}
-    return Office(Order(str(folder / "study.toml"), home, said)).desk(RUN)
+    return Worker(WorkerSpec(str(folder / "study.toml"), home, said)).endpoint(RUN)
 
 
-def world_of(desk: Desk, *, round: int = 1, scale: float = 1.0, version: int = 0) -> World:
+def world_of(endpoint: Endpoint, *, round: int = 1, scale: float = 1.0, version: int = 0) -> World:
     """A world that a server may send: that of the start, or values of its own choice."""
-    world = World.start(desk.setup, desk.site.start)
+    world = World.start(endpoint.agreement, endpoint.site.start)
     values = {key: value * scale for key, value in world.values.items()}
     versions = dict.fromkeys(values, version)
     return replace(world, round=round - 1, values=values, versions=versions)
 
 
-def asked(desk: Desk, world: World, kind: str = TRAIN) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def asked(
+    endpoint: Endpoint, world: World, kind: str = TRAIN
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What a site answers: the tensors, and what it says."""
-    down = push(desk.setup, world, NAME, {}, anew=True)
-    if desk.setup.method.together and kind == TRAIN:
-        scores = {block: float(block.number) for block in desk.setup.blocks}
+    down = push(endpoint.agreement, world, NAME, {}, anew=True)
+    if endpoint.agreement.method.together and kind == TRAIN:
+        scores = {block: float(block.number) for block in endpoint.agreement.blocks}
         down = replace(down, turn=replace(down.turn, scores=scores))
-    return opened(desk.answer(kind, down_parcel(down)))
+    return unpacked(endpoint.answer(kind, request_message(down)))
 
 
-def change_of(desk: Desk, world: World, rate: float = 1.0) -> Tensor:
+def change_of(endpoint: Endpoint, world: World, rate: float = 1.0) -> Tensor:
     """How an update differs from what was sent, in steps of one."""
-    values, said = asked(desk, world)
+    values, said = asked(endpoint, world)
     assert values, said
     parts = [((values[k] - world.values[k]) / rate).flatten() for k in sorted(values)]
     return torch.cat(parts).double()

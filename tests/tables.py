@@ -18,10 +18,9 @@ import torch
 import transformers as hf
 from PIL import Image
 
-from fedplan.config import Study, study_of
-from fedplan.examples import Masked
-from fedplan.fit import Examples, Seeded
-from fedplan.ledger import digest
+from fedplan.data.examples import Examples, Masked, Seeded
+from fedplan.studies.schema import Study, study_of
+from fedplan.tensors.named import digest
 
 KINDS = (
     "text-classification",

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedplan.agreement import Setup
-from fedplan.description import describe
-from fedplan.fit import Pace
-from fedplan.journal import home_of
-from fedplan.ledger import read_lines
-from fedplan.methods import method
+from fedplan.audits.ledger import verify_lines
+from fedplan.federation.agreement import Agreement
+from fedplan.methods.registry import method_named
+from fedplan.models.description import describe
 from fedplan.runners.local import Federation
-from fedplan.verification import verify_lines
+from fedplan.storage.journal import home_of
+from fedplan.storage.lines import read_lines
+from fedplan.training.fit import Pace
 
 PACE = Pace(optimiser="adamw", rate=1e-2, batch=2, steps=2)
 
@@ -26,12 +26,12 @@ PACE = Pace(optimiser="adamw", rate=1e-2, batch=2, steps=2)
 @pytest.fixture
 def whole(tmp_path: Path) -> Federation:
     torch.manual_seed(0)
-    made = method("pfeddc")
+    made = method_named("pfeddc")
     assert made.adapt is not None
     model = made.adapt(duals.build("clip"))
-    setup = Setup("absence", describe(model), made, PACE)
+    agreement = Agreement("absence", describe(model), made, PACE)
     rows = duals.pictures_of("ann", "berta", "carla!")
-    return Federation(setup, model, rows, duals.ASKED.loss, tmp_path, rounds=6)
+    return Federation(agreement, model, rows, duals.ASKED.loss, tmp_path, rounds=6)
 
 
 def play(whole: Federation, *absent: str) -> dict[str, set[str]]:
@@ -44,21 +44,21 @@ def play(whole: Federation, *absent: str) -> dict[str, set[str]]:
 
 
 def home(whole: Federation, name: str) -> dict[str, Tensor]:
-    return whole.sites[name].journal.home()[0]
+    return whole.clients[name].journal.home()[0]
 
 
 def own(whole: Federation) -> set[str]:
-    return {p.key for p in whole.setup.params if p.stack == "fusion" or "own" in p.words}
+    return {p.key for p in whole.agreement.params if p.stack == "fusion" or "own" in p.words}
 
 
 def faults(whole: Federation) -> list[str]:
-    return verify_lines(whole.setup, read_lines(whole.folder / "ledger.jsonl"))
+    return verify_lines(whole.agreement, read_lines(whole.folder / "ledger.jsonl"))
 
 
 def test_a_newcomer_starts_from_todays_common_prompts_and_fresh_own_ones(whole: Federation) -> None:
     for _ in range(2):
         play(whole, "carla!")
-    common = {p.key for p in whole.setup.movable}
+    common = {p.key for p in whole.agreement.movable}
     before = whole.personal_values("carla!")
     assert all(torch.equal(before[k], whole.world.values[k]) for k in common)
     assert all(torch.equal(before[k], whole.start[k]) for k in own(whole))
@@ -76,7 +76,7 @@ def test_an_absentee_keeps_its_own_and_gets_what_it_missed(whole: Federation) ->
         play(whole, "ann")
     again = home(whole, "ann")
     assert all(torch.equal(kept[k], again[k]) for k in own(whole))
-    assert play(whole)["ann"] == {p.key for p in whole.setup.movable}
+    assert play(whole)["ann"] == {p.key for p in whole.agreement.movable}
     assert not faults(whole)
 
 
@@ -84,7 +84,7 @@ def test_a_lost_home_is_a_newcomers_and_the_ledger_shows_it(whole: Federation) -
     for _ in range(2):
         play(whole)
     shutil.rmtree(home_of(whole.folder, "ann"))
-    whole.sites["ann"].journal = type(whole.sites["ann"].journal)(home_of(whole.folder, "ann"))
+    whole.clients["ann"].journal = type(whole.clients["ann"].journal)(home_of(whole.folder, "ann"))
     start = whole.personal_values("ann")
     assert all(torch.equal(start[k], whole.start[k]) for k in own(whole))
     play(whole)

@@ -19,15 +19,16 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from fedplan import Turn, parse, resolve
-from fedplan.adapters import FAMILIES, PROMPTS, UNMERGED, merged
-from fedplan.agreement import Setup
-from fedplan.description import describe
 from fedplan.errors import UnknownAdapter
-from fedplan.fit import Pace
-from fedplan.method import Method
-from fedplan.params import Kind, Params
+from fedplan.federation.agreement import Agreement
+from fedplan.methods.method import Method
+from fedplan.models.adapters import FAMILIES, PROMPTS, UNMERGED, merged
+from fedplan.models.description import describe
+from fedplan.models.params import Kind, Params
+from fedplan.models.values import put, take
 from fedplan.runners.local import Federation
-from fedplan.state import mark, put, take
+from fedplan.training.fit import Pace
+from fedplan.training.freezing import mark
 
 # peft warns of what it lacks on this machine, and of layers that it was not made for.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -205,8 +206,8 @@ def test_a_round_of_fedavg_moves_the_adapter_and_nothing_else(kind: str, tmp_pat
     params, word = describe(model), "prompt" if kind.lower() in PROMPTS else "adapter"
     before, was = {k: v.clone() for k, v in model.state_dict().items()}, answer(host, model)
     method = Method(parse(f"chain(freeze(), share({word}))"))
-    setup = Setup("adapters", params, method, Pace(steps=3, batch=2, rate=0.1, decay=0.1))
-    federation = Federation(setup, model, few(host), loss, tmp_path, rounds=1)
+    agreement = Agreement("adapters", params, method, Pace(steps=3, batch=2, rate=0.1, decay=0.1))
+    federation = Federation(agreement, model, few(host), loss, tmp_path, rounds=1)
     tally = federation.round()
     assert not tally.rejected
     federation.commit(tally)

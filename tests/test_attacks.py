@@ -14,28 +14,28 @@ import torch
 from commands import run
 from torch import Tensor
 
-from fedplan.attacks import leaks, victims
-from fedplan.attacks.choices import Seen, seen
-from fedplan.attacks.inference import auc, fit_in, named, told_apart, touched
-from fedplan.attacks.leaks import Leaks
-from fedplan.attacks.recovery import (
+from fedplan.audits.attacks import leaks, victims
+from fedplan.audits.attacks.choices import Observed, seen
+from fedplan.audits.attacks.inference import auc, fit_in, named, told_apart, touched
+from fedplan.audits.attacks.leaks import Leaks
+from fedplan.audits.attacks.recovery import (
     CHANCE,
     LENGTH,
     METHODS,
     ROWS,
     VOCABULARY,
     Read,
-    Row,
+    Recovered,
     Server,
     drawn,
     recovered,
     updates,
     ways,
 )
-from fedplan.attacks.worlds import MECHANISM, PAIRS, Audited, audited
-from fedplan.params import Kind
-from fedplan.privacy.aggregate import Mechanism
-from fedplan.privacy.noise import Noise
+from fedplan.audits.attacks.worlds import MECHANISM, PAIRS, Audited, audited
+from fedplan.models.params import Kind
+from fedplan.privacy.mechanisms.gaussian import Mechanism
+from fedplan.privacy.mechanisms.noise import Noise
 
 LOG = logging.getLogger(__name__)
 SECRET = bytes(range(32))
@@ -48,12 +48,12 @@ def worlds(draws: int) -> list[Audited]:
 
 
 @cache
-def choices(clients: int, trials: int) -> list[Seen]:
+def choices(clients: int, trials: int) -> list[Observed]:
     return seen(clients, trials, SECRET)
 
 
 @cache
-def rows(clients: int) -> list[Row]:
+def rows(clients: int) -> list[Recovered]:
     return list(recovered(clients, epsilon=8.0))
 
 
@@ -207,12 +207,12 @@ def test_the_command_says_all_of_it_in_words_and_in_json(monkeypatch: pytest.Mon
         assert len(secret) == 32
         return found
 
-    monkeypatch.setattr(leaks, "look", look)
-    code, told = run("audit", "--draws", "1000", "--clients", "2")
+    monkeypatch.setattr(leaks, "attack", look)
+    code, told = run("attack", "--draws", "1000", "--clients", "2")
     assert code == 0 and asked == [(1000, 2)]
     for word in ("claimed", "own choice", "private vote", "fedfrozen B, stage two", "no tokens"):
         assert word in told
-    said = json.loads(run("audit", "--json")[1])
+    said = json.loads(run("attack", "--json")[1])
     assert said["sound"] and len(said["worlds"]) == len(PAIRS) and len(said["choices"]) == 3
     assert {part["part"] for each in said["recovery"] for part in each["parts"]} == {
         *(str(kind) for kind in Kind if kind in ("embed", "query", "key", "value", "out")),
@@ -222,6 +222,6 @@ def test_the_command_says_all_of_it_in_words_and_in_json(monkeypatch: pytest.Mon
 
 def test_a_claim_that_does_not_stand_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Leaks([Audited("zero", 1.0, 0.5, 1.5)], choices(12, 250), rows(2))
-    monkeypatch.setattr(leaks, "look", lambda *_: wrong)
-    code, told = run("audit")
+    monkeypatch.setattr(leaks, "attack", lambda *_: wrong)
+    code, told = run("attack")
     assert code == 1 and "ABOVE THE CLAIM" in told

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fedplan
-from fedplan.attention import aligned, apart, listen, moved, places
-from fedplan.description import blocks_of, describe
 from fedplan.errors import FedplanError
-from fedplan.params import Block, Kind
-from fedplan.state import take
+from fedplan.models.attention import aligned, apart, listen, moved, places
+from fedplan.models.description import blocks_of, describe
+from fedplan.models.params import Block, Kind
+from fedplan.models.values import take
 
 every = pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 

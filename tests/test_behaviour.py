@@ -15,13 +15,13 @@ import zoo
 from test_description import require_partition
 from torch import nn
 
-from fedplan import architectures
-from fedplan.anatomy import Anatomy, Layout
-from fedplan.behaviour import Verdict, require_true, verdicts
-from fedplan.description import describe
 from fedplan.errors import FedplanError, UnknownArchitecture
-from fedplan.params import Kind, Rows
-from fedplan.stimulus import stimulus
+from fedplan.models import architectures
+from fedplan.models.behaviour.judging import Verdict, require_true, verdicts
+from fedplan.models.behaviour.stimulus import stimulus
+from fedplan.models.description import describe
+from fedplan.models.layouts import Anatomy, Layout
+from fedplan.models.params import Kind, Rows
 
 OURS = [name for name in zoo.ARCHITECTURES if name not in fifty.MODELS]
 

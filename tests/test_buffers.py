@@ -19,19 +19,22 @@ from clients import loss as zoo_loss
 from torch import Tensor, nn
 
 from fedplan import describe, parse
-from fedplan.agreement import Setup
-from fedplan.buffers import buffers_of, require_rest, stilled
-from fedplan.desk import Desk, journal_in
+from fedplan.data.examples import Loss
 from fedplan.errors import FedplanError
-from fedplan.fit import Loss, Pace
-from fedplan.ledger import digests
-from fedplan.mail import down_parcel, opened
-from fedplan.method import Method
-from fedplan.params import Kind, Param, Params
-from fedplan.rounds import World, push
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import Client
+from fedplan.federation.endpoint import Endpoint, journal_in
+from fedplan.federation.messages import request_message
+from fedplan.federation.rounds import push
+from fedplan.federation.world import World
+from fedplan.methods.method import Method
+from fedplan.models.buffers import buffers_of, require_rest, stilled
+from fedplan.models.params import Kind, Param, Params
+from fedplan.models.values import put, take
 from fedplan.runners.local import Federation
-from fedplan.site import Site
-from fedplan.state import put, take
+from fedplan.tensors.named import digests
+from fedplan.tensors.serialization import unpacked
+from fedplan.training.fit import Pace
 
 ROUNDS = 3
 PACE = Pace(optimiser="adamw", rate=1e-2, batch=2, steps=2)
@@ -118,9 +121,9 @@ ACCEPTED: dict[str, Callable[[], nn.Module]] = {
 
 
 def federation(model: nn.Module, folder: Path) -> Federation:
-    setup = Setup("buffers", params_of(model), Method(parse(PLAN)), PACE)
+    agreement = Agreement("buffers", params_of(model), Method(parse(PLAN)), PACE)
     rows = {"ann": Pictures(0), "berta": Pictures(1)}
-    return Federation(setup, model, rows, loss, folder, rounds=ROUNDS)
+    return Federation(agreement, model, rows, loss, folder, rounds=ROUNDS)
 
 
 @pytest.mark.parametrize("norm", REFUSED)
@@ -135,22 +138,24 @@ def test_a_model_whose_training_changes_a_buffer_is_refused_by_name(
 
 def test_a_site_refuses_it_too_and_says_why(tmp_path: Path) -> None:
     model = cnn(REFUSED["batch norm"])
-    setup = Setup("buffers", params_of(model), Method(parse(PLAN)), PACE)
-    start = take(model, setup.params)
+    agreement = Agreement("buffers", params_of(model), Method(parse(PLAN)), PACE)
+    start = take(model, agreement.params)
     journal = journal_in(tmp_path)
-    site = Site("ann", Pictures(0), journal, model, start, digests(start), loss)
-    down = push(setup, World.start(setup, start), "ann", {})
-    found, said = opened(Desk(setup, site, tmp_path).answer("train", down_parcel(down)))
+    site = Client("ann", Pictures(0), journal, model, start, digests(start), loss)
+    down = push(agreement, World.start(agreement, start), "ann", {})
+    found, said = unpacked(
+        Endpoint(agreement, site, tmp_path).answer("train", request_message(down))
+    )
     assert not found and "failed" in said
-    assert not journal.answered(down.request)
+    assert not journal.answered(down.name)
 
 
 def left(whole: Federation, batch: dict[str, Tensor], loss: Loss) -> dict[str, object]:
     """The model's buffers, and what the federation's and each client's model predict."""
     found: dict[str, object] = {"buffers": digests(buffers_of(whole.model))}
     models = {"world": whole.world_values()}
-    for name, values in (models | {n: whole.personal_values(n) for n in whole.sites}).items():
-        put(whole.model, values, whole.setup.trainable)
+    for name, values in (models | {n: whole.personal_values(n) for n in whole.clients}).items():
+        put(whole.model, values, whole.agreement.trainable)
         with torch.no_grad():
             found[name] = loss(whole.model, batch).item()
     return found
@@ -188,8 +193,10 @@ def made(folder: Path) -> Path:
 def test_every_architecture_is_accepted_and_the_same_resumed(name: str, tmp_path: Path) -> None:
     def make(folder: Path) -> Federation:
         model = zoo.build(name)
-        setup = Setup("buffers", describe(model), Method(parse("chain(freeze(), best(1))")), PACE)
-        return Federation(setup, model, few(name), zoo_loss, made(folder), rounds=ROUNDS)
+        agreement = Agreement(
+            "buffers", describe(model), Method(parse("chain(freeze(), best(1))")), PACE
+        )
+        return Federation(agreement, model, few(name), zoo_loss, made(folder), rounds=ROUNDS)
 
     batch = Few(name, 7).batch(torch.arange(2))
     killed_is_whole(make, tmp_path, batch, zoo_loss)

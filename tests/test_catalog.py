@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedplan as fp
-from fedplan.catalog import MANIFESTS, SHORT, params_of, skeleton
 from fedplan.errors import UnknownModel
-from fedplan.manifest import read, written
+from fedplan.models.catalog import MANIFESTS, SHORT, params_of, skeleton
+from fedplan.models.schema import read, written
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedplan.config import ConfigError, Study, read_study, study_of
-from fedplan.parts import named
-from fedplan.plan import chain, hold
-from fedplan.studies import method_of
+from fedplan.language.parts import named
+from fedplan.language.plan import chain, hold
+from fedplan.studies.schema import ConfigError, Study, read_study, study_of
+from fedplan.studies.stage import method_of
 
 MINIMAL: dict[str, Any] = {
     "model": {"type": "vit"},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sites
 import torch
-from clients import PROMISES, few, loss
+from clients import GUARANTEES, few, loss
 from sites import (
     POLL,
     PRIVATE,
@@ -25,11 +25,11 @@ from sites import (
     world_of,
 )
 
-from fedplan.agreement import Setup
-from fedplan.desk import Desk
-from fedplan.privacy.guard import Veil
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.endpoint import Endpoint
+from fedplan.privacy.guard import ServerGuard
 from fedplan.runners.local import Federation
-from fedplan.sums import ExactSum
+from fedplan.tensors.sums import ExactSum
 
 EDITS: dict[str, dict[str, Any]] = {
     "another rate": {"study": {"train": "rate = 0.5"}, "rate": 0.5},
@@ -50,7 +50,7 @@ EDITS: dict[str, dict[str, Any]] = {
 }
 
 
-def edited(folder: Path, edit: dict[str, Any], method: dict[str, Any]) -> Desk:
+def edited(folder: Path, edit: dict[str, Any], method: dict[str, Any]) -> Endpoint:
     """The same site with one thing changed. What it remembers is gone, so it answers anew."""
     shutil.rmtree(folder / "home" / "federation-0", ignore_errors=True)
     draw = {"label": "digit", "pixel": "image", "order": "image"}
@@ -65,26 +65,28 @@ def edited(folder: Path, edit: dict[str, Any], method: dict[str, Any]) -> Desk:
             column.flat[7] = (column.flat[7] + 1) % 3
         rows = {draw[rows]: column}
     sites.write_rows(folder / "rows.npz", **rows)
-    desk = site_of(
+    endpoint = site_of(
         folder, study_text(**{**method, **edit.get("study", {})}), **edit.get("node", {})
     )
     if edit.get("base"):
-        rebased(desk)
-    return desk
+        rebased(endpoint)
+    return endpoint
 
 
-def rebased(desk: Desk) -> None:
+def rebased(endpoint: Endpoint) -> None:
     """Another value of a param that no plan of these tests trains: the class token."""
-    from fedplan.ledger import digests
-    from fedplan.state import put, take
+    from fedplan.models.values import put, take
+    from fedplan.tensors.named import digests
 
     key = "vit.embeddings.cls_token"
-    desk.site.start[key] = desk.site.start[key] + 0.01
+    endpoint.site.start[key] = endpoint.site.start[key] + 0.01
     put(
-        desk.site.model, {key: desk.site.start[key]}, [p for p in desk.setup.params if p.key == key]
+        endpoint.site.model,
+        {key: endpoint.site.start[key]},
+        [p for p in endpoint.agreement.params if p.key == key],
     )
-    desk.site.start = take(desk.site.model, desk.setup.params)
-    desk.site.marks = digests(desk.site.start)
+    endpoint.site.start = take(endpoint.site.model, endpoint.agreement.params)
+    endpoint.site.marks = digests(endpoint.site.start)
 
 
 FROZEN = {"method": "plan = \"chain(share(), freeze(named('*cls_token')))\""}
@@ -99,8 +101,8 @@ def test_another_content_has_other_noise_and_costs(name: str, tmp_path: Path) ->
     again = edited(tmp_path, {}, FROZEN)
     assert torch.equal(change_of(again, world_of(again)), one), "the same has the same bytes"
     assert charges(tmp_path) == 1, "and costs nothing more"
-    desk = edited(tmp_path, edit, FROZEN)
-    two = change_of(desk, world_of(desk, **edit.get("world", {})), edit.get("rate", 1.0))
+    endpoint = edited(tmp_path, edit, FROZEN)
+    two = change_of(endpoint, world_of(endpoint, **edit.get("world", {})), edit.get("rate", 1.0))
     assert charges(tmp_path) == 2
     if len(one) == len(two):
         # Of the same noise next to nothing would be left.
@@ -112,8 +114,8 @@ def test_a_vote_on_another_content_has_other_noise_and_costs(name: str, tmp_path
     method, edit = {"method": SAFL, "privacy": PRIVATE + VOTE}, EDITS[name]
     found = list[list[float]]()
     for each in ({}, {}, edit):
-        desk = edited(tmp_path, each, method)
-        _, said = asked(desk, world_of(desk, **each.get("world", {})), POLL)
+        endpoint = edited(tmp_path, each, method)
+        _, said = asked(endpoint, world_of(endpoint, **each.get("world", {})), POLL)
         assert "scores" in said, said
         found.append([score for *_, score in said["scores"]])
     assert found[0] == found[1] and charges(tmp_path) == 2
@@ -123,27 +125,27 @@ def test_a_vote_on_another_content_has_other_noise_and_costs(name: str, tmp_path
 
 def test_equal_counts_of_other_weights_are_not_told_to_be_equal(tmp_path: Path) -> None:
     """The same bytes for two contents would tell, for nothing, that no row changed its mind."""
-    desk = site_of(tmp_path, study_text(method=SAFL, privacy=PRIVATE + VOTE))
+    endpoint = site_of(tmp_path, study_text(method=SAFL, privacy=PRIVATE + VOTE))
     scores = list[str]()
     for version in range(1, 6):
-        world = world_of(desk, scale=1 + version * 1e-5, version=version)
-        scores.append(str(asked(desk, world, POLL)[1]["scores"]))
+        world = world_of(endpoint, scale=1 + version * 1e-5, version=version)
+        scores.append(str(asked(endpoint, world, POLL)[1]["scores"]))
     assert len(set(scores)) == 5 == charges(tmp_path)
 
 
 @pytest.mark.parametrize("change", ["sum", "within", "scale", "nothing"])
 def test_another_sum_of_a_round_has_other_noise_and_costs(change: str, tmp_path: Path) -> None:
-    veil = Veil(replace(PROMISES["veiled"], vote=0.0), tmp_path)
+    guard = ServerGuard(replace(GUARANTEES["veiled"], vote=0.0), tmp_path)
     shared = {"x": torch.zeros(50)}
     found = list[torch.Tensor]()
     for time in range(2):
         other = change if time else ""
-        mechanism = veil.mechanism(shared, 10, 2.0 if other == "scale" else 1.0)
+        mechanism = guard.mechanism(shared, 10, 2.0 if other == "scale" else 1.0)
         total = ExactSum()
         mechanism.add(total, {"x": torch.full((50,), 0.1 if other == "sum" else 0.05)})
         within = "8 of 9" if other == "within" else "9 of 9"
-        found.append(veil.release(mechanism, total, 1, "round 1", within)["x"])
-    assert len(veil.budget.charges) == (1 if change == "nothing" else 2)
+        found.append(guard.release(mechanism, total, 1, "round 1", within)["x"])
+    assert len(guard.budget.charges) == (1 if change == "nothing" else 2)
     if change in ("sum", "scale"):
         assert (found[0] - found[1]).norm() > 0.5 * found[0].norm()
     else:
@@ -154,42 +156,42 @@ def test_another_sum_of_a_round_has_other_noise_and_costs(change: str, tmp_path:
 def test_a_simulated_client_pays_for_another_content_too(name: str, tmp_path: Path) -> None:
     import zoo
 
-    from fedplan.description import describe
-    from fedplan.fit import Pace
-    from fedplan.methods import method
+    from fedplan.methods.registry import method_named
+    from fedplan.models.description import describe
+    from fedplan.training.fit import Pace
 
-    promise = replace(PROMISES["cloaked"], vote=0.0)
+    guarantee = replace(GUARANTEES["cloaked"], vote=0.0)
     for time in range(2):
         model, rows = zoo.build("bert"), few("bert", 2)
         if time and name == "rows":
             rows["client-0"].rows["input_ids"][0, 0] += 1
         rate = 1e-2 * (1 + (time and name == "pace"))
         experiment = "b" if time and name == "experiment" else "a"
-        setup = Setup(
+        agreement = Agreement(
             experiment,
             describe(model),
-            method("fedavg"),
+            method_named("fedavg"),
             Pace(rate=rate, batch=2, steps=2),
-            promise,
+            guarantee,
         )
         shutil.rmtree(tmp_path / "world", ignore_errors=True)
         shutil.rmtree(tmp_path / "homes", ignore_errors=True)
         for file in ("ledger.jsonl", "metrics.jsonl"):
             (tmp_path / file).unlink(missing_ok=True)
-        fed = Federation(setup, model, rows, loss, tmp_path, rounds=1)
+        fed = Federation(agreement, model, rows, loss, tmp_path, rounds=1)
         fed.round()
-    cloak = fed.sites["client-0"].cloak
-    assert cloak is not None and len(cloak.budget.charges) == 2
+    guard = fed.clients["client-0"].guard
+    assert guard is not None and len(guard.budget.charges) == 2
 
 
 def test_values_of_one_short_digest_have_other_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 16 hex digits a server finds two values by 2**32 trials, and asks for both in two runs."""
-    monkeypatch.setattr("fedplan.ledger.Digests.of", lambda *_: "0" * 16)
+    monkeypatch.setattr("fedplan.tensors.named.Digests.of", lambda *_: "0" * 16)
     found = list[torch.Tensor]()
     for scale in (1.0, 1.001):
-        desk = edited(tmp_path, {}, {})
-        found.append(change_of(desk, world_of(desk, scale=scale, version=3)))
+        endpoint = edited(tmp_path, {}, {})
+        found.append(change_of(endpoint, world_of(endpoint, scale=scale, version=3)))
     assert (found[0] - found[1]).norm() > 1.2 * found[0].norm()
     assert charges(tmp_path) == 2

@@ -13,38 +13,38 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from clients import PROMISES, few, know_secrets, loss
+from clients import GUARANTEES, few, know_secrets, loss
 from torch import Tensor
 
-from fedplan.agreement import Setup
-from fedplan.attendance import Attendance
-from fedplan.description import describe
 from fedplan.errors import FedplanError
-from fedplan.exchange import Update
-from fedplan.fit import Pace
-from fedplan.ledger import digests
-from fedplan.mail import update_parcel
-from fedplan.method import Method
-from fedplan.methods import method
-from fedplan.parcel import Parcel
-from fedplan.rounds import Tally, World
-from fedplan.runners.flower.records import parcel_in, records_of
-from fedplan.runners.flower.server import Carrier
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.messages import Update, update_message
+from fedplan.federation.participation import Participation
+from fedplan.federation.rounds import Tally
+from fedplan.federation.turns import local
+from fedplan.federation.world import World
+from fedplan.methods.method import Method
+from fedplan.methods.registry import method_named
+from fedplan.models.description import describe
+from fedplan.runners.flower.carrier import Carrier
+from fedplan.runners.flower.records import message_in, records_of
 from fedplan.runners.local import Federation
-from fedplan.site import local
-from fedplan.wire import parse_wire
+from fedplan.tensors.message import Message
+from fedplan.tensors.named import digests
+from fedplan.tensors.wire import parse_wire
+from fedplan.training.fit import Pace
 
 BAD = "client-0"
 SAFL = {"k": 1, "together": True}
 METHODS: dict[str, Method] = {
-    "fedavg": method("fedavg"),
-    "fedper": method("fedper"),
-    "scaffold": method("scaffold"),
-    "fedadam": method("fedadam"),
-    "together": method("safl", SAFL),
-    "alone": method("safl", {"k": 1}),
-    "veiled": method("safl", SAFL),
-    "weighed": method("safl", SAFL),
+    "fedavg": method_named("fedavg"),
+    "fedper": method_named("fedper"),
+    "scaffold": method_named("scaffold"),
+    "fedadam": method_named("fedadam"),
+    "together": method_named("safl", SAFL),
+    "alone": method_named("safl", {"k": 1}),
+    "veiled": method_named("safl", SAFL),
+    "weighed": method_named("safl", SAFL),
 }
 WIRES = ("plain()", "delta()", "bf16()", "pipe(delta(), int8())", "pipe(delta(), topk(0.5))")
 CASES = [(name, "plain()") for name in METHODS]
@@ -56,20 +56,29 @@ class Round:
 
     def __init__(self, name: str, wire: str, folder: Path, *, late: bool = False) -> None:
         made = replace(METHODS[name], wire=parse_wire(wire))
-        setup = Setup("damage", describe(zoo.build("bert")), made, PACE, PROMISES.get(name))
+        agreement = Agreement(
+            "damage", describe(zoo.build("bert")), made, PACE, GUARANTEES.get(name)
+        )
         know_secrets(folder, ())
-        attendance = Attendance(late=1.0) if late else None
+        participation = Participation(late=1.0) if late else None
         self.fed = Federation(
-            setup, zoo.build("bert"), few("bert", 3), loss, folder, rounds=3, attendance=attendance
+            agreement,
+            zoo.build("bert"),
+            few("bert", 3),
+            loss,
+            folder,
+            rounds=3,
+            participation=participation,
         )
         if not late:
             self.fed.commit(self.fed.round())
-        if self.fed.veil is not None:
-            self.fed.veil.cohort = lambda roster, number: list(roster)  # type: ignore[method-assign]
+        if self.fed.guard is not None:
+            self.fed.guard.cohort = lambda roster, number: list(roster)  # type: ignore[method-assign]
         self.tally = self.fed.begin()
         self.fed.ask(self.tally)
         self.updates = {
-            n: local(self.fed.setup, self.fed.sites[n], d) for n, d in self.tally.cohort.items()
+            n: local(self.fed.agreement, self.fed.clients[n], d)
+            for n, d in self.tally.cohort.items()
         }
 
     def tallied(self) -> Tally:
@@ -187,7 +196,7 @@ def test_damage_between_honest_updates_and_one_that_comes_twice(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["fedper", "scaffold"])
 def test_a_late_answer_is_checked_as_any_other(name: str, tmp_path: Path) -> None:
     found = Round(name, "plain()", tmp_path, late=True)
-    assert found.tally.late == set(found.fed.sites)
+    assert found.tally.late == set(found.fed.clients)
     without, tally = found.closed(found.tallied()), found.tallied()
     changes = [*[*damaged(found.updates[BAD])][::5], *forged(found)]
     for what, update in changes:
@@ -227,10 +236,10 @@ FREE = {
 """What is a client's own word: any value of the right kind."""
 
 
-def lines(setup: Setup, line: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def lines(agreement: Agreement, line: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """A turn's line, forged in many ways."""
-    capped = setup.promise is not None and setup.promise.cap
-    lossless = setup.method.wire.text == "plain()" and not capped
+    capped = agreement.guarantee is not None and agreement.guarantee.cap
+    lossless = agreement.method.wire.text == "plain()" and not capped
     for field in line:
         yield f"no {field}", {k: v for k, v in line.items() if k != field}
         for wrong in WRONG:
@@ -273,7 +282,7 @@ def lines(setup: Setup, line: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
 
 def forged(found: Round) -> Iterator[tuple[str, Update]]:
     update = found.updates[BAD]
-    for what, line in lines(found.fed.setup, update.line):
+    for what, line in lines(found.fed.agreement, update.line):
         if line != update.line:
             yield what, replace(update, line=line)
 
@@ -299,9 +308,9 @@ def test_a_line_over_a_lossy_wire_is_held_to_the_rest(tmp_path: Path) -> None:
         assert BAD not in tally.counted, what
 
 
-def carried(parcel: Parcel) -> Parcel:
+def carried(message: Message) -> Message:
     """A parcel as it comes out of Flower's records."""
-    return parcel_in(records_of(parcel))
+    return message_in(records_of(message))
 
 
 @pytest.mark.parametrize("name", ["fedper", "scaffold", "together"])
@@ -312,16 +321,16 @@ def test_a_forged_line_that_flower_carries_is_a_rejected_update(name: str, tmp_p
     tried = 0
     for what, update in [*forged(found), *[*damaged(found.updates[BAD])][::11]]:
         try:
-            parcel = carried(update_parcel(update))
+            message = carried(update_message(update))
         except FedplanError:
             continue  # what no message holds
-        carrier._count(tally, BAD, parcel)  # pyright: ignore[reportPrivateUsage]
+        carrier._count(tally, BAD, message)  # pyright: ignore[reportPrivateUsage]
         assert BAD not in tally.counted, what
         assert tally.rejected.pop(BAD), what
         tried += 1
     assert tried >= 200
     assert bits(found.closed(tally)) == bits(without)
-    carrier._count(tally, BAD, carried(update_parcel(found.updates[BAD])))  # pyright: ignore[reportPrivateUsage]
+    carrier._count(tally, BAD, carried(update_message(found.updates[BAD])))  # pyright: ignore[reportPrivateUsage]
     assert BAD in tally.counted
 
 
@@ -348,7 +357,7 @@ POLLS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", POLLS)
 def test_a_poll_that_cannot_be_added_is_left_out(kind: str, tmp_path: Path) -> None:
     found = Round("together", "plain()", tmp_path)
-    blocks = found.fed.setup.blocks
+    blocks = found.fed.agreement.blocks
     good = {block: float(block.number) for block in blocks}
     bad = {block: POLLS[kind](block) for block in blocks}
     strange = {type(blocks[0])("elsewhere", 3): 1.0, **good}
@@ -360,7 +369,7 @@ def test_a_poll_that_cannot_be_added_is_left_out(kind: str, tmp_path: Path) -> N
 
 
 def test_lines_are_written_as_they_are_read(tmp_path: Path) -> None:
-    from fedplan.record import read_record, read_turn
+    from fedplan.federation.record import read_record, read_turn
 
     found = Round("alone", "plain()", tmp_path)
     for update in found.updates.values():

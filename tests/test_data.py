@@ -20,11 +20,12 @@ from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedplan.catalog import params_of
-from fedplan.content import contents
-from fedplan.data import DataError, Partition, divide, halve, load, where
+from fedplan.data.content import contents
+from fedplan.data.partition import Partition, divide, halve
+from fedplan.data.tables import DataError, labels_in, load, where
 from fedplan.errors import UnknownModel
-from fedplan.tables import is_hub_id, labels_in
+from fedplan.models.catalog import params_of
+from fedplan.models.hub import is_hub_id
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 ROWS = {"text": ["a", "b", "c\nd"], "split": ["train", "test", "train"], "n": [1, 2, 3]}

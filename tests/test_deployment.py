@@ -17,15 +17,16 @@ from commands import STUDY, run
 from deployment import BIN, Deployment, free_ports
 from proxy import Proxy
 
-from fedplan.config import read_study
-from fedplan.desk import journal_in
-from fedplan.identity import is_id
-from fedplan.journal import Journal, home_of
-from fedplan.ledger import digests, read_lines
+from fedplan.federation.endpoint import journal_in
+from fedplan.federation.identity import is_id
 from fedplan.runners.flower.submit import QUIET
-from fedplan.seals import Seal
-from fedplan.store import Store
-from fedplan.trainer import folder_of
+from fedplan.runners.worker import folder_of
+from fedplan.storage.encryption import Encryption
+from fedplan.storage.journal import Journal, home_of
+from fedplan.storage.lines import read_lines
+from fedplan.storage.store import Store
+from fedplan.studies.schema import read_study
+from fedplan.tensors.named import digests
 
 SITES = [f"client-{number:02}" for number in range(3)]
 PLANS = {
@@ -66,7 +67,7 @@ def homes(fed: Path, study: Path) -> dict[str, dict[str, str]]:
     for name in SITES:
         key = fed / "sites" / name / "home.key"
         folder = folder_of(str(fed / "sites" / name / "home"), read_study(study), name)
-        seal = Seal.from_file(key) if key.exists() else None
+        seal = Encryption.from_file(key) if key.exists() else None
         run = max((each for each in folder.iterdir() if is_id(each.name)), key=_changed)
         found[name] = digests(journal_in(run, seal).home()[0])
     return found
@@ -145,7 +146,7 @@ def test_one_process_a_simulation_and_three_sites_with_tls_have_the_same_bits(
             require_same_homes(here / "fed", here, name)
             assert run("verify", str(out))[0] == 0
             require_same(simulated(here / "fed/app", name), expected)
-        code, told = run("ledger", str(here / "fed/sites/client-01/home"))
+        code, told = run("egress", str(here / "fed/sites/client-01/home"))
     assert code == 0 and f"client-01 in {plans[0]}/0" in told and "agreed to chain(" in told
 
 

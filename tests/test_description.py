@@ -13,12 +13,12 @@ from attention import look, stir
 from torch import nn
 
 import fedplan
-from fedplan import architectures
-from fedplan.anatomy import Anatomy, Layout, per_head, thirds
-from fedplan.description import describe
 from fedplan.errors import UnknownArchitecture
-from fedplan.params import Block, Kind, Param, Rows
-from fedplan.resolution import check
+from fedplan.language.resolution import check
+from fedplan.models import architectures
+from fedplan.models.description import describe
+from fedplan.models.layouts import Anatomy, Layout, per_head, thirds
+from fedplan.models.params import Block, Kind, Param, Rows
 
 every = pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 
@@ -162,7 +162,7 @@ def test_an_adapter_on_a_fused_host_has_rows_on_its_output_side() -> None:
 
 
 def test_the_words_of_every_param_are_in_the_vocabulary() -> None:
-    from fedplan.parts import WORDS
+    from fedplan.language.parts import WORDS
 
     for name in zoo.ARCHITECTURES:
         for p in describe(zoo.with_lora(name)):

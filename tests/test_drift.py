@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedplan.drift import Drift
-from fedplan.params import Kind, Param
-from fedplan.sums import ExactSum
+from fedplan.federation.drift import Drift
+from fedplan.models.params import Kind, Param
+from fedplan.tensors.sums import ExactSum
 
 PARAMS = (
     Param("q", Kind.QUERY, (3, 4)),

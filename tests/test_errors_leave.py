@@ -14,25 +14,27 @@ import pytest
 import sites
 import zoo
 from commands import run
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import Message as FlowerMessage
 from grids import InProcess
 from sites import PRIVATE, SAFL, VOTE, site_of, study_text, world_of
 
-from fedplan import codes, desk, errands, trainer
-from fedplan.codes import KINDS, meant, told, understood
-from fedplan.desk import HELLO, POLL, TRAIN
-from fedplan.errands import Order
 from fedplan.errors import FedplanError
-from fedplan.exchange import Refused
-from fedplan.faults import read_faults
-from fedplan.mail import down_parcel, opened, parcel_of
-from fedplan.parcel import Parcel
-from fedplan.rounds import push
+from fedplan.federation import codes, endpoint
+from fedplan.federation.codes import KINDS, meant, told, understood
+from fedplan.federation.endpoint import HELLO, POLL, TRAIN
+from fedplan.federation.fault_log import read_faults
+from fedplan.federation.messages import Refused, request_message
+from fedplan.federation.rounds import push
+from fedplan.runners import worker, worker_client
 from fedplan.runners.flower.apps import client_of
 from fedplan.runners.flower.client import client_app
-from fedplan.runners.flower.partial import Partial, partial
-from fedplan.runners.flower.records import parcel_in, records_of
-from fedplan.seals import Seal, new_key_file
+from fedplan.runners.flower.records import message_in, records_of
+from fedplan.runners.flower.strategy import Partial, partial
+from fedplan.runners.worker_client import WorkerSpec
+from fedplan.storage.encryption import Encryption, new_key_file
+from fedplan.tensors.message import Message
+from fedplan.tensors.serialization import packed, unpacked
 
 SECRET = "Ann-Cooper"
 
@@ -63,15 +65,15 @@ def raised() -> list[Exception]:
     return [*found, chained]
 
 
-def require_code(answer: Parcel | Message) -> str:
+def require_code(answer: Message | FlowerMessage) -> str:
     """The code that an answer is, and nothing else."""
-    if isinstance(answer, Message):
+    if isinstance(answer, FlowerMessage):
         assert answer.has_error()
         said = answer.error.reason
         kind, _, code = said.partition(": ")
         whole = said.encode()
     else:
-        values, held = opened(answer)
+        values, held = unpacked(answer)
         assert not values
         ((kind, code),) = held.items()
         whole = answer.header + b"".join(answer.blobs)
@@ -82,22 +84,22 @@ def require_code(answer: Parcel | Message) -> str:
 
 PLACES = {
     HELLO: ("run_of", "_recall", "_leave"),
-    POLL: ("down_of", "poll", "_recall", "_remember", "_leave"),
-    TRAIN: ("down_of", "local", "_recall", "_remember", "_leave"),
+    POLL: ("request_of", "poll", "_recall", "_remember", "_leave"),
+    TRAIN: ("request_of", "local", "_recall", "_remember", "_leave"),
 }
 
 
 @pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> desk.Desk:
+def held(tmp_path_factory: pytest.TempPathFactory) -> endpoint.Endpoint:
     folder = tmp_path_factory.mktemp("site")
     return site_of(folder, study_text(method=SAFL, privacy=PRIVATE + VOTE))
 
 
 @pytest.mark.parametrize("kind", [HELLO, POLL, TRAIN])
 def test_whatever_a_desk_raises(
-    kind: str, held: desk.Desk, monkeypatch: pytest.MonkeyPatch
+    kind: str, held: endpoint.Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    down = push(held.setup, world_of(held), sites.NAME, {}, anew=True)
+    down = push(held.agreement, world_of(held), sites.NAME, {}, anew=True)
     for place in PLACES[kind]:
         # Who fails after all the work was done is asked for it less often.
         for error in raised()[:: 9 if place in ("_remember", "_leave") else 1]:
@@ -106,26 +108,28 @@ def test_whatever_a_desk_raises(
                 raise error
 
             with monkeypatch.context() as patch:
-                patch.setattr(held if place.startswith("_") else desk, place, fail)
-                require_code(held.answer(kind, down_parcel(down)))
-    assert require_code(held.answer(SECRET, down_parcel(down))) == "request"
-    for parcel in (Parcel(SECRET.encode()), parcel_of({}, {"request": SECRET}), Parcel(b"")):
-        if kind != HELLO or parcel.header != parcel_of({}, {"request": SECRET}).header:
-            assert require_code(held.answer(kind, parcel)) == "message"
+                patch.setattr(held if place.startswith("_") else endpoint, place, fail)
+                require_code(held.answer(kind, request_message(down)))
+    assert require_code(held.answer(SECRET, request_message(down))) == "request"
+    for message in (Message(SECRET.encode()), packed({}, {"request": SECRET}), Message(b"")):
+        if kind != HELLO or message.header != packed({}, {"request": SECRET}).header:
+            assert require_code(held.answer(kind, message)) == "message"
 
 
 def test_whatever_a_clients_app_raises() -> None:
     for error in raised():
 
-        def fail(context: Context, kind: str, parcel: Parcel, error: Exception = error) -> Parcel:
+        def fail(
+            context: Context, kind: str, message: Message, error: Exception = error
+        ) -> Message:
             raise error
 
         grid = InProcess(client_app(fail), [{"name": SECRET}])
         for kind in ("query.hello", "query.poll", "train"):
-            message = Message(records_of(parcel_of({}, {})), 100, kind)
-            require_code(grid.send_and_receive([message])[0])
-    grid = InProcess(client_app(lambda *_: parcel_of({}, {})), [{}])
-    strange = Message(RecordDict({SECRET: ConfigRecord({"a": SECRET})}), 100, "train")
+            envelope = FlowerMessage(records_of(packed({}, {})), 100, kind)
+            require_code(grid.send_and_receive([envelope])[0])
+    grid = InProcess(client_app(lambda *_: packed({}, {})), [{}])
+    strange = FlowerMessage(RecordDict({SECRET: ConfigRecord({"a": SECRET})}), 100, "train")
     assert require_code(grid.send_and_receive([strange])[0]) == "message"
 
 
@@ -138,49 +142,51 @@ def test_whatever_an_app_under_the_mod_raises(kind: str, tmp_path: Path) -> None
     arrays = ArrayRecord(zoo.build("bert").state_dict())
     for number, error in enumerate(raised()):
 
-        def app(message: Message, context: Context, error: Exception = error) -> Message:
+        def app(
+            envelope: FlowerMessage, context: Context, error: Exception = error
+        ) -> FlowerMessage:
             raise error
 
         mod = partial(plan, lambda: zoo.build("bert"), tmp_path)
         grid = InProcess(lambda m, c: mod(m, c, app), [{"name": "a"}])  # noqa: B023
         asks = strategy.configure_train if kind == "train" else strategy.configure_evaluate
-        (message,) = asks(number + 1, arrays, ConfigRecord(), grid)
-        require_code(grid.send_and_receive([message])[0])
+        (envelope,) = asks(number + 1, arrays, ConfigRecord(), grid)
+        require_code(grid.send_and_receive([envelope])[0])
 
 
-def order_of(folder: Path, study: str = "", **node: Any) -> Order:
+def order_of(folder: Path, study: str = "", **node: Any) -> WorkerSpec:
     (folder / "study.toml").write_text(study or study_text(privacy=""))
     if not (folder / "rows.npz").exists():
         sites.write_rows(folder / "rows.npz")
     home = str(folder / "home")
     said = {"name": sites.NAME, "home": home, "data": str(folder / "rows.npz"), **node}
-    return Order(str(folder / "study.toml"), home, said)
+    return WorkerSpec(str(folder / "study.toml"), home, said)
 
 
-def by_labels(folder: Path) -> Order:
+def by_labels(folder: Path) -> WorkerSpec:
     sites.write_rows(folder / "rows.npz", digit=np.array([SECRET] * 24))
     return order_of(folder)
 
 
-def by_column(folder: Path) -> Order:
+def by_column(folder: Path) -> WorkerSpec:
     sites.write_rows(folder / "rows.npz")
     with np.load(folder / "rows.npz") as rows:
         np.savez(folder / "rows.npz", **{SECRET: rows["digit"], "image": rows["image"]})
     return order_of(folder)
 
 
-def by_bytes(folder: Path) -> Order:
+def by_bytes(folder: Path) -> WorkerSpec:
     (folder / "rows.npz").write_bytes(SECRET.encode() * 9)
     return order_of(folder)
 
 
-def by_reader(folder: Path) -> Order:
+def by_reader(folder: Path) -> WorkerSpec:
     (folder / "read.py").write_text(f"def read(path):\n    raise KeyError({SECRET!r})\n")
     made = order_of(folder)
-    return Order(made.study, made.home, made.node, f"{folder / 'read.py'}:read")
+    return WorkerSpec(made.study, made.home, made.node, f"{folder / 'read.py'}:read")
 
 
-BROKEN: dict[str, tuple[Callable[[Path], Order], str]] = {
+BROKEN: dict[str, tuple[Callable[[Path], WorkerSpec], str]] = {
     "a label that the study does not name": (by_labels, "data"),
     "a column that is not there": (by_column, "data"),
     "no table": (by_bytes, "data"),
@@ -192,7 +198,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Order], str]] = {
         lambda f: order_of(f, study_text(privacy="") + f'[{SECRET}]\na = "{SECRET}"\n'),
         "settings",
     ),
-    "no data": (lambda f: Order(order_of(f).study, str(f / "home"), {"name": "north"}), "settings"),
+    "no data": (
+        lambda f: WorkerSpec(order_of(f).study, str(f / "home"), {"name": "north"}),
+        "settings",
+    ),
 }
 
 
@@ -200,12 +209,12 @@ BROKEN: dict[str, tuple[Callable[[Path], Order], str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_keeps_a_site_from_starting(name: str, sealed: bool, tmp_path: Path) -> None:
     make, wanted = BROKEN[name]
-    order = make(tmp_path)
-    if sealed and "key" not in order.node:
+    spec = make(tmp_path)
+    if sealed and "key" not in spec.node:
         new_key_file(tmp_path / "home.key")
-        order.node["key"] = str(tmp_path / "home.key")
-    assert require_code(trainer.answered(order, HELLO, parcel_of({}, {}))) == wanted
-    seal = Seal.from_file(tmp_path / "home.key") if sealed and wanted != "disk" else None
+        spec.node["key"] = str(tmp_path / "home.key")
+    assert require_code(worker.answered(spec, HELLO, packed({}, {}))) == wanted
+    seal = Encryption.from_file(tmp_path / "home.key") if sealed and wanted != "disk" else None
     assert told(wanted) in read_faults(tmp_path / "home", seal)[0]
     require_private(tmp_path / "home", hidden=sealed and wanted != "disk")
 
@@ -223,13 +232,13 @@ def test_a_trainer_that_does_not_start(
     sealed: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The whole way: a message of Flower's, an errand, a process, its end, and the reply."""
-    order = by_labels(tmp_path)
+    spec = by_labels(tmp_path)
     if sealed:
         new_key_file(tmp_path / "home.key")
-        order.node["key"] = str(tmp_path / "home.key")
-    grid = InProcess(client_of(Path(order.study)), [dict(order.node)])
-    message = Message(records_of(parcel_of({}, {})), 100, "query.hello")
-    assert require_code(grid.send_and_receive([message])[0]) == "data"
+        spec.node["key"] = str(tmp_path / "home.key")
+    grid = InProcess(client_of(Path(spec.study)), [dict(spec.node)])
+    envelope = FlowerMessage(records_of(packed({}, {})), 100, "query.hello")
+    assert require_code(grid.send_and_receive([envelope])[0]) == "data"
     require_private(tmp_path / "home", hidden=sealed)
     assert SECRET not in "".join(capfd.readouterr())
     words = ["--key", str(tmp_path / "home.key")] if sealed else []
@@ -242,16 +251,16 @@ def test_a_trainer_that_does_not_start(
 def test_a_trainer_that_ends_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = order_of(tmp_path, home=str(tmp_path / SECRET))
-    closed = Parcel(b"")
+    spec = order_of(tmp_path, home=str(tmp_path / SECRET))
+    closed = Message(b"")
 
     def broken(*_: Any) -> Any:
         raise BrokenPipeError(SECRET)
 
-    monkeypatch.setattr(errands, "_connected", broken)
-    grid = InProcess(client_of(Path(order.study)), [dict(order.node)])
-    message = Message(records_of(closed), 100, "train")
-    assert require_code(grid.send_and_receive([message])[0]) == "trainer"
+    monkeypatch.setattr(worker_client, "_connected", broken)
+    grid = InProcess(client_of(Path(spec.study)), [dict(spec.node)])
+    envelope = FlowerMessage(records_of(closed), 100, "train")
+    assert require_code(grid.send_and_receive([envelope])[0]) == "trainer"
 
 
 def test_a_server_believes_no_words_of_a_site() -> None:
@@ -266,11 +275,13 @@ def test_the_codes_of_fedplans_errors_are_codes() -> None:
     assert all(kind.code in known for kind in every())
 
 
-def test_a_log_does_not_grow_without_end(held: desk.Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedplan.faults.LARGEST", 10_000)
+def test_a_log_does_not_grow_without_end(
+    held: endpoint.Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedplan.federation.fault_log.LARGEST", 10_000)
     for _ in range(60):
-        held.answer("strange", Parcel(b""))
+        held.answer("strange", Message(b""))
     files = list(held.faults.folder.glob("faults.*"))
     assert len(files) == 2 and all(file.stat().st_size < 20_000 for file in files)
     shutil.rmtree(held.faults.folder)
-    assert parcel_in(records_of(held.answer("strange", Parcel(b"")))).header
+    assert message_in(records_of(held.answer("strange", Message(b"")))).header

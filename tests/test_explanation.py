@@ -21,23 +21,23 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import fedplan as fp
-from fedplan.agreement import Setup, fare_of
-from fedplan.attendance import Attendance
-from fedplan.catalog import SHORT, skeleton
 from fedplan.cli import app
-from fedplan.crowds import Crowd, phases_in
-from fedplan.exchange import nbytes
-from fedplan.fit import Done, Fit, Job, Pace, Wrap
-from fedplan.forecast import forecast
-from fedplan.ledger import read_lines
-from fedplan.method import Method
-from fedplan.params import Block, Kind, Param
-from fedplan.phases import Planned, Sign
-from fedplan.plan import Best, Role
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.participation import Participation
+from fedplan.language.crowds import Crowd, phases_in
+from fedplan.language.plan import Best, Role
+from fedplan.methods.method import Method
+from fedplan.methods.phases import Planned, Sign
+from fedplan.models.catalog import SHORT, skeleton
+from fedplan.models.params import Block, Kind, Param
+from fedplan.models.values import put, take
+from fedplan.reports.forecasts import forecast
+from fedplan.reports.views import Forecast, Segment, View
 from fedplan.runners.local import Federation
-from fedplan.state import put, take
-from fedplan.views import Forecast, Stage, View
-from fedplan.wire import parse_wire
+from fedplan.storage.lines import read_lines
+from fedplan.tensors.named import nbytes
+from fedplan.tensors.wire import parse_wire
+from fedplan.training.fit import Done, Fit, Job, Pace, Wrap
 
 FEDFROZEN = "chain(share(), when(after(20), freeze(query | key)))"
 SAFL = "chain(freeze(), best(8))"
@@ -49,7 +49,7 @@ FIGURES = [
 ]
 
 
-def last_stage(plan: str, name: str) -> Stage:
+def last_stage(plan: str, name: str) -> Segment:
     return fp.explain(fp.parse(plan), fp.params_of(name)).forecast.views[0].stages[-1]
 
 
@@ -193,7 +193,7 @@ class Nothing:
 
 
 @dataclass(frozen=True)
-class Some(Attendance):
+class Some(Participation):
     """A client that always takes part, and others that come and go."""
 
     def cohort(self, experiment: str, number: int, roster: list[str]) -> list[str]:
@@ -243,20 +243,22 @@ def law_model() -> nn.Module:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def messages(setup: Setup, attendance: Attendance) -> dict[str, dict[int, tuple[int, int]]]:
+def messages(
+    agreement: Agreement, participation: Participation
+) -> dict[str, dict[int, tuple[int, int]]]:
     """The bytes of each message that a run really sends, up and down."""
     found: dict[str, dict[int, tuple[int, int]]] = {name: {} for name in ROSTER}
     with TemporaryDirectory() as folder:
         rows = {name: Nothing() for name in ROSTER}
         whole = Federation(
-            setup, law_model(), rows, lambda *_: torch.zeros(()), Path(folder),
-            rounds=LAW_ROUNDS, traits=ROSTER, attendance=attendance, replies=True,
+            agreement, law_model(), rows, lambda *_: torch.zeros(()), Path(folder),
+            rounds=LAW_ROUNDS, traits=ROSTER, participation=participation, replies=True,
         )  # fmt: skip
         for number in range(1, LAW_ROUNDS + 1):
             tally = whole.round()
             assert not tally.rejected
             for name, down in tally.cohort.items():
-                answered = whole.sites[name].journal.answered(down.request)
+                answered = whole.clients[name].journal.answered(down.name)
                 assert answered is not None
                 found[name][number] = nbytes(answered[0]), nbytes(down.values)
                 assert tally.lines[name].up == found[name][number][0]
@@ -284,14 +286,14 @@ def views_of(forecast: Forecast, method: Method, client: str) -> list[View]:
 @example(Method(fp.parse("cycle(share(), hold(), freeze())"), wraps=(nudging(()),)), True)
 @settings(max_examples=40, deadline=None)
 def test_every_message_is_within_the_bounds(method: Method, everyone: bool) -> None:
-    setup = Setup("law", LAW_PARAMS, method, Pace())
+    agreement = Agreement("law", LAW_PARAMS, method, Pace())
     assert isinstance(method.announce, Planned)
-    real = messages(setup, Attendance() if everyone else Some())
+    real = messages(agreement, Participation() if everyone else Some())
     free = any(isinstance(step, Best) for step in method.plan.within())
     for crowd in (Crowd(ROSTER, everyone), None if everyone else Crowd(ROSTER, False)):
         explanation = fp.explain(
             method.plan, LAW_PARAMS, rounds=LAW_ROUNDS, phases=method.announce.after,
-            crowd=crowd, fare=fare_of(setup),
+            crowd=crowd, fare=agreement.fare,
         )  # fmt: skip
         assert all(len(line) <= 100 for line in str(explanation).splitlines())
         for client in ROSTER if everyone else ("north",):

@@ -14,9 +14,10 @@ from PIL import Image
 from torch import Tensor
 from zoo import TEXT, VISION
 
-from fedplan.models.folder import load, predict
-from fedplan.state import put
-from fedplan.studies import Trial, study_in
+from fedplan.models.folder import load_folder, predict
+from fedplan.models.values import put
+from fedplan.runners.simulation import Simulation
+from fedplan.studies.folder import study_in
 
 WORDS = [
     "[PAD]",
@@ -39,16 +40,16 @@ WORDS = [
 def said(client: str) -> Tensor:
     """What a client's model, or the world's, says of a few rows of the test."""
     folder = Path("runs/tiny")
-    trial = Trial(study_in(folder), folder)
-    federation = trial.federation
+    simulation = Simulation(study_in(folder), folder)
+    federation = simulation.federation
     values = federation.personal_values(client) if client else federation.world_values()
-    put(federation.model, values, federation.setup.trainable)
-    found = federation.model.eval()(pixel_values=pixels(trial))
+    put(federation.model, values, federation.agreement.trainable)
+    found = federation.model.eval()(pixel_values=pixels(simulation))
     return found if isinstance(found, Tensor) else found.logits
 
 
-def pixels(trial: Trial) -> Tensor:
-    return trial.shares.test.batch(torch.arange(5))["pixel_values"]
+def pixels(simulation: Simulation) -> Tensor:
+    return simulation.shares.test.batch(torch.arange(5))["pixel_values"]
 
 
 @pytest.mark.parametrize("client", ["client-01", ""])
@@ -61,9 +62,9 @@ def test_an_exported_classifier_is_the_clients_own(here: Path, client: str, name
     assert code == 0 and "AutoModelForImageClassification.from_pretrained('model')" in out
     model = hf.AutoModelForImageClassification.from_pretrained("model")
     assert model.config.id2label == {0: "0", 1: "1", 2: "2"}
-    trial = Trial(study_in(Path("runs/tiny")), Path("runs/tiny"))
+    simulation = Simulation(study_in(Path("runs/tiny")), Path("runs/tiny"))
     with torch.no_grad():
-        logits = model(pixel_values=pixels(trial)).logits
+        logits = model(pixel_values=pixels(simulation)).logits
     # Merging an adapter rounds once; without one every bit is the same.
     assert torch.allclose(logits, said(client), rtol=0, atol=1e-6 if name else 0)
 
@@ -89,9 +90,9 @@ image_size = 16
     assert run("verify", "runs/tiny")[0] == 0
     assert run("export", "runs/tiny", "model", "--client", "client-01")[0] == 0
     assert {p.suffix for p in Path("model").iterdir()} == {".json", ".safetensors"}
-    trial = Trial(study_in(Path("runs/tiny")), Path("runs/tiny"))
+    simulation = Simulation(study_in(Path("runs/tiny")), Path("runs/tiny"))
     with torch.no_grad():
-        assert torch.equal(load("model")(pixels(trial)), said("client-01"))
+        assert torch.equal(load_folder("model")(pixels(simulation)), said("client-01"))
     first = np.load("digits.npz")["image_test"][0]
     Image.fromarray(first).save("first.png")
     assert predict("model", ["first.png"]) == [str(int(said("client-01")[0].argmax()))]

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from fedplan.errors import FedplanError
-from fedplan.failpoints import POINTS, VARIABLE, forget, reach
+from fedplan.storage.failpoints import POINTS, VARIABLE, forget, reach
 
 
 @pytest.fixture(autouse=True)

@@ -14,76 +14,77 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from clients import PROMISES, RUN, Few, few, know_secrets, loss
+from clients import GUARANTEES, RUN, Few, few, know_secrets, loss
 from flwr.app import Context
 from grids import InProcess
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedplan import mail
-from fedplan.account import Account, Limits
-from fedplan.agreement import Setup
-from fedplan.description import describe
-from fedplan.desk import Desk
+from fedplan.audits.ledger import verify_lines
 from fedplan.errors import FedplanError
-from fedplan.exchange import Down, Update
-from fedplan.fit import Pace
-from fedplan.identity import read_identity
-from fedplan.journal import Journal, home_of
-from fedplan.ledger import digests, read_lines
-from fedplan.message import MessageError
-from fedplan.method import Method
-from fedplan.methods import method
-from fedplan.outgoing import by_part, read_outgoing
-from fedplan.params import Block
-from fedplan.parcel import BrokenParcel, Parcel
-from fedplan.rounds import Tally
+from fedplan.federation import messages
+from fedplan.federation.account import Account, Limits
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import Client, guard_of
+from fedplan.federation.egress import by_part, read_egress
+from fedplan.federation.endpoint import Endpoint
+from fedplan.federation.identity import read_identity
+from fedplan.federation.messages import Request, Update
+from fedplan.federation.rounds import Tally
+from fedplan.federation.server import Server
+from fedplan.language.parser import parse
+from fedplan.language.turn import Turn
+from fedplan.methods.method import Method
+from fedplan.methods.registry import method_named
+from fedplan.models.description import describe
+from fedplan.models.params import Block
+from fedplan.models.values import take
 from fedplan.runners.flower.calls import Calls, Patience
+from fedplan.runners.flower.carrier import Carrier
 from fedplan.runners.flower.client import client_app
-from fedplan.runners.flower.records import parcel_in, records_of
-from fedplan.runners.flower.server import Carrier
+from fedplan.runners.flower.records import message_in, records_of
 from fedplan.runners.local import Federation
-from fedplan.server import Server
-from fedplan.site import Site, cloak_of
-from fedplan.state import take
-from fedplan.text import parse
-from fedplan.turn import Turn
-from fedplan.verification import verify_lines
+from fedplan.storage.journal import Journal, home_of
+from fedplan.storage.lines import read_lines
+from fedplan.tensors.message import BrokenMessage, Message
+from fedplan.tensors.named import digests
+from fedplan.tensors.serialization import SerializationError
+from fedplan.training.fit import Pace
 
 PACE = Pace(optimiser="adamw", rate=1e-2, batch=2, steps=2)
 ROUNDS = 5
 NAMES = ("client-0", "client-1", "client-2")
 METHODS: dict[str, Method] = {
-    "fedavg": method("fedavg"),
-    "fedper": method("fedper"),
-    "fedfrozen": method("fedfrozen", {"warmup": 2}),
-    "scaffold": method("scaffold"),
-    "together": method("safl", {"k": 1, "together": True}),
+    "fedavg": method_named("fedavg"),
+    "fedper": method_named("fedper"),
+    "fedfrozen": method_named("fedfrozen", {"warmup": 2}),
+    "scaffold": method_named("scaffold"),
+    "together": method_named("safl", {"k": 1, "together": True}),
     "parts": Method(
         parse('chain(freeze(), by("site", {"a": share(blocks(0))}, share(blocks(1))))')
     ),
 }
-HIDDEN = {name: method("safl", {"k": 1, "together": True}) for name in PROMISES}
+HIDDEN = {name: method_named("safl", {"k": 1, "together": True}) for name in GUARANTEES}
 TRAITS = {"client-1": {"site": "a"}}
 SOON = Patience(sites=2.0, answers=60.0, absent=1.0, look=0.01)
 
 
-def setup_of(made: Method) -> Setup:
-    promise = next((PROMISES[name] for name, each in HIDDEN.items() if each is made), None)
-    run = RUN if promise else ""
-    return Setup("flower", describe(zoo.build("bert")), made, PACE, promise, run=run)
+def agreement_of(made: Method) -> Agreement:
+    guarantee = next((GUARANTEES[name] for name, each in HIDDEN.items() if each is made), None)
+    run = RUN if guarantee else ""
+    return Agreement("flower", describe(zoo.build("bert")), made, PACE, guarantee, run=run)
 
 
-def desk(
+def endpoint(
     made: Method, folder: Path, name: str, limits: Limits | None = None, *, run: str = ""
-) -> Desk:
+) -> Endpoint:
     """A site with a model, a disk and rows of its own, in the run of its folder."""
     run = run or read_identity(folder).id
-    setup, model = replace(setup_of(made), run=run), zoo.build("bert")
-    start = take(model, setup.params)
+    agreement, model = replace(agreement_of(made), run=run), zoo.build("bert")
+    start = take(model, agreement.params)
     know_secrets(folder, NAMES)
     account = Account(folder / "privacy" / name, limits)
-    site = Site(
+    site = Client(
         name=name,
         rows=few("bert", 3)[name],
         journal=Journal(home_of(folder, name), replies=True),
@@ -92,10 +93,10 @@ def desk(
         marks=digests(start),
         loss=loss,
         traits=TRAITS.get(name, {}),
-        cloak=cloak_of(setup, account.folder, account),
+        guard=guard_of(agreement, account.folder, account),
         account=account,
     )
-    return Desk(setup, site, folder / "sites" / name)
+    return Endpoint(agreement, site, folder / "sites" / name)
 
 
 class Run:
@@ -103,20 +104,22 @@ class Run:
 
     def __init__(self, made: Method, folder: Path, **limits: Limits) -> None:
         self.folder, self.made = folder, made
-        start = take(zoo.build("bert"), setup_of(made).params)
-        setup = setup_of(made)
+        start = take(zoo.build("bert"), agreement_of(made).params)
+        agreement = agreement_of(made)
         # Traits of clients that are hidden stand in the study; others tell theirs.
-        public = setup.promise is not None and setup.promise.unit == "client"
+        public = agreement.guarantee is not None and agreement.guarantee.unit == "client"
         roster = {name: TRAITS.get(name, {}) if public else {} for name in NAMES}
         folder.mkdir(exist_ok=True)
-        self.server = Server(setup, start, folder, rounds=ROUNDS, roster=roster)
-        self.desks = {name: desk(made, folder, name, limits.get(name[-1:])) for name in NAMES}
+        self.server = Server(agreement, start, folder, rounds=ROUNDS, roster=roster)
+        self.endpoints = {
+            name: endpoint(made, folder, name, limits.get(name[-1:])) for name in NAMES
+        }
         # Nodes come in another order than the roster's.
         nodes = [{"name": name} for name in reversed(NAMES)]
         self.grid = InProcess(client_app(self.answer), nodes)
 
-    def answer(self, context: Context, kind: str, parcel: Parcel) -> Parcel:
-        return self.desks[str(context.node_config["name"])].answer(kind, parcel)
+    def answer(self, context: Context, kind: str, message: Message) -> Message:
+        return self.endpoints[str(context.node_config["name"])].answer(kind, message)
 
     def carry(self, patience: Patience | None = None, *, quorum: int = 1) -> Server:
         Carrier(self.grid, self.server, patience or SOON, quorum=quorum).carry()
@@ -127,13 +130,14 @@ class Run:
 
     def clean(self) -> bool:
         lines = read_lines(self.folder / "ledger.jsonl")
-        return verify_lines(self.server.setup, lines) == []
+        return verify_lines(self.server.agreement, lines) == []
 
 
 def same(one: Run, other: Run) -> bool:
     """Whether two runs have the same world, ledger and homes, to the bit."""
     homes = (
-        [digests(run.desks[name].site.journal.home()[0]) for name in NAMES] for run in (one, other)
+        [digests(run.endpoints[name].site.journal.home()[0]) for name in NAMES]
+        for run in (one, other)
     )
     ledgers = ((run.folder / "ledger.jsonl").read_bytes() for run in (one, other))
     worlds = (digests(run.server.world.values) for run in (one, other))
@@ -176,10 +180,10 @@ def test_a_server_that_ends_in_a_round_goes_on_with_the_same_bits(
 
 @pytest.mark.parametrize("name", ["fedadam", "scaffold"])
 def test_rounds_can_be_added_with_the_same_bits(name: str, tmp_path: Path) -> None:
-    whole = Run(method(name), tmp_path / "whole")
+    whole = Run(method_named(name), tmp_path / "whole")
     whole.carry()
     for rounds in (1, ROUNDS):
-        parts = Run(method(name), tmp_path / "parts")
+        parts = Run(method_named(name), tmp_path / "parts")
         parts.server.rounds = rounds
         parts.carry()
     assert same(parts, whole) and parts.clean()
@@ -195,23 +199,23 @@ class Failing(Run):
         super().__init__(made, folder)
         self.faults, self.name, self.turns, self.rounds_fail = faults, name, 0, False
 
-    def answer(self, context: Context, kind: str, parcel: Parcel) -> Parcel:
+    def answer(self, context: Context, kind: str, message: Message) -> Message:
         if kind != "train" or context.node_config["name"] != self.name:
-            return super().answer(context, kind, parcel)
+            return super().answer(context, kind, message)
         self.turns += 1
-        number = mail.down_of(parcel).turn.round if self.rounds_fail else self.turns
+        number = messages.request_of(message).turn.round if self.rounds_fail else self.turns
         fault = self.faults.get(number, "")
         if fault == "before":
             raise RuntimeError("killed before its turn")
-        found = super().answer(context, kind, parcel)
+        found = super().answer(context, kind, message)
         if fault == "after":
-            self.desks[self.name] = desk(self.made, self.folder, self.name)
+            self.endpoints[self.name] = endpoint(self.made, self.folder, self.name)
             raise RuntimeError("killed after its turn, before it could say so")
         if fault == "cache":
-            shutil.rmtree(self.desks[self.name].folder / "seen")
-            self.desks[self.name] = desk(self.made, self.folder, self.name)
+            shutil.rmtree(self.endpoints[self.name].folder / "seen")
+            self.endpoints[self.name] = endpoint(self.made, self.folder, self.name)
         if fault == "spoilt":
-            return Parcel(found.header, (b"no tensors",))
+            return Message(found.header, (b"no tensors",))
         return found
 
 
@@ -248,19 +252,19 @@ def test_a_turn_that_is_never_heard_of_is_told_with_the_next(fault: str, tmp_pat
 
 
 def test_a_site_stops_at_the_limits_it_has_set(tmp_path: Path) -> None:
-    most = sum(p.nbytes for p in setup_of(METHODS["fedavg"]).movable)
+    most = sum(p.nbytes for p in agreement_of(METHODS["fedavg"]).movable)
     few_bytes = Limits(bytes=3 * most + 1)
     run = Run(METHODS["fedavg"], tmp_path, **{"1": Limits(rounds=2), "2": few_bytes})
     run.carry(replace(SOON, answers=0.5), quorum=1)
     told = [x["rejected"] for x in run.rounds()]
     assert [sorted(x) for x in told] == [[], [], ["client-1"], *[["client-1", "client-2"]] * 2]
     assert told[2]["client-1"].startswith("refused: limit-rounds (it has answered as often")
-    lines = read_outgoing(tmp_path / "sites/client-2")
+    lines = read_egress(tmp_path / "sites/client-2")
     assert sum(by_part(lines).values()) == sum(line["up"] for line in lines) == 3 * most
 
 
 def test_a_site_stops_at_the_epsilon_it_has_set(tmp_path: Path) -> None:
-    cost = PROMISES["cloaked"].forecast(2)
+    cost = GUARANTEES["cloaked"].forecast(2)
     low, none = Limits(epsilon=cost), Limits(epsilon=1.0)
     Run(HIDDEN["cloaked"], tmp_path / "a", **{"1": low}).carry()
     run = Run(HIDDEN["cloaked"], tmp_path / "a", **{"1": low})
@@ -278,11 +282,11 @@ def test_no_number_of_rows_is_in_any_message(name: str, tmp_path: Path) -> None:
     counts = dict(zip(NAMES, (123_457, 274_177, 380_299), strict=True))
     run, seen = Run(HIDDEN[name], tmp_path), list[bytes]()
     for client, count in counts.items():
-        run.desks[client].site.rows = Few("bert", 0, count)
+        run.endpoints[client].site.rows = Few("bert", 0, count)
 
-    def answer(context: Context, kind: str, parcel: Parcel) -> Parcel:
-        said = Run.answer(run, context, kind, parcel)
-        seen.extend((parcel.header, *parcel.blobs, said.header, *said.blobs))
+    def answer(context: Context, kind: str, message: Message) -> Message:
+        said = Run.answer(run, context, kind, message)
+        seen.extend((message.header, *message.blobs, said.header, *said.blobs))
         return said
 
     run.grid = InProcess(client_app(answer), [{"name": client} for client in NAMES])
@@ -300,7 +304,7 @@ def test_the_same_bits_as_in_one_process(name: str, tmp_path: Path) -> None:
     for where in ("local", "flower"):
         know_secrets(tmp_path / where, NAMES)
     whole = Federation(
-        setup_of(made),
+        agreement_of(made),
         zoo.build("bert"),
         few("bert", 3),
         loss,
@@ -329,10 +333,10 @@ def test_the_same_bits_as_in_one_process(name: str, tmp_path: Path) -> None:
 class Greedy(Server):
     """A server that asks for what is not its to ask."""
 
-    def __init__(self, run: Run, change: Callable[[Down], Down]) -> None:
-        start = next(iter(run.desks.values())).site.start
+    def __init__(self, run: Run, change: Callable[[Request], Request]) -> None:
+        start = next(iter(run.endpoints.values())).site.start
         roster = dict(run.server.roster)
-        super().__init__(setup_of(run.made), start, run.folder, rounds=1, roster=roster)
+        super().__init__(agreement_of(run.made), start, run.folder, rounds=1, roster=roster)
         self.change = change
 
     def begin(self) -> Tally:
@@ -359,19 +363,19 @@ HEAD = "classifier.weight"
     ],
 )
 def test_a_server_that_asks_for_more_is_refused(
-    change: Callable[[Down], Down], words: str, tmp_path: Path
+    change: Callable[[Request], Request], words: str, tmp_path: Path
 ) -> None:
     run = Run(METHODS["fedper"], tmp_path)
     run.server = Greedy(run, change)
     with pytest.raises(FedplanError, match=f"round 1 has 0 answers and needs 1: .*{words}"):
         Carrier(run.grid, run.server, SOON).carry()
-    lines = [x for name in NAMES for x in read_outgoing(tmp_path / "sites" / name)]
+    lines = [x for name in NAMES for x in read_egress(tmp_path / "sites" / name)]
     assert lines and not any(x["up"] for x in lines), "no bytes but the greeting have left"
 
 
 def test_who_does_not_come_is_named(tmp_path: Path) -> None:
-    held = desk(METHODS["fedavg"], tmp_path, "client-0", run="0" * 16)
-    grid = InProcess(client_app(lambda _, kind, parcel: held.answer(kind, parcel)), [{}])
+    held = endpoint(METHODS["fedavg"], tmp_path, "client-0", run="0" * 16)
+    grid = InProcess(client_app(lambda _, kind, message: held.answer(kind, message)), [{}])
     calls = Calls(grid, ["client-0", "client-1"], replace(SOON, sites=0.1), "0" * 16)
     with pytest.raises(FedplanError, match="have not come: client-1"):
         calls.gather(2)
@@ -393,21 +397,21 @@ def test_what_is_wrapped_comes_out(
     shapes: dict[str, tuple[torch.dtype, list[int]]], size: int
 ) -> None:
     tensors = {name: torch.ones(shape).to(dtype) for name, (dtype, shape) in shapes.items()}
-    before, mail.BUCKET = mail.BUCKET, size
+    before, messages.BUCKET = messages.BUCKET, size
     try:
         scores = {Block("encoder", 3): 0.25}
-        down = Down("r", "a", Turn(3, "c", "frozen", {"x": "y"}, scores), tensors, {"k": 2})
+        down = Request("r", "a", Turn(3, "c", "frozen", {"x": "y"}, scores), tensors, {"k": 2})
         update = Update("c", "r", "a", tensors, 7, {"weight": 7, "up": 1})
         for sent, found in (
-            (down, mail.down_of(parcel_in(records_of(mail.down_parcel(down))))),
-            (update, mail.update_of(parcel_in(records_of(mail.update_parcel(update))))),
+            (down, messages.request_of(message_in(records_of(messages.request_message(down))))),
+            (update, messages.update_of(message_in(records_of(messages.update_message(update))))),
         ):
             assert found.values.keys() == sent.values.keys()
             for name, value in found.values.items():
                 assert value.dtype == tensors[name].dtype and torch.equal(value, tensors[name])
-        assert mail.down_of(mail.down_parcel(down)).turn == down.turn
+        assert messages.request_of(messages.request_message(down)).turn == down.turn
     finally:
-        mail.BUCKET = before
+        messages.BUCKET = before
 
 
 def test_another_apps_message_is_refused() -> None:
@@ -417,18 +421,18 @@ def test_another_apps_message_is_refused() -> None:
         RecordDict(),
         RecordDict({"arrays": ArrayRecord(), "header": ConfigRecord({"fedplan": 3})}),
         RecordDict({"arrays": ArrayRecord(), "header": ConfigRecord({"fedplan": b"no"})}),
-        records_of(mail.parcel_of({}, {"client": 3})),
+        records_of(messages.packed({}, {"client": 3})),
     ):
-        with pytest.raises((MessageError, BrokenParcel)):
-            mail.update_of(parcel_in(records))
+        with pytest.raises((SerializationError, BrokenMessage)):
+            messages.update_of(message_in(records))
 
 
 def test_a_site_with_another_plan_model_or_run_ends_its_own_part_alone(tmp_path: Path) -> None:
     run = Run(METHODS["fedavg"], tmp_path)
-    odd = desk(METHODS["fedper"], tmp_path / "other", "client-1", run=run.server.setup.run)
-    run.desks["client-1"] = odd
-    other = run.desks["client-2"]
-    other.setup = replace(other.setup, start="another model")
+    odd = endpoint(METHODS["fedper"], tmp_path / "other", "client-1", run=run.server.agreement.run)
+    run.endpoints["client-1"] = odd
+    other = run.endpoints["client-2"]
+    other.agreement = replace(other.agreement, start="another model")
     run.carry()
     for line in run.rounds():
         assert line["counted"] == ["client-0"]
@@ -439,7 +443,7 @@ def test_a_site_with_another_plan_model_or_run_ends_its_own_part_alone(tmp_path:
 
 def test_a_run_of_which_too_few_agreed_says_who_did_not(tmp_path: Path) -> None:
     run = Run(METHODS["fedavg"], tmp_path)
-    run.server.setup = replace(run.server.setup, start="the model")
+    run.server.agreement = replace(run.server.agreement, start="the model")
     with pytest.raises(FedplanError, match="client-2: not asked: it starts from the model"):
         run.carry()
     assert not (tmp_path / "ledger.jsonl").read_bytes()
@@ -459,21 +463,21 @@ def test_a_node_that_takes_the_name_of_another_is_not_heard(
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda p: Parcel(p.header, (*p.blobs, b"0" * 2**23)), "larger than the limit"),
-        (lambda p: Parcel(p.header, p.blobs * 2), "in two blobs of one message"),
-        (lambda p: Parcel(p.header[:-9], p.blobs), "not a message, or only its beginning"),
-        (lambda p: Parcel(p.header), "is missing"),
-        (lambda p: Parcel(b"", p.blobs), "not a message"),
+        (lambda p: Message(p.header, (*p.blobs, b"0" * 2**23)), "larger than the limit"),
+        (lambda p: Message(p.header, p.blobs * 2), "in two blobs of one message"),
+        (lambda p: Message(p.header[:-9], p.blobs), "not a message, or only its beginning"),
+        (lambda p: Message(p.header), "is missing"),
+        (lambda p: Message(b"", p.blobs), "not a message"),
     ],
 )
 def test_an_answer_that_is_too_large_or_no_answer_is_left_out_by_itself(
-    spoil: Callable[[Parcel], Parcel], words: str, tmp_path: Path
+    spoil: Callable[[Message], Message], words: str, tmp_path: Path
 ) -> None:
     run = Run(METHODS["fedavg"], tmp_path)
     calm = run.answer
 
-    def answer(context: Context, kind: str, parcel: Parcel) -> Parcel:
-        found = calm(context, kind, parcel)
+    def answer(context: Context, kind: str, message: Message) -> Message:
+        found = calm(context, kind, message)
         bad = kind == "train" and context.node_config["name"] == "client-1"
         return spoil(found) if bad else found
 

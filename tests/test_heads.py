@@ -16,8 +16,8 @@ import transformers as hf
 import zoo
 from torch import Tensor, nn
 
-from fedplan.description import blocks_of, describe
-from fedplan.params import Kind
+from fedplan.models.description import blocks_of, describe
+from fedplan.models.params import Kind
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "BeitForMaskedImageModeling": {"use_mask_token": True},

@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,96 +16,197 @@ import pytest
 import fedplan
 
 PACKAGE = Path(fedplan.__file__).parent
-MODULES = {p.stem: [p] for p in PACKAGE.glob("*.py") if p.stem != "__init__"}
-MODULES |= {p.parent.name: sorted(p.parent.glob("*.py")) for p in PACKAGE.glob("*/**/__init__.py")}
-FILES = [file for files in MODULES.values() for file in files]
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if "templates" not in p.parts)
+FACES = [f for f in FILES if f.name == "__init__.py" and f.parent != PACKAGE]
 
-# Imports flow one way: each module, or folder of them, may use those that stand before it.
+# Imports flow one way: each package, or module of the root, may use those that stand before it.
 ORDER = (
-    *("errors", "hub", "names", "codes", "plain", "parcel", "errands", "params", "anatomy"),
-    *("teaching", "architectures", "adapters", "description"),
-    *("predicates", "parts", "turn", "plan", "horizon", "resolution", "text", "state", "buffers"),
-    *("manifest", "catalog", "crowds", "views", "forecast", "explanation", "pictures"),
-    *("streams", "failpoints", "message", "codecs", "wire", "sums"),
-    *("locks", "files", "identity", "seals", "faults", "generations", "store", "journal"),
-    *(
-        "serve",
-        "drift",
-        "phases",
-        "fit",
-        "attention",
-        "hearing",
-        "stimulus",
-        "behaviour",
-        "proposal",
-        "probe",
-        "tables",
-        "content",
-        "examples",
-        "models",
-        "method",
-        "methods",
-        "privacy",
-        "ledger",
-        "marks",
-        "record",
-        "agreement",
-        "exchange",
-        "claims",
-        "mail",
-        "account",
-        "outgoing",
-        "site",
-        "desk",
-        "rounds",
-        "attendance",
-        "remains",
-        "server",
-        "verification",
-        "runners",
-    ),
-    *("data", "evaluation", "tokens", "tasks", "foresight", "config", "loading", "shares"),
-    *("testing", "studies", "continuation", "trainer", "flower", "keys", "starter"),
-    "attacks",
-    *("archive", "audit", "auditor", "export", "progress", "cli"),
+    *("errors", "seeds", "faces"),
+    *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
+    *("federation", "studies", "runners", "audits", "reports"),
+    *("parts", "testing", "cli", "__init__"),
 )
+APART = {("privacy", "methods")}
+"""Neither of these two imports the other: a method is no promise, and a promise no method."""
+LENT = {
+    "tensors": """
+        DTYPES Digests GRID JSON LARGEST_VALUE at_rest nbytes plain
+    """,
+    "storage": """
+        Claim Generation a_study_name alone claimed client_names explained folder_named
+        home_of keep_file mark_of_file put_file reach read_lines synced
+    """,
+    "models": """
+        ITEMSIZE Preprocessing TASKS TRAINED add_prompts aligned bare blocks_of buffers_of
+        centre_of drawn is_hub_id learn listen merged moved places quiet read report
+        require_rest small_copy written
+    """,
+    "language": """
+        After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter bias
+        blocks body candidates certain common conditions fusion head key kinds_of lora_a
+        lora_b mlp norm own phases_in prompt query require_told rounds_ahead touched value
+    """,
+    "data": """
+        Seeded contents division is_among label_text labels_in names_in require_sight rows
+        some spread to_train values where
+    """,
+    "training": """
+        CONTROL adjust is_public public_scores
+    """,
+    "privacy": """
+        BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Vote aggregate ballot capped
+        counted derived needed secret_of
+    """,
+    "federation": """
+        AGREEMENT ANSWERS Account DELTA EXITS Fare FaultLog Identity KEY KINDS LEDGER Limits
+        ROLES ROUND RUN Record RecordError SMALL STUDY WORLD announced by_part changed_rows
+        code_of guard_of joined journal_in keyed last_of last_told mark_of meant own_values
+        parsed parted personal_values place_of read_agreement read_answers read_egress
+        read_faults read_identity read_record read_world records_in request_header
+        request_message require_sound run_of said_of scored told understood update_of
+        world_values
+    """,
+    "studies": """
+        agreed_run file_faults guarantee_of identity_faults laid_over method_of note_task
+        opened_run participation_of placed require_fitting require_free shares_of study_in
+        study_of write_run
+    """,
+    "runners": """
+        make_keys new_federation submit
+    """,
+    "reports": """
+        Figure follow_flower foretold parts_table stated told_of
+    """,
+}
+"""What a package lends to those above it, beside what its face shows to everybody."""
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__", "hasattr"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "random", "yaml"}
 UNSAFE_ARGUMENTS = {"trust_remote_code", "allow_pickle", "shell"}
 VAGUE = {"utils", "util", "helpers", "common", "misc", "base"}
+WITHOUT_TORCH = (
+    *("fedplan", "fedplan.parts", "fedplan.cli", "fedplan.tensors.message", "fedplan.models"),
+    *("fedplan.models.schema", "fedplan.models.layouts", "fedplan.language.resolution"),
+    *("fedplan.language.parser", "fedplan.federation.codes", "fedplan.federation.fare"),
+    *("fedplan.reports.explanation", "fedplan.runners.worker_client", "fedplan.runners.flower"),
+)
 
 
-def imported(module: Path) -> set[str]:
-    """The package's own modules that a module imports."""
-    found = set[str]()
-    for node in ast.walk(ast.parse(module.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "fedplan":
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedplan."):
-            found.add(node.module.split(".")[1])
-    return found
+def name_of(file: Path) -> str:
+    """A module's name within the house, without `fedplan.`."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def room(module: str) -> str:
+    """The package of a module, or itself if it stands in the root."""
+    return module.split(".")[0]
+
+
+def imported(file: Path) -> Iterator[tuple[str, str]]:
+    """What a module imports of the house: from which module, and by which name."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "fedplan":
+                    yield alias.name.removeprefix("fedplan").lstrip(".") or "__init__", ""
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fedplan":
+            module = (node.module or "").removeprefix("fedplan").lstrip(".")
+            for alias in node.names:
+                below = f"{module}.{alias.name}".lstrip(".")
+                place = PACKAGE.joinpath(*below.split("."))
+                if place.is_dir() or place.with_suffix(".py").is_file():
+                    yield below, ""  # a module, of which anything may be used
+                else:
+                    yield module or "__init__", alias.name
+
+
+def shown(package: str) -> set[str]:
+    return set(importlib.import_module(f"fedplan.{package}").__all__)
 
 
 def test_every_module_has_its_place() -> None:
-    assert sorted(ORDER) == sorted(MODULES)
-    assert not VAGUE & set(MODULES)
+    assert {room(name_of(file)) for file in FILES} == set(ORDER)
+    assert not VAGUE & {part for file in FILES for part in name_of(file).split(".")}
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_imports_flow_one_way(name: str) -> None:
-    before = set(ORDER[: ORDER.index(name)])
-    for file in MODULES[name]:
-        assert imported(file) - {name} <= before
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_imports_flow_one_way(file: Path) -> None:
+    own = room(name_of(file))
+    before = set(ORDER[: ORDER.index(own)])
+    before -= {other for pair in APART if own in pair for other in pair}
+    for module, name in imported(file):
+        assert room(module) in before | {own}, (module, name)
+
+
+def test_flower_and_the_worker_import_no_runner_above_them() -> None:
+    """Subpackages stand by themselves: nothing of a runner but its own folder imports Flower's."""
+    for file in FILES:
+        if name_of(file).startswith("runners.") and not name_of(file).startswith("runners.flower"):
+            assert not any(m.startswith("runners.flower") for m, _ in imported(file)), file
+
+
+@pytest.mark.parametrize("package", [p for p in ORDER if (PACKAGE / p).is_dir()])
+def test_others_import_what_a_package_shows_or_lends(package: str) -> None:
+    used = {
+        name
+        for file in FILES
+        if room(name_of(file)) != package
+        for module, name in imported(file)
+        if room(module) == package and name != "*"
+    }
+    lent = set(LENT.get(package, "").split())
+    assert used - {""} - shown(package) == lent, "the table of what is lent is out of date"
+    assert not any(name.startswith("_") for name in used)
+
+
+@pytest.mark.parametrize("file", FACES, ids=name_of)
+def test_a_face_is_one_sentence_and_what_it_says(file: Path) -> None:
+    tree, package = ast.parse(file.read_text()), importlib.import_module(f"fedplan.{name_of(file)}")
+    doc = ast.get_docstring(tree) or ""
+    assert len(doc.splitlines()) == 1 and doc.endswith("."), doc
+    typed = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedplan.")
+        for alias in node.names
+    } - {"face"}
+    assert typed == set(package.__all__)
+    for name in package.__all__:
+        found = getattr(package, name)
+        assert not isinstance(found, type(fedplan)), f"{name} is hidden by a module of its name"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        package.nothing  # noqa: B018
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    seen = dict[str, Path]()
+    for file in FILES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                assert node.name not in seen, (node.name, file, seen[node.name])
+                seen[node.name] = file
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_these_import_no_torch(module: str) -> None:
+    said = f"import {module}, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", said], check=True)
 
 
 def test_flower_stays_in_one_folder() -> None:
     for file in FILES:
         names = {
-            n.module or ""
-            for n in ast.walk(ast.parse(file.read_text()))
-            if isinstance(n, ast.ImportFrom)
+            name.split(".")[0]
+            for node in ast.walk(ast.parse(file.read_text()))
+            for name in (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
         }
-        assert "flower" in file.parts or not any(n.split(".")[0] == "flwr" for n in names), file
+        assert "flower" in file.parts or "flwr" not in names, file
 
 
 def test_modules_are_small() -> None:
@@ -110,7 +215,7 @@ def test_modules_are_small() -> None:
     assert max(lines.values()) < 400, lines
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_nothing_unsafe_is_called(file: Path) -> None:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -129,8 +234,8 @@ def test_every_public_name_is_documented() -> None:
 
 
 def test_every_kind_and_call_of_the_language_has_a_word() -> None:
-    from fedplan import parts
-    from fedplan.params import Kind
+    from fedplan.language import parts
+    from fedplan.models import Kind
 
     # What no anatomy explains has a kind, and no word: no plan can mean it.
     assert set(Kind) - {Kind.UNKNOWN} <= set(parts.WORDS)

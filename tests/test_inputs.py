@@ -81,8 +81,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "export": ("export", "run", "out", "--client", "client-00"),
     "resume": ("run", "--resume", "run", "--set", "train.rounds=3"),
     "again": ("run", "study.toml", "--output", "run"),
-    "ledger": ("ledger", "site"),
-    "ledger json": ("ledger", "site", "--json"),
+    "egress": ("egress", "site"),
+    "egress json": ("egress", "site", "--json"),
     "keys": ("keys", "keys", "--host", "a.example", "--site", "north", "--site", "south"),
 }
 READ = {
@@ -97,8 +97,8 @@ READ = {
     "export": ["run/study.json", "run/manifest.json", "run/task.json", "run/world/2.json"],
     "resume": ["run/study.json", "run/ledger.jsonl", "run/world/2.json"],
     "again": ["study.toml"],
-    "ledger": ["site/agreed.json", "site/outgoing.jsonl"],
-    "ledger json": ["site/agreed.json", "site/outgoing.jsonl"],
+    "egress": ["site/agreed.json", "site/outgoing.jsonl"],
+    "egress json": ["site/agreed.json", "site/outgoing.jsonl"],
     "keys": ["keys/server.crt"],
 }
 HARMLESS = {("keys/server.crt", "gone")}  # it is made anew
@@ -288,7 +288,7 @@ FIELDS = st.sampled_from(
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(FIELDS, VALUES)
 def test_set_with_any_value_is_a_study_or_a_message(made: Path, field: str, value: str) -> None:
-    from fedplan.config import ConfigError, read_study, study_of
+    from fedplan.studies.schema import ConfigError, read_study, study_of
 
     try:
         study = read_study(made / "study.toml", [f"{field}={value}"])

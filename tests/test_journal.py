@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_store import COMMITTED, STORE_POINTS, files, flip, kill, same, tensors_of, unarmed
 
-from fedplan import failpoints
-from fedplan.failpoints import POINTS, VARIABLE
-from fedplan.journal import Journal, home_of
-from fedplan.store import StoreError
+from fedplan.errors import StoreError
+from fedplan.storage import failpoints
+from fedplan.storage.failpoints import POINTS, VARIABLE
+from fedplan.storage.journal import Journal, home_of
 
 __all__ = ["unarmed"]  # a fixture of every test
 JOURNAL_POINTS = [name for name in POINTS if name.startswith("journal.")]

@@ -14,17 +14,18 @@ from canaries import Hit, hits, plant
 from clients import few, loss
 from torch import Tensor
 
-from fedplan.agreement import Setup
-from fedplan.description import describe
-from fedplan.fit import Done, Fit, Job, Loss, Pace
-from fedplan.message import pack
-from fedplan.method import Method
-from fedplan.methods import method
-from fedplan.params import Param
-from fedplan.rounds import Tally
+from fedplan.data.examples import Loss
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.rounds import Tally
+from fedplan.language.parser import parse
+from fedplan.methods.method import Method
+from fedplan.methods.registry import method_named
+from fedplan.models.description import describe
+from fedplan.models.params import Param
+from fedplan.models.values import put, take
 from fedplan.runners.local import Federation
-from fedplan.state import put, take
-from fedplan.text import parse
+from fedplan.tensors.serialization import pack
+from fedplan.training.fit import Done, Fit, Job, Pace
 
 PACE = Pace(optimiser="adamw", rate=1e-2, decay=0.1, batch=2, steps=2)
 ROUNDS = 4
@@ -52,9 +53,11 @@ class Wiretap:
         model = made.adapt(model) if made.adapt else model
         rows = duals.pictures_of("ann", "berta") if prompted else few("bert")
         score: Loss = duals.ASKED.loss if prompted else loss
-        setup = Setup("leaks", describe(model), made, PACE)
-        put(model, plant(take(model, setup.params), seed=0), setup.params)
-        self.federation = Federation(setup, model, rows, score, folder, rounds=ROUNDS, replies=True)
+        agreement = Agreement("leaks", describe(model), made, PACE)
+        put(model, plant(take(model, agreement.params), seed=0), agreement.params)
+        self.federation = Federation(
+            agreement, model, rows, score, folder, rounds=ROUNDS, replies=True
+        )
         self.messages, self.private = list[bytes](), dict[str, Tensor]()
         for number in range(ROUNDS):
             self._note(f"before round {number + 1}")
@@ -65,20 +68,20 @@ class Wiretap:
 
     def _tap(self, tally: Tally) -> None:
         for client, down in tally.cohort.items():
-            answered = self.federation.sites[client].journal.answered(down.request)
+            answered = self.federation.clients[client].journal.answered(down.name)
             assert answered is not None
             self.messages += [pack(down.values, {}), pack(answered[0], {})]
 
     def _note(self, when: str) -> None:
-        for name in self.federation.sites:
-            home, _ = self.federation.sites[name].journal.home()
+        for name in self.federation.clients:
+            home, _ = self.federation.clients[name].journal.home()
             own = {k: v for k, v in home.items() if "#" not in k}
             for key, value in (own or take(self.federation.model, self._own())).items():
                 self.private[f"{name}'s {key} {when}"] = value.clone()
 
     def _own(self) -> list[Param]:
-        movable = {p.key for p in self.federation.setup.movable}
-        return [p for p in self.federation.setup.trainable if p.key not in movable]
+        movable = {p.key for p in self.federation.agreement.movable}
+        return [p for p in self.federation.agreement.trainable if p.key not in movable]
 
     def hits(self) -> list[Hit]:
         """Pieces of private tensors that some message holds."""
@@ -88,7 +91,7 @@ class Wiretap:
 @pytest.mark.parametrize("name", KEPT)
 def test_nothing_private_is_in_any_message(name: str, tmp_path: Path) -> None:
     prompted = "prompts" in name or "pfeddc" in name
-    tap = Wiretap(method(name, KEPT[name]), tmp_path, prompted=prompted)
+    tap = Wiretap(method_named(name, KEPT[name]), tmp_path, prompted=prompted)
     assert len(tap.private) > 2 * ROUNDS
     assert len(tap.messages) == 4 * ROUNDS
     assert not tap.hits()
@@ -114,6 +117,6 @@ def test_a_method_that_leaks_on_purpose_is_caught(tmp_path: Path) -> None:
 
         return leaking
 
-    made = replace(method("fedper"), wraps=(leaky,), riders=("#leak",))
+    made = replace(method_named("fedper"), wraps=(leaky,), riders=("#leak",))
     tap = Wiretap(made, tmp_path, prompted=False)
     assert tap.hits()

@@ -11,7 +11,7 @@ import pytest
 
 import fedplan as fp
 from fedplan.errors import PlanError
-from fedplan.text import DEEPEST, LONGEST
+from fedplan.language.parser import DEEPEST, LONGEST
 
 PARAMS = fp.params_of("vit-tiny-16")[:20]
 SCORES = {p.at: 1.0 for p in PARAMS if p.at}

@@ -19,16 +19,16 @@ from flwr.app import Context
 from grids import InProcess
 from zoo import VISION
 
-from fedplan import identity
-from fedplan.config import read_study
-from fedplan.errands import Order
-from fedplan.methods import METHODS
-from fedplan.parcel import Parcel
-from fedplan.privacy import secret
+from fedplan.federation import identity
+from fedplan.methods.registry import METHODS
+from fedplan.privacy.mechanisms import secret
+from fedplan.runners.flower.carrier import carry_study
 from fedplan.runners.flower.client import client_app
-from fedplan.runners.flower.server import carry_study
 from fedplan.runners.local import Federation
-from fedplan.trainer import Office, folder_of
+from fedplan.runners.worker import Worker, folder_of
+from fedplan.runners.worker_client import WorkerSpec
+from fedplan.studies.schema import read_study
+from fedplan.tensors.message import Message
 
 PLAN = STUDY[STUDY.index("plan =") : STUDY.index("[train]")]
 LABELS = next(line for line in STUDY.splitlines(keepends=True) if line.startswith("labels"))
@@ -361,7 +361,7 @@ def test_a_sites_export_does_not_need_its_rows(here: Path, own: bool, sealed: bo
     Path("study.toml").write_text(sites_study(own))
     Path("key").write_text("ab" * 32)
     Path("key").chmod(0o600)
-    offices = dict[str, Office]()
+    offices = dict[str, Worker]()
     for number, name in enumerate(SITES):
         node: dict[str, Any] = {"name": name, **({"key": str(here / "key")} if sealed else {})}
         if own:
@@ -370,10 +370,10 @@ def test_a_sites_export_does_not_need_its_rows(here: Path, own: bool, sealed: bo
             np.savez(f"{name}.npz", **{k.removesuffix("_train"): v[number::3] for k, v in table.items() if k.endswith("_train")})  # fmt: skip
             node["data"] = str(here / f"{name}.npz")
         home = str(here / "homes" / name)
-        offices[name] = Office(Order(str(here / "study.toml"), home, node))
+        offices[name] = Worker(WorkerSpec(str(here / "study.toml"), home, node))
 
-    def answer(context: Context, kind: str, parcel: Parcel) -> Parcel:
-        return offices[str(context.node_config["name"])].answer(kind, parcel)
+    def answer(context: Context, kind: str, message: Message) -> Message:
+        return offices[str(context.node_config["name"])].answer(kind, message)
 
     grid = InProcess(client_app(answer), [{"name": name} for name in SITES])
     carry_study(grid, here / "study.toml", here / "run")

@@ -13,11 +13,11 @@ from commands import STUDY, run
 from safetensors.torch import load_file, save_file
 from zoo import VISION
 
-from fedplan import audit
-from fedplan.audit import verify_run
-from fedplan.config import read_study
+from fedplan.audits import run as audit
+from fedplan.audits.run import verify_run
 from fedplan.runners.local import Federation
-from fedplan.studies import Trial
+from fedplan.runners.simulation import Simulation
+from fedplan.studies.schema import read_study
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -123,8 +123,8 @@ def test_an_export_of_a_run_that_was_stopped_is_of_its_last_round(
 def test_a_run_that_goes_on_while_it_is_verified_has_no_faults(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial = Trial(read_study(here / "study.toml", ["train.rounds=5"]), here / "a")
-    federation, lines = trial.federation, audit.verify_lines
+    simulation = Simulation(read_study(here / "study.toml", ["train.rounds=5"]), here / "a")
+    federation, lines = simulation.federation, run.verify_lines
 
     def more() -> None:
         federation.commit(federation.round())

@@ -20,7 +20,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from fedplan.message import DEEPEST, DTYPES, KEY, LARGEST_HEADER, MessageError, pack, unpack
+from fedplan.tensors.serialization import (
+    DEEPEST,
+    DTYPES,
+    KEY,
+    LARGEST_HEADER,
+    SerializationError,
+    pack,
+    unpack,
+)
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 NAMES = st.text(max_size=12).filter(lambda name: name != "__metadata__")
@@ -112,7 +120,7 @@ def test_views_parameters_and_tied_tensors_can_be_sent() -> None:
     ],
 )
 def test_what_no_message_holds_is_refused(tensor: Tensor, words: str) -> None:
-    with pytest.raises(MessageError, match=words):
+    with pytest.raises(SerializationError, match=words):
         pack({"weight": tensor}, {})
 
 
@@ -129,15 +137,15 @@ def deep(levels: int) -> Any:
     ids=lambda value: type(value).__name__,
 )
 def test_what_no_header_holds_is_refused(value: Any) -> None:
-    with pytest.raises(MessageError):
+    with pytest.raises(SerializationError):
         pack({}, {"x": value})
 
 
 def test_names_that_cannot_be_sent_are_refused() -> None:
     for name in ("__metadata__", "\ud800"):
-        with pytest.raises(MessageError):
+        with pytest.raises(SerializationError):
             pack({name: torch.zeros(1)}, {})
-    with pytest.raises(MessageError, match="shorter header"):
+    with pytest.raises(SerializationError, match="shorter header"):
         pack({}, {"x": "y" * LARGEST_HEADER})
 
 
@@ -216,7 +224,7 @@ for _text in (
 def test_forgeries_are_refused_before_anything_large_is_made(data: bytes) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(MessageError) as caught:
+        with pytest.raises(SerializationError) as caught:
             unpack(data)
         assert tracemalloc.get_traced_memory()[1] < 2**20 + 50 * len(data)
     finally:
@@ -226,9 +234,9 @@ def test_forgeries_are_refused_before_anything_large_is_made(data: bytes) -> Non
 
 def test_a_message_over_the_limit_is_refused() -> None:
     data = pack({"a": torch.zeros(100)}, {})
-    with pytest.raises(MessageError, match=f"limit of {len(data) - 1}"):
+    with pytest.raises(SerializationError, match=f"limit of {len(data) - 1}"):
         unpack(data, limit=len(data) - 1)
-    with pytest.raises(MessageError, match="the head of the message takes"):
+    with pytest.raises(SerializationError, match="the head of the message takes"):
         unpack(forged(b" " * (LARGEST_HEADER + 1)))
 
 
@@ -270,7 +278,7 @@ def forgeries(draw: st.DrawFn) -> bytes:
 def test_any_bytes_are_a_message_or_a_message_error(data: bytes) -> None:
     try:
         found, said = unpack(data)
-    except MessageError as error:
+    except SerializationError as error:
         assert str(error)
     else:
         again, header = unpack(pack(found, said))
@@ -320,7 +328,7 @@ def test_no_pickle_is_ever_run(tmp_path: Path) -> None:
     payloads = traps(marker)
     assert len(payloads) == 25
     for payload in payloads:
-        with pytest.raises(MessageError):
+        with pytest.raises(SerializationError):
             unpack(payload)
         assert not marker.exists()
     pickle.loads(payloads[0])

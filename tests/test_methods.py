@@ -8,14 +8,14 @@ import zoo
 from clients import few, loss
 
 from fedplan.errors import FedplanError
-from fedplan.method import Method
-from fedplan.methods import METHODS, method
-from fedplan.parts import key, norm, query, value
-from fedplan.plan import best, chain, freeze, keep, share, when
-from fedplan.probe import Probe, at_random, from_the_top
+from fedplan.language.parts import key, norm, query, value
+from fedplan.language.plan import best, chain, freeze, keep, share, when
+from fedplan.language.turn import after
+from fedplan.methods.method import Method
+from fedplan.methods.registry import METHODS, method_named
+from fedplan.tensors.wire import parse_wire
 from fedplan.testing import check_method
-from fedplan.turn import after
-from fedplan.wire import parse_wire
+from fedplan.training.probes import Probe, at_random, from_the_top
 
 ARCHITECTURES = ("bert", "vit", "clip", "gpt-neox", "phi3", "modernbert", "llama")
 PROMPTED = ("pfeddc", "promptfl", "local-prompts", "pfeddc-held")
@@ -34,7 +34,7 @@ PAIRS = [(m, a) for m in METHODS if m not in PROMPTED for a in ARCHITECTURES]
 
 @pytest.mark.parametrize(("name", "architecture"), PAIRS)
 def test_methods_keep_the_laws(name: str, architecture: str) -> None:
-    made = method(name, SETTINGS.get(name))
+    made = method_named(name, SETTINGS.get(name))
     model = zoo.build(architecture)
     if name == "bitfit" and architecture in ("llama", "phi3"):
         with pytest.raises(FedplanError, match="bias matches no parameter"):
@@ -77,4 +77,4 @@ def test_a_wrong_name_or_setting_is_an_error_that_helps(
     name: str, settings: dict[str, object], words: str
 ) -> None:
     with pytest.raises(FedplanError, match=words):
-        method(name, settings)
+        method_named(name, settings)

@@ -21,29 +21,29 @@ from PIL import Image
 from torch import Tensor, nn
 from zoo import VISION
 
-from fedplan.agreement import Setup
-from fedplan.description import blocks_of, describe
+from fedplan.data.examples import Images
+from fedplan.data.tables import load as table_of
+from fedplan.data.tables import rows, values
+from fedplan.data.tasks import task
 from fedplan.errors import FedplanError
-from fedplan.examples import Images
-from fedplan.fit import Pace
-from fedplan.message import pack
-from fedplan.method import Method
+from fedplan.federation.agreement import Agreement
+from fedplan.language.parser import parse_part
+from fedplan.language.parts import Part
+from fedplan.language.plan import Role
+from fedplan.language.resolution import resolve
+from fedplan.language.turn import Turn
 from fedplan.methods.compositions import pfeddc_held
+from fedplan.methods.method import Method
 from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
+from fedplan.models.description import blocks_of, describe
 from fedplan.models.dual import Dual, ModelError, dual_of, load_dual
-from fedplan.models.folder import Picture, load, predict, save
+from fedplan.models.folder import Preprocessing, load_folder, predict, save_folder
+from fedplan.models.params import Block, Kind, Param, Params
 from fedplan.models.prompts import add_prompts, make_room
-from fedplan.params import Block, Kind, Param, Params
-from fedplan.parts import Part
-from fedplan.plan import Role
-from fedplan.resolution import resolve
 from fedplan.runners.local import Federation
-from fedplan.tables import load as table_of
-from fedplan.tables import rows, values
-from fedplan.tasks import task
+from fedplan.tensors.serialization import pack
 from fedplan.testing import check_method
-from fedplan.text import parse_part
-from fedplan.turn import Turn
+from fedplan.training.fit import Pace
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 each = pytest.mark.parametrize("name", BACKBONES)
@@ -422,9 +422,9 @@ def test_a_saved_model_loads_to_the_bit(
     name: str, settings: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     dual = build(name) if settings is None else stir(prompted(name, **settings))
-    save(dual, tmp_path)
+    save_folder(dual, tmp_path)
     state = torch.get_rng_state()
-    other = load(tmp_path)
+    other = load_folder(tmp_path)
     with torch.no_grad():
         assert torch.equal(other(pixels()), dual(pixels()))
     assert describe(other) == describe(dual) and other.names == NAMES
@@ -435,12 +435,12 @@ def test_a_saved_model_loads_to_the_bit(
         held["prompts"]["text"] = 5
         (tmp_path / "prompts.json").write_text(json.dumps(held))
         with pytest.raises(ModelError, match="does not hold"):
-            load(tmp_path)
+            load_folder(tmp_path)
 
 
 def test_a_folder_predicts_pictures(tmp_path: Path) -> None:
-    dual, picture = prompted("clip"), Picture(16, (0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
-    save(dual, tmp_path, picture=picture)
+    dual, picture = prompted("clip"), Preprocessing(16, (0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
+    save_folder(dual, tmp_path, picture=picture)
     noise = np.random.default_rng(0).integers(0, 255, (20, 30, 3)).astype("uint8")
     Image.fromarray(noise).save(tmp_path / "one.png")
     with torch.no_grad():
@@ -549,13 +549,13 @@ def test_the_message_of_a_full_size_clip_is_the_arithmetic(
     made = pfeddc(text, vision)
     assert made.adapt is not None
     model = made.adapt(dual)
-    setup = Setup("clip", describe(model), made, Pace(batch=1, steps=1))
+    agreement = Agreement("clip", describe(model), made, Pace(batch=1, steps=1))
     pictures = torch.zeros((2, 3, 224, 224), dtype=torch.uint8)
     half = torch.full((3, 1, 1), 0.5)
     rows = {"ann": Images(pictures, torch.tensor([0, 1]), half, half)}
-    whole = Federation(setup, model, rows, ASKED.loss, tmp_path, rounds=1, replies=True)
+    whole = Federation(agreement, model, rows, ASKED.loss, tmp_path, rounds=1, replies=True)
     tally = whole.round()
-    answered = whole.sites["ann"].journal.answered(tally.cohort["ann"].request)
+    answered = whole.clients["ann"].journal.answered(tally.cohort["ann"].name)
     assert answered is not None
     assert tally.lines["ann"].up == tally.lines["ann"].down == upload
     assert upload < len(pack(answered[0], {})) < upload + 1024

@@ -14,11 +14,11 @@ from commands import STUDY, run
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fedplan.config import ConfigError, study_of
 from fedplan.errors import FedplanError
-from fedplan.journal import home_of
-from fedplan.names import folder_named
-from fedplan.trainer import folder_of
+from fedplan.runners.worker import folder_of
+from fedplan.storage.journal import home_of
+from fedplan.storage.names import folder_named
+from fedplan.studies.schema import ConfigError, study_of
 
 ODD = (
     "..",
@@ -164,7 +164,7 @@ def test_clients_of_any_name_stay_in_the_runs_folder(here: Path) -> None:
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(NAMES)
 def test_new_federations_and_keys_stay_in_their_folder(tmp_path: Path, name: str) -> None:
-    from fedplan.starter import new_federation
+    from fedplan.runners.flower.starter import new_federation
 
     with TemporaryDirectory(dir=tmp_path) as place:
         base = Path(place, "deep/fed")

@@ -17,16 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import KINDS, MOODS, SITES, Row, held, row, study, tokenizer, written
 
-from fedplan.config import Study
-from fedplan.content import chances, contents, told_apart
-from fedplan.data import DataError, Partition, divide
-from fedplan.ledger import read_lines
-from fedplan.privacy.contributions import Subject, Sum, one_by_one, trained
-from fedplan.resolution import resolve
-from fedplan.shares import Shares, shares_of
-from fedplan.studies import stage_of
-from fedplan.tables import load
-from fedplan.turn import Turn
+from fedplan.data.content import chances, contents, told_apart
+from fedplan.data.partition import Partition, divide
+from fedplan.data.tables import DataError, load
+from fedplan.language.resolution import resolve
+from fedplan.language.turn import Turn
+from fedplan.privacy.dpsgd.per_example import Subject, Sum, one_by_one, trained
+from fedplan.storage.lines import read_lines
+from fedplan.studies.schema import Study
+from fedplan.studies.shares import Shares, shares_of
+from fedplan.studies.stage import stage_of
 
 EXAMPLE = {"unit": "example", "epsilon": 8.0, "size": 40}
 CLIENT = {"unit": "client", "epsilon": 8.0}
@@ -285,16 +285,16 @@ STILL = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0
 def clipped(asked: Study, table: Dataset) -> tuple[torch.Tensor, float]:
     """The sum of clipped gradients over all rows of a site, and the clip that is charged."""
     stage = stage_of(asked, ("north", table))
-    roles = resolve(stage.setup.method.plan, stage.setup.params, Turn())
+    roles = resolve(stage.agreement.method.plan, stage.agreement.params, Turn())
     rows = stage.shares.train["north"]
     subject = Subject(stage.model, trained(stage.model, roles), rows, stage.shares.task.loss)
-    promise = stage.setup.promise
-    assert promise is not None
-    found = Sum(subject.tensors, promise.clip)
+    guarantee = stage.agreement.guarantee
+    assert guarantee is not None
+    found = Sum(subject.tensors, guarantee.clip)
     stage.model.eval()
     one_by_one(subject, torch.arange(len(rows)), found)
     totals = [found.totals[name].flatten().double() for name in sorted(found.totals)]
-    return torch.cat(totals), promise.clip
+    return torch.cat(totals), guarantee.clip
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -20,26 +20,27 @@ from grids import InProcess
 from torch import Tensor, nn
 
 import fedplan as fp
-from fedplan import mail
-from fedplan.agreement import Setup
-from fedplan.attendance import Attendance
-from fedplan.desk import Desk, journal_in, own_values
-from fedplan.exchange import Down, Update
-from fedplan.fit import Done, Fit, Job, Pace
-from fedplan.ledger import digests, read_lines
-from fedplan.method import Method
-from fedplan.params import Kind, Param
-from fedplan.parcel import Parcel
-from fedplan.parts import named
-from fedplan.rounds import Tally
+from fedplan.audits.ledger import verify_lines
+from fedplan.federation import messages
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import Client
+from fedplan.federation.endpoint import Endpoint, journal_in, own_values
+from fedplan.federation.messages import Request, Update
+from fedplan.federation.participation import Participation
+from fedplan.federation.rounds import Tally
+from fedplan.federation.server import Server
+from fedplan.language.parts import named
+from fedplan.methods.method import Method
+from fedplan.models.params import Kind, Param
+from fedplan.models.values import take
 from fedplan.runners.flower.calls import Patience
+from fedplan.runners.flower.carrier import Carrier
 from fedplan.runners.flower.client import client_app
-from fedplan.runners.flower.server import Carrier
 from fedplan.runners.local import Federation
-from fedplan.server import Server
-from fedplan.site import Site
-from fedplan.state import take
-from fedplan.verification import verify_lines
+from fedplan.storage.lines import read_lines
+from fedplan.tensors.message import Message
+from fedplan.tensors.named import digests
+from fedplan.training.fit import Done, Fit, Job, Pace
 
 STEPS = {"s": fp.share, "k": fp.keep, "f": fp.freeze, "h": fp.hold}
 KEYS = ["p" + "".join(letters) for letters in product(STEPS, repeat=3)]
@@ -124,8 +125,8 @@ class Played:
 
     def __init__(self, folder: Path, clients: list[str]) -> None:
         self.folder, self.clients, self.number = folder, clients, 0
-        self.starts, self.downs = dict[tuple[str, int], Values](), list[Down]()
-        self.setup = Setup("owners", PARAMS, Method(plan(), wraps=(self.noting,)), Pace())
+        self.starts, self.downs = dict[tuple[str, int], Values](), list[Request]()
+        self.agreement = Agreement("owners", PARAMS, Method(plan(), wraps=(self.noting,)), Pace())
 
     def noting(self, _: Fit) -> Fit:
         def fit(job: Job) -> Done:
@@ -141,14 +142,14 @@ class Played:
         return fit
 
     def clean(self) -> bool:
-        return verify_lines(self.setup, read_lines(self.folder / "ledger.jsonl")) == []
+        return verify_lines(self.agreement, read_lines(self.folder / "ledger.jsonl")) == []
 
     def cohort(self, tally: Tally) -> None:
         self.downs += tally.cohort.values()
 
 
 @dataclass(frozen=True)
-class Calendar(Attendance):
+class Calendar(Participation):
     """Who takes part, as it is written above."""
 
     def cohort(self, experiment: str, number: int, roster: list[str]) -> list[str]:
@@ -190,8 +191,8 @@ class Local(Played):
     def federation(self, replies: bool) -> Federation:
         rows = {name: Rows(name) for name in self.clients}
         made = Federation(
-            self.setup, model(), rows, loss, self.folder,
-            rounds=ROUNDS, attendance=Calendar(), replies=replies,
+            self.agreement, model(), rows, loss, self.folder,
+            rounds=ROUNDS, participation=Calendar(), replies=replies,
         )  # fmt: skip
         made.take = self.losing(made.take)  # type: ignore[method-assign]
         return made
@@ -205,7 +206,7 @@ class Local(Played):
 
     def round(self, whole: Federation) -> Tally:
         for name in (c for c in self.clients if (c, self.number) in FORGETS):
-            whole.sites[name].seen, whole.sites[name].held = {}, {}
+            whole.clients[name].seen, whole.clients[name].held = {}, {}
         return whole.round()
 
 
@@ -213,8 +214,8 @@ class Flower(Played):
     """It over a grid; `killed`, every site and, after each round, the server begins anew."""
 
     def play(self, *, killed: bool) -> None:
-        self.killed, self.setup = killed, self.server(1).setup
-        self.desks = {name: self.desk(name) for name in self.clients}
+        self.killed, self.agreement = killed, self.server(1).agreement
+        self.endpoints = {name: self.endpoint(name) for name in self.clients}
         grid = InProcess(client_app(self.answer), [{"name": name} for name in self.clients])
         for number in range(1, ROUNDS + 1):
             server = self.server(number)
@@ -232,28 +233,33 @@ class Flower(Played):
         roster = {name: dict[str, str]() for name in self.clients}
         start = take(model(), PARAMS)
         return Server(
-            self.setup, start, self.folder, rounds=rounds, roster=roster, attendance=Calendar()
+            self.agreement,
+            start,
+            self.folder,
+            rounds=rounds,
+            roster=roster,
+            participation=Calendar(),
         )
 
-    def desk(self, name: str) -> Desk:
+    def endpoint(self, name: str) -> Endpoint:
         whole, folder = model(), self.folder / "sites" / name
         start = take(whole, PARAMS)
         journal = journal_in(folder)
-        site = Site(name, Rows(name), journal, whole, start, digests(start), loss)
-        return Desk(self.setup, site, folder)
+        site = Client(name, Rows(name), journal, whole, start, digests(start), loss)
+        return Endpoint(self.agreement, site, folder)
 
-    def answer(self, context: Context, kind: str, parcel: Parcel) -> Parcel:
+    def answer(self, context: Context, kind: str, message: Message) -> Message:
         name = str(context.node_config["name"])
         if kind != "train":
-            return self.desks[name].answer(kind, parcel)
-        down = mail.down_of(parcel)
+            return self.endpoints[name].answer(kind, message)
+        down = messages.request_of(message)
         self.number = down.turn.round
         if (name, self.number) in FORGETS and not down.anew:
             shutil.rmtree(self.folder / "sites" / name / "seen", ignore_errors=True)
-            self.desks[name] = self.desk(name)
+            self.endpoints[name] = self.endpoint(name)
         if self.killed:
-            self.desks[name] = self.desk(name)
-        found = self.desks[name].answer(kind, parcel)
+            self.endpoints[name] = self.endpoint(name)
+        found = self.endpoints[name].answer(kind, message)
         if (name, self.number) in LOST:
             raise RuntimeError("its answer is lost")
         return found
@@ -307,7 +313,7 @@ def test_over_flower(clients: list[str], killed: bool, tmp_path: Path) -> None:
     assert run.clean()
     for name in clients:
         # A site's own model is what its last turn began with, and what that made of its own.
-        last, found = ROUNDS, numbers(own_values(run.setup, tmp_path / "sites" / name))
+        last, found = ROUNDS, numbers(own_values(run.agreement, tmp_path / "sites" / name))
         own = [key for key in KEYS if letter(key, name, last) in "kh"]
         model = wanted.starts[name, last] | {key: wanted.homes[name][key] for key in own}
         close({(name, last): found}, {(name, last): {k: model[k] for k in found}})

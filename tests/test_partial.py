@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from fedplan import describe
 from fedplan.errors import FedplanError, PlanError
-from fedplan.journal import Journal, home_of
-from fedplan.ledger import digests
-from fedplan.mail import opened, parcel_of
-from fedplan.runners.flower.partial import Partial, partial
-from fedplan.runners.flower.records import ARRAYS, HEADER, parcel_in, records_of
-from fedplan.state import take
+from fedplan.models.values import take
+from fedplan.runners.flower.records import ARRAYS, HEADER, message_in, records_of
+from fedplan.runners.flower.strategy import Partial, partial
+from fedplan.storage.journal import Journal, home_of
+from fedplan.tensors.named import digests
+from fedplan.tensors.serialization import packed, unpacked
 
 STOCK = """
 import torch
@@ -78,7 +78,7 @@ def main(grid: Grid, context: Context) -> None:
 
 THREE = {
     "from flwr.serverapp.strategy import FedAvg": (
-        "from fedplan.runners.flower.partial import Partial, partial"
+        "from fedplan.runners.flower.strategy import Partial, partial"
     ),
     "client = ClientApp()": 'client = ClientApp(mods=[partial("PLAN", make_model, "homes")])',
     "    strategy = FedAvg(fraction_train=1.0,": (
@@ -126,12 +126,12 @@ class Spied(InProcess):
         """What came down in each message that asked to train."""
         asked = [m.content for m in self.asked if m.metadata.message_type == "train"]
         parts = [{ARRAYS: c["arrays"], HEADER: c["config"]} for c in asked]
-        return [opened(parcel_in(RecordDict(each)))[0] for each in parts]
+        return [unpacked(message_in(RecordDict(each)))[0] for each in parts]
 
     def updates(self) -> list[tuple[dict[str, Tensor], Any]]:
         """What went up in each reply to one that asked to train."""
         found = [r for r in self.replies if r.metadata.message_type == "train"]
-        return [opened(parcel_in(r.content)) for r in found if not r.has_error()]
+        return [unpacked(message_in(r.content)) for r in found if not r.has_error()]
 
 
 @dataclass
@@ -338,10 +338,10 @@ def test_clients_train_parts_of_their_own(start: Run) -> None:
 
 
 def tampered(reply: Message, change: Callable[[dict[str, Tensor], dict[str, Any]], Any]) -> Message:
-    values, header = opened(parcel_in(reply.content))
+    values, header = unpacked(message_in(reply.content))
     change(values, header)
     metrics = dict(reply.content.metric_records)
-    return Message(RecordDict({**metrics, **records_of(parcel_of(values, header))}), reply_to=reply)
+    return Message(RecordDict({**metrics, **records_of(packed(values, header))}), reply_to=reply)
 
 
 NORM = "bert.embeddings.LayerNorm.weight"

@@ -14,20 +14,20 @@ from clients import few, loss
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedplan.agreement import Setup
-from fedplan.description import describe
+from fedplan.audits.ledger import verify_lines
 from fedplan.errors import FedplanError
-from fedplan.fit import Pace
-from fedplan.ledger import read_lines
-from fedplan.method import Method
-from fedplan.methods import method
-from fedplan.phases import Planned, Sign
-from fedplan.probe import probe_named
-from fedplan.rounds import Tally
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.rounds import Tally
+from fedplan.language.parser import parse
+from fedplan.methods.method import Method
+from fedplan.methods.phases import Planned, Sign
+from fedplan.methods.registry import method_named
+from fedplan.models.description import describe
 from fedplan.runners.local import Federation
+from fedplan.storage.lines import read_lines
 from fedplan.testing import check_method
-from fedplan.text import parse
-from fedplan.verification import verify_lines
+from fedplan.training.fit import Pace
+from fedplan.training.probes import probe_named
 
 PACE = Pace(optimiser="sgd", rate=0.1, batch=2, steps=2)
 
@@ -36,8 +36,8 @@ def federation(
     made: Method, folder: Path, architecture: str = "bert", rounds: int = 4, clients: int = 2
 ) -> Federation:
     model = zoo.build(architecture)
-    setup = Setup("phases", describe(model), made, PACE)
-    return Federation(setup, model, few(architecture, clients), loss, folder, rounds=rounds)
+    agreement = Agreement("phases", describe(model), made, PACE)
+    return Federation(agreement, model, few(architecture, clients), loss, folder, rounds=rounds)
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 9), max_size=4))
@@ -63,7 +63,7 @@ class WhenApart:
 
 
 def test_a_rule_that_looks_at_drift_sets_the_phase_and_it_survives_a_stop(tmp_path: Path) -> None:
-    made = replace(method("fedfrozen"), announce=WhenApart())
+    made = replace(method_named("fedfrozen"), announce=WhenApart())
     whole = federation(made, tmp_path)
     seen = list[str]()
     for _ in range(2):
@@ -82,9 +82,9 @@ def test_a_rule_that_looks_at_drift_sets_the_phase_and_it_survives_a_stop(tmp_pa
 def test_the_freeze_ends_the_kernels_state_in_every_optimiser(
     inner: str, architecture: str, tmp_path: Path
 ) -> None:
-    made = method("fedfrozen", {"warmup": 2}).inside(method(inner))
+    made = method_named("fedfrozen", {"warmup": 2}).inside(method_named(inner))
     whole = federation(made, tmp_path, architecture)
-    kernel = {p.key for p in whole.setup.params if p.kind in ("query", "key")}
+    kernel = {p.key for p in whole.agreement.params if p.kind in ("query", "key")}
     adaptive = made.serve.rule != "plain"
     held: dict[str, torch.Tensor] = {}
     for number in range(1, 5):
@@ -100,12 +100,12 @@ def test_the_freeze_ends_the_kernels_state_in_every_optimiser(
             assert all(torch.equal(held[k], whole.world.values[k]) for k in kernel)
             # What froze comes down a last time, in its final form, and never again.
             assert kernel <= down if number == 3 else not kernel & down
-    assert not verify_lines(whole.setup, read_lines(tmp_path / "ledger.jsonl"))
+    assert not verify_lines(whole.agreement, read_lines(tmp_path / "ledger.jsonl"))
 
 
 def test_a_late_joiner_gets_the_final_kernel_once(tmp_path: Path) -> None:
-    whole = federation(method("fedfrozen", {"warmup": 1}), tmp_path, rounds=5, clients=3)
-    kernel = {p.key for p in whole.setup.params if p.kind in ("query", "key")}
+    whole = federation(method_named("fedfrozen", {"warmup": 1}), tmp_path, rounds=5, clients=3)
+    kernel = {p.key for p in whole.agreement.params if p.kind in ("query", "key")}
     late, asked = whole.roster.pop("client-2"), list[Tally]()
     for number in range(1, 6):
         if number == 3:
@@ -121,12 +121,12 @@ def test_a_late_joiner_gets_the_final_kernel_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inner", ["fedprox", "scaffold", "fedadam"])
 @pytest.mark.parametrize("reading", ["A", "B"])
 def test_both_readings_keep_the_laws_inside_other_methods(inner: str, reading: str) -> None:
-    made = method("fedfrozen", {"warmup": 1, "reading": reading}).inside(method(inner))
+    made = method_named("fedfrozen", {"warmup": 1, "reading": reading}).inside(method_named(inner))
     check_method(made, zoo.build("phi3"), few("phi3"), loss)
 
 
 def test_all_choose_together_and_less_comes_down(tmp_path: Path) -> None:
-    whole = federation(method("safl", {"k": 1, "together": True}), tmp_path, "vit", clients=3)
+    whole = federation(method_named("safl", {"k": 1, "together": True}), tmp_path, "vit", clients=3)
     rounds = list[Tally]()
     for _ in range(3):
         rounds.append(whole.round())
@@ -134,17 +134,17 @@ def test_all_choose_together_and_less_comes_down(tmp_path: Path) -> None:
     for tally in rounds:
         assert len({line.roles for line in tally.lines.values()}) == 1
     lines = read_lines(tmp_path / "ledger.jsonl")
-    assert not verify_lines(whole.setup, lines)
+    assert not verify_lines(whole.agreement, lines)
     lines[1]["scores"] = [[*block, -score] for *block, score in lines[1]["scores"]]
-    assert any("other scores" in fault for fault in verify_lines(whole.setup, lines))
+    assert any("other scores" in fault for fault in verify_lines(whole.agreement, lines))
     # One choice is one block a round, and the head.
-    one = sum(p.nbytes for p in whole.setup.movable if p.block in (0, None))
+    one = sum(p.nbytes for p in whole.agreement.movable if p.block in (0, None))
     assert all(d.nbytes <= one for d in rounds[-1].cohort.values())
 
 
 def test_who_did_not_send_counts_as_unchanged_if_absent_counts(tmp_path: Path) -> None:
     both = {
-        absent: federation(method("safl", {"k": 1, "probe": "random", "absent": absent}),
+        absent: federation(method_named("safl", {"k": 1, "probe": "random", "absent": absent}),
                            tmp_path / str(absent), "vit", clients=4)
         for absent in (False, True)
     }  # fmt: skip
@@ -163,25 +163,27 @@ def test_who_did_not_send_counts_as_unchanged_if_absent_counts(tmp_path: Path) -
 def test_a_client_with_less_room_chooses_fewer_blocks(tmp_path: Path) -> None:
     plan = parse('chain(freeze(), share(head), by("capacity", {"small": best(1)}, best(2)))')
     model = zoo.build("vit")
-    setup = Setup("phases", describe(model), Method(plan, probe=probe_named("attention")), PACE)
+    agreement = Agreement(
+        "phases", describe(model), Method(plan, probe=probe_named("attention")), PACE
+    )
     traits = {"client-1": {"capacity": "small"}}
     rows = few("vit", 3)
-    whole = Federation(setup, model, rows, loss, tmp_path, rounds=2, traits=traits)
+    whole = Federation(agreement, model, rows, loss, tmp_path, rounds=2, traits=traits)
     tally = whole.round()
     whole.commit(tally)
     assert not tally.rejected
     up = {name: line.up for name, line in tally.lines.items()}
     assert up["client-1"] < up["client-0"] == up["client-2"]
-    assert not verify_lines(setup, read_lines(tmp_path / "ledger.jsonl"))
+    assert not verify_lines(agreement, read_lines(tmp_path / "ledger.jsonl"))
 
 
 def test_a_vote_that_is_no_number_is_left_out(tmp_path: Path) -> None:
-    whole = federation(method("safl", {"k": 1, "together": True, "probe": "last"}), tmp_path)
-    made = whole.setup.method
+    whole = federation(method_named("safl", {"k": 1, "together": True, "probe": "last"}), tmp_path)
+    made = whole.agreement.method
     broken = replace(made, probe=lambda look: {block: float("nan") for block in look.blocks})
     tally = whole.begin()
     whole.ask(tally)
     assert all(d.turn.scores for d in tally.cohort.values())
-    whole.setup = replace(whole.setup, method=broken)
+    whole.agreement = replace(whole.agreement, method=broken)
     with pytest.raises(FedplanError, match="nothing can be chosen"):
         whole.ask(tally)

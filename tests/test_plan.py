@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import fedplan as fp
 from fedplan.errors import PlanError
-from fedplan.params import Params
-from fedplan.parts import head, query
-from fedplan.plan import Role, Roles
-from fedplan.resolution import certain
+from fedplan.language.parts import head, query
+from fedplan.language.plan import Role, Roles
+from fedplan.language.resolution import certain
+from fedplan.models.params import Params
 
 MODELS = ("bert", "t5", "gpt2", "clip")
 

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from fedplan.privacy import PrivacyError
-from fedplan.privacy.accountant import ACCOUNTANTS, calibrate, epsilon, version
-from fedplan.privacy.aggregate import Mechanism
-from fedplan.privacy.events import (
+from fedplan.privacy.accounting.accountant import ACCOUNTANTS, calibrate, epsilon, version
+from fedplan.privacy.accounting.events import (
     Event,
     Release,
     Spent,
@@ -30,6 +28,8 @@ from fedplan.privacy.events import (
     written,
     written_spent,
 )
+from fedplan.privacy.errors import PrivacyError
+from fedplan.privacy.mechanisms.gaussian import Mechanism
 
 Run = tuple[float, float, int, float]
 GOLDEN = [

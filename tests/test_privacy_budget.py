@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedplan.errors import FedplanError
-from fedplan.failpoints import POINTS, VARIABLE, forget
-from fedplan.privacy import PrivacyError
-from fedplan.privacy.accountant import epsilon
-from fedplan.privacy.budget import Budget
-from fedplan.privacy.events import Event, Release, Spent, Steps
+from fedplan.privacy.accounting.accountant import epsilon
+from fedplan.privacy.accounting.budget import Budget
+from fedplan.privacy.accounting.events import Event, Release, Spent, Steps
+from fedplan.privacy.errors import PrivacyError
+from fedplan.storage.failpoints import POINTS, VARIABLE, forget
 
 BUDGET_POINTS = [name for name in POINTS if name.startswith("budget.")]
 SUM = Release(4.0)

@@ -22,23 +22,33 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedplan import privacy
-from fedplan.description import describe
-from fedplan.examples import Masked, Ragged, Sequences, keys_of
-from fedplan.fit import Done, Examples, Job, Loss, Pace, proximal
+from fedplan.data.examples import Examples, Loss, Masked, Ragged, Sequences, keys_of
+from fedplan.data.tasks import task
+from fedplan.language.parser import parse
+from fedplan.language.parts import query
+from fedplan.language.plan import Roles
+from fedplan.language.resolution import resolve
+from fedplan.language.turn import Turn
 from fedplan.methods.adapters import add_lora
+from fedplan.models.description import describe
 from fedplan.models.prompts import add_prompts
-from fedplan.parts import query
-from fedplan.plan import Roles
-from fedplan.privacy import contributions, dpsgd, ghost
-from fedplan.privacy.contributions import Subject, Sum, one_by_one, require_apart, square, trained
-from fedplan.privacy.dpsgd import Privately, Sampled, dp_sgd, train
+from fedplan.models.values import take
+from fedplan.privacy.accounting.events import Steps
+from fedplan.privacy.dpsgd import fit, ghost, per_example
+from fedplan.privacy.dpsgd import fit as private_fit
+from fedplan.privacy.dpsgd.fit import DPSGD, Sampled, dp_sgd, train
+from fedplan.privacy.dpsgd.per_example import (
+    Subject,
+    Sum,
+    one_by_one,
+    require_apart,
+    square,
+    trained,
+)
 from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.events import Steps
-from fedplan.resolution import resolve
-from fedplan.state import mark, take
-from fedplan.tasks import task
-from fedplan.text import parse
-from fedplan.turn import Turn
+from fedplan.training.fit import Done, Job, Pace
+from fedplan.training.freezing import mark
+from fedplan.training.wraps import proximal
 
 PARTS = {
     "all": "share()",
@@ -177,7 +187,7 @@ def nobody(count: int) -> Tensor:
     return torch.full((count,), 0.999, dtype=torch.float64)
 
 
-PRIVATELY = Privately(clip=0.5, noise=1.0, expected_batch=4, rate=0.5, steps=3, microbatch=2)
+PRIVATELY = DPSGD(clip=0.5, noise=1.0, expected_batch=4, rate=0.5, steps=3, microbatch=2)
 
 
 def job_of(
@@ -201,7 +211,7 @@ def job_of(
 
 
 def run(
-    job: Job, privately: Privately = PRIVATELY, seed: int = 0, **sources: Any
+    job: Job, privately: DPSGD = PRIVATELY, seed: int = 0, **sources: Any
 ) -> tuple[dict[str, Tensor], Done, Sampled]:
     """What a fit changed, what it leaves, and what it did."""
     before = take(job.model, job.roles)
@@ -308,7 +318,7 @@ def test_texts_are_run_by_length_and_it_does_not_show() -> None:
         job = job_of(without_dropout(zoo.build("bert")), rows=rows, loss=asked.loss)
         privately = replace(PRIVATELY, clip=0.1, noise=0.1, microbatch=size)
         found.append(run(job, privately, uniform=everybody)[0])
-    portions = dpsgd._portions(rows, torch.tensor([0, 1, 3]), 2)
+    portions = fit._portions(rows, torch.tensor([0, 1, 3]), 2)
     assert [each.tolist() for each in portions] == [[3], [1], [0]]
     assert all(apart(found[0], each) < 1e-5 for each in found[1:])
 
@@ -316,9 +326,9 @@ def test_texts_are_run_by_length_and_it_does_not_show() -> None:
 def test_few_long_texts_run_at_a_time_and_many_short_ones() -> None:
     for length, expected in ((8, 64), (64, 64), (512, 8), (5000, 1)):
         rows = Sequences(Ragged.of([[1] * length] * 100), 0, torch.zeros(100))
-        sizes = {len(each) for each in dpsgd._portions(rows, torch.arange(100), 64)}
+        sizes = {len(each) for each in fit._portions(rows, torch.arange(100), 64)}
         assert max(sizes) == expected
-        assert not list(dpsgd._portions(rows, torch.arange(0), 64))
+        assert not list(fit._portions(rows, torch.arange(0), 64))
 
 
 def test_masked_tokens_are_hidden_row_by_row() -> None:
@@ -423,7 +433,7 @@ def test_every_trained_coordinate_gets_noise_and_no_other_moves(name: str) -> No
 
 
 def test_the_noise_has_the_spread_that_is_paid_for() -> None:
-    privately = Privately(clip=0.5, noise=2.0, expected_batch=10, rate=0.1, steps=1)
+    privately = DPSGD(clip=0.5, noise=2.0, expected_batch=10, rate=0.1, steps=1)
     changes, _, _ = run(job_of(zoo.build("bert")), privately, uniform=nobody)
     drawn = torch.cat([change.flatten() for change in changes.values()])
     assert len(drawn) > 5000
@@ -539,7 +549,7 @@ def test_both_ways_and_all_sizes_train_the_same_model(
         return run(job, replace(privately, microbatch=size))[0]
 
     found = [trained_with(size) for size in (1, 4, 16)]
-    monkeypatch.setattr(dpsgd, "distrust", lambda _: "because")
+    monkeypatch.setattr(private_fit, "distrust", lambda _: "because")
     found.append(trained_with(4))
     assert all(apart(found[0], each) < 1e-5 for each in found[1:])
 
@@ -572,7 +582,7 @@ def test_batch_norm_is_refused_by_name_unless_at_rest() -> None:
 
     model = Normed().train()
     tensors = [
-        contributions.Trained(n, p)
+        per_example.Trained(n, p)
         for n, p in model.named_parameters()
         if "head" in n or "classifier" in n
     ]
@@ -614,7 +624,7 @@ class Functional(nn.Module):
 def test_a_model_of_another_build_is_taken_one_by_one(make: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, rows = make(), Few("bert", 0, 4)
-    tensors = tuple(contributions.Trained(n, p) for n, p in model.named_parameters())
+    tensors = tuple(per_example.Trained(n, p) for n, p in model.named_parameters())
     subject = Subject(model, tensors, rows, distance_loss)
     assert ghost.distrust(subject)
     expected = torch.autograd.grad(

@@ -14,27 +14,29 @@ from clients import Few
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedplan.description import describe
+from fedplan.data.examples import Masked, Ragged, Sequences, keys_of
 from fedplan.errors import StoreError
-from fedplan.examples import Masked, Ragged, Sequences, keys_of
-from fedplan.fit import Job, Pace
-from fedplan.privacy import PrivacyError, budget, ghost
-from fedplan.privacy.accountant import epsilon
-from fedplan.privacy.aggregate import Mechanism
-from fedplan.privacy.budget import Budget
-from fedplan.privacy.contributions import Subject, Sum, Trained, one_by_one, require_apart
-from fedplan.privacy.dpsgd import Privately, train
-from fedplan.privacy.events import Release, together
-from fedplan.privacy.guard import Cloak
-from fedplan.privacy.noise import Noise
-from fedplan.privacy.promise import Promise
-from fedplan.privacy.secret import secret_of
-from fedplan.privacy.vote import Vote
-from fedplan.resolution import resolve
-from fedplan.state import take
-from fedplan.sums import GRID, ExactSum
-from fedplan.text import parse
-from fedplan.turn import Turn
+from fedplan.language.parser import parse
+from fedplan.language.resolution import resolve
+from fedplan.language.turn import Turn
+from fedplan.models.description import describe
+from fedplan.models.values import take
+from fedplan.privacy.accounting import budget
+from fedplan.privacy.accounting.accountant import epsilon
+from fedplan.privacy.accounting.budget import Budget
+from fedplan.privacy.accounting.events import Release, together
+from fedplan.privacy.dpsgd import ghost
+from fedplan.privacy.dpsgd.fit import DPSGD, train
+from fedplan.privacy.dpsgd.per_example import Subject, Sum, Trained, one_by_one, require_apart
+from fedplan.privacy.errors import PrivacyError
+from fedplan.privacy.guarantee import Guarantee
+from fedplan.privacy.guard import ClientGuard
+from fedplan.privacy.mechanisms.gaussian import Mechanism
+from fedplan.privacy.mechanisms.noise import Noise
+from fedplan.privacy.mechanisms.secret import secret_of
+from fedplan.privacy.mechanisms.vote import Vote
+from fedplan.tensors.sums import GRID, ExactSum
+from fedplan.training.fit import Job, Pace
 
 SECRET = bytes(range(32))
 
@@ -49,25 +51,25 @@ def far(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def test_the_same_request_from_other_values_has_another_noise_and_costs(tmp_path: Path) -> None:
-    promise = Promise("example", 900.0, 1e-5, 0.1, 50.0, 0.5, steps=1, batch=4)
-    cloak = Cloak(promise, tmp_path)
+    guarantee = Guarantee("example", 900.0, 1e-5, 0.1, 50.0, 0.5, steps=1, batch=4)
+    guard = ClientGuard(guarantee, tmp_path)
     changes = list[Tensor]()
     for content in ("a", "a", "b"):
         torch.manual_seed(0)
         model = zoo.build("bert")
         roles = resolve(parse("share()"), describe(model), Turn())
         before = take(model, roles)
-        fit = cloak.fit(1, "study/1/hospital", content)
+        fit = guard.fit(1, "study/1/hospital", content)
         fit(Job(model, roles, Few("bert", 0, 8), far, Pace("sgd", rate=1.0), 7, before))
         changes.append(
             torch.cat([(v - before[k]).flatten() for k, v in take(model, roles).items()])
         )
-    assert torch.equal(changes[0], changes[1]) and len(cloak.budget.charges) == 2
+    assert torch.equal(changes[0], changes[1]) and len(guard.budget.charges) == 2
     assert (changes[0] - changes[2]).norm() > changes[0].norm()
 
 
 def test_masks_and_dropout_follow_no_public_seed() -> None:
-    privately = Privately(clip=1.0, noise=1.0, expected_batch=4, rate=1.0, steps=1)
+    privately = DPSGD(clip=1.0, noise=1.0, expected_batch=4, rate=1.0, steps=1)
 
     def moved(seed: int, key: bytes) -> Tensor:
         torch.manual_seed(0)
@@ -102,7 +104,7 @@ def test_hidden_tokens_follow_no_public_seed() -> None:
 
     model = zoo.build("bert-mlm")
     roles = resolve(parse("share()"), describe(model), Turn())
-    privately = Privately(clip=1.0, noise=1.0, expected_batch=4, rate=1.0, steps=1)
+    privately = DPSGD(clip=1.0, noise=1.0, expected_batch=4, rate=1.0, steps=1)
     noise = Noise(b"a" * 32)
     job = Job(model, roles, Spy(), lambda m, b: m(**b).loss, Pace("sgd"), 7, take(model, roles))
     train(job, privately, normal=lambda s: torch.zeros(s).double(), uniform=noise.uniform)
@@ -231,13 +233,13 @@ def test_an_interrupt_loses_no_charge(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_file_with_fewer_charges_than_there_were_is_refused(tmp_path: Path) -> None:
-    promise = Promise("example", 900.0, 1e-5, 0.1, 5.0, 0.5, steps=1, batch=4)
-    cloak = Cloak(promise, tmp_path)
+    guarantee = Guarantee("example", 900.0, 1e-5, 0.1, 5.0, 0.5, steps=1, batch=4)
+    guard = ClientGuard(guarantee, tmp_path)
     for i in range(3):
-        cloak.fit(i + 1, f"round {i}", "")
+        guard.fit(i + 1, f"round {i}", "")
     file = tmp_path / "charges.jsonl"
     file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:3]))
-    again = Cloak(promise, tmp_path)
+    again = ClientGuard(guarantee, tmp_path)
     again.require_paid(2)
     with pytest.raises(PrivacyError, match="holds 2 charges, and there were 3"):
         again.require_paid(3)
@@ -247,7 +249,7 @@ def test_a_disk_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     def no_locks(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("fedplan.locks.fcntl.flock", no_locks)
+    monkeypatch.setattr("fedplan.storage.locks.fcntl.flock", no_locks)
     held = Budget(tmp_path / "charges.jsonl", delta=1e-5)
     with pytest.raises((PrivacyError, StoreError), match="without locks"):
         held.charge(Release(1.0), "round 1")

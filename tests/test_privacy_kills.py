@@ -17,9 +17,9 @@ import pytest
 from test_resume import ROUNDS, expected, federation, left, played
 from torch import Tensor
 
-from fedplan.ledger import digest
-from fedplan.privacy.guard import Cloak, Veil
+from fedplan.privacy.guard import ClientGuard, ServerGuard
 from fedplan.runners import local as runner
+from fedplan.tensors.named import digest
 
 ALWAYS = ("round.before_close", "round.ledger_written", "round.before_commit", "store.begun")
 """Points of every round, before it is for good: whoever dies there plays it again."""
@@ -65,11 +65,15 @@ def test_all_that_was_released_was_charged(
     run, out, draw = tmp_path / "run", tmp_path / "out.jsonl", random.Random(name)
     run.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(Veil, "release", watched(Veil.release, out, lambda *a: a[4]))
-        patch.setattr(Veil, "vote", watched(Veil.vote, out, lambda *a: f"{a[4]}: vote"))
-        patch.setattr(Cloak, "vote", watched(Cloak.vote, out, lambda *a: f"{a[4]}: vote"))
+        patch.setattr(ServerGuard, "release", watched(ServerGuard.release, out, lambda *a: a[4]))
+        patch.setattr(
+            ServerGuard, "vote", watched(ServerGuard.vote, out, lambda *a: f"{a[4]}: vote")
+        )
+        patch.setattr(
+            ClientGuard, "vote", watched(ClientGuard.vote, out, lambda *a: f"{a[4]}: vote")
+        )
         if name == "cloaked":
-            sent = watched(runner.local, out, lambda setup, site, down: down.request)
+            sent = watched(runner.local, out, lambda agreement, site, down: down.name)
             patch.setattr(runner, "local", sent)
         done = 0
         while done < kills:
@@ -83,7 +87,7 @@ def test_all_that_was_released_was_charged(
         assert played(run, name, replies=False) == 0
     assert left(run, name, replies=False) == reference
     fed = federation(run, name, replies=False)
-    guards = [fed.veil] if fed.veil else [site.cloak for site in fed.sites.values()]
+    guards = [fed.guard] if fed.guard else [site.guard for site in fed.clients.values()]
     charged = Counter(c.about for guard in guards if guard for c in guard.budget.charges)
     released = {tuple(json.loads(line)) for line in out.read_text().splitlines()}
     assert released

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from fedplan.params import Kind, Param
-from fedplan.params import Rows as Rows_
-from fedplan.privacy.contributions import Subject, Sum, Trained, one_by_one
-from fedplan.privacy.factors import Lookup, Outer, bounds
-from fedplan.privacy.ghost import ghost
+from fedplan.models.params import Kind, Param
+from fedplan.models.params import Rows as Rows_
+from fedplan.privacy.dpsgd.factors import Lookup, Outer, bounds
+from fedplan.privacy.dpsgd.ghost import ghost
+from fedplan.privacy.dpsgd.per_example import Subject, Sum, Trained, one_by_one
 
 HEIGHT = 6
 WORDS = 5

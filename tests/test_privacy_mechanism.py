@@ -16,21 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedplan.privacy import PrivacyError
-from fedplan.privacy.accountant import epsilon
-from fedplan.privacy.aggregate import Change, Mechanism, aggregate
-from fedplan.privacy.auditing import (
-    Aggregate,
-    Draws,
-    draws,
-    flat,
-    gaussian_lower_bound,
-    lower_bound,
-)
-from fedplan.privacy.clipping import BOUNDS, Adaptive, capped, clip, norm
-from fedplan.privacy.events import Release
-from fedplan.privacy.noise import Noise
-from fedplan.sums import ExactSum, SumError
+from fedplan.audits.bounds import Aggregate, Draws, draws, flat, gaussian_lower_bound, lower_bound
+from fedplan.privacy.accounting.accountant import epsilon
+from fedplan.privacy.accounting.events import Release
+from fedplan.privacy.errors import PrivacyError
+from fedplan.privacy.mechanisms.clipping import BOUNDS, Adaptive, capped, clip, norm
+from fedplan.privacy.mechanisms.gaussian import Change, Mechanism, aggregate
+from fedplan.privacy.mechanisms.noise import Noise
+from fedplan.tensors.sums import ExactSum, SumError
 
 SECRET = bytes(range(32))
 SHAPES = {"a": (2,), "b": (2,), "c": (1,)}
@@ -360,8 +353,8 @@ def test_the_audit_comes_close_to_the_claim(count: int, share: float) -> None:
 
 def test_an_audit_is_fooled_no_more_often_than_it_says() -> None:
     fooled, pure = 0, 0
-    for trial in range(200):
-        draw = Noise.for_release(SECRET, "trial", trial).gaussian((2, 2000, 1), 1.0).numpy()
+    for simulation in range(200):
+        draw = Noise.for_release(SECRET, "trial", simulation).gaussian((2, 2000, 1), 1.0).numpy()
         fooled += gaussian_lower_bound(draw[0] + 1, draw[1], delta=DELTA) > CLAIMED
         pure += lower_bound(draw[0] + 1, draw[1], delta=DELTA) > CLAIMED
     assert fooled <= 10 and pure == 0

@@ -16,14 +16,14 @@ import torch
 from scipy.stats import chisquare, kstest
 
 import fedplan.privacy
-from fedplan.privacy import PrivacyError
-from fedplan.privacy.noise import Noise
-from fedplan.privacy.sampling import cohort
-from fedplan.privacy.secret import derived, secret_of
+from fedplan.privacy.errors import PrivacyError
+from fedplan.privacy.mechanisms.noise import Noise
+from fedplan.privacy.mechanisms.sampling import cohort
+from fedplan.privacy.mechanisms.secret import derived, secret_of
 
 SECRET = bytes(range(32))
 LOG = logging.getLogger(__name__)
-FILES = sorted(Path(fedplan.privacy.__file__).parent.glob("*.py"))
+FILES = sorted(Path(fedplan.privacy.__file__).parent.rglob("*.py"))
 
 
 def noise(about: str = "round 1") -> Noise:

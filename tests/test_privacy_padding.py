@@ -8,9 +8,9 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fedplan.examples import Ragged, Sequences
-from fedplan.privacy.contributions import Subject, Trained
-from fedplan.privacy.dpsgd import Noisy, Privately
+from fedplan.data.examples import Ragged, Sequences
+from fedplan.privacy.dpsgd.fit import DPSGD, Noisy
+from fedplan.privacy.dpsgd.per_example import Subject, Trained
 
 PAD, ODD = 0, 5
 CLIP = 0.1
@@ -50,7 +50,7 @@ def summed(model: nn.Module, texts: list[list[int]]) -> Tensor:
     tensors = tuple(Trained(name, tensor) for name, tensor in model.named_parameters())
     labels = torch.tensor([int(ODD in text) for text in texts])
     rows = Sequences(Ragged.of(texts), PAD, labels)
-    privately = Privately(clip=CLIP, noise=0.0, expected_batch=1, rate=1.0, steps=1)
+    privately = DPSGD(clip=CLIP, noise=0.0, expected_batch=1, rate=1.0, steps=1)
     subject = Subject(model, tensors, rows, loss)
     noisy = Noisy(subject, privately, model, lambda s: torch.zeros(s, dtype=torch.float64))  # type: ignore[arg-type]
     assert not noisy.slow, "the trial sees nothing wrong"

@@ -14,68 +14,68 @@ from clients import few, know_secrets, loss
 from flwr.app import Context
 from grids import InProcess
 
-from fedplan.agreement import Setup
-from fedplan.config import ConfigError, Study, study_of
-from fedplan.description import describe
-from fedplan.desk import Desk
-from fedplan.errands import Order
-from fedplan.fit import Pace
-from fedplan.journal import Journal, home_of
-from fedplan.ledger import digests
-from fedplan.mail import down_parcel
-from fedplan.method import Method
-from fedplan.methods import method
-from fedplan.parcel import Parcel
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import Client
+from fedplan.federation.endpoint import Endpoint
+from fedplan.federation.messages import request_message
+from fedplan.federation.rounds import Tally
+from fedplan.federation.server import Server
+from fedplan.language.parser import parse
+from fedplan.methods.method import Method
+from fedplan.methods.registry import method_named
+from fedplan.models.description import describe
+from fedplan.models.values import take
 from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.promise import Promise
-from fedplan.privacy.vote import Vote
-from fedplan.rounds import Tally
+from fedplan.privacy.guarantee import Guarantee
+from fedplan.privacy.mechanisms.vote import Vote
 from fedplan.runners.flower.calls import Patience
+from fedplan.runners.flower.carrier import Carrier
 from fedplan.runners.flower.client import client_app
-from fedplan.runners.flower.server import Carrier
 from fedplan.runners.local import Federation
-from fedplan.server import Server
-from fedplan.site import Site
-from fedplan.state import take
-from fedplan.text import parse
-from fedplan.trainer import Office
+from fedplan.runners.worker import Worker
+from fedplan.runners.worker_client import WorkerSpec
+from fedplan.storage.journal import Journal, home_of
+from fedplan.studies.schema import ConfigError, Study, study_of
+from fedplan.tensors.message import Message
+from fedplan.tensors.named import digests
+from fedplan.training.fit import Pace
 
 NAMES = ("client-0", "client-1", "client-2")
 TRAITS = {"client-1": {"site": "a"}, "client-2": {"site": "b"}}
 ROUNDS = 2
 SOON = Patience(sites=0.2, answers=60.0, absent=0.1, look=0.005)
-ALL = Promise("client", 900.0, 1e-5, 1.0, 1.0)
-PROMISES = {
+ALL = Guarantee("client", 900.0, 1e-5, 1.0, 1.0)
+GUARANTEES = {
     "all": ALL,
     "drawn": replace(ALL, rate=0.9),
     "moving": replace(ALL, rate=0.9, quantile=0.5, cap=4),
 }
 METHODS: dict[str, Method] = {
-    "fedavg": method("fedavg"),
-    "fedper": method("fedper"),
-    "fedfrozen": method("fedfrozen", {"warmup": 1}),
-    "fedadam": method("fedadam"),
+    "fedavg": method_named("fedavg"),
+    "fedper": method_named("fedper"),
+    "fedfrozen": method_named("fedfrozen", {"warmup": 1}),
+    "fedadam": method_named("fedadam"),
     "traits": Method(
         parse('chain(freeze(), by("site", {"a": share(blocks(0))}, share(blocks(1))))')
     ),
     "one client": Method(
         parse('chain(freeze(), share(head), when(client_in("client-1"), share(blocks(0))))')
     ),
-    "random": method("safl", {"k": 1, "probe": "random"}),
-    "random, together": method("safl", {"k": 1, "probe": "random", "together": True}),
-    "last, together": method("safl", {"k": 1, "probe": "last", "together": True}),
+    "random": method_named("safl", {"k": 1, "probe": "random"}),
+    "random, together": method_named("safl", {"k": 1, "probe": "random", "together": True}),
+    "last, together": method_named("safl", {"k": 1, "probe": "last", "together": True}),
     "by chance for some": Method(
         parse('chain(freeze(), share(head), when(client_in("client-1"), best(1)))'), together=True
     ),
-    "vote": method("safl", {"k": 1, "together": True}),
+    "vote": method_named("safl", {"k": 1, "together": True}),
 }
 RUNNERS = ("local", "flower")
 
 
-def setup_of(made: Method, promise: Promise) -> Setup:
+def agreement_of(made: Method, guarantee: Guarantee) -> Agreement:
     if made is METHODS["vote"]:
-        promise = replace(promise, vote=2.0, period=1)
-    return Setup("presence", describe(zoo.build("bert")), made, PACE, promise, start="one")
+        guarantee = replace(guarantee, vote=2.0, period=1)
+    return Agreement("presence", describe(zoo.build("bert")), made, PACE, guarantee, start="one")
 
 
 PACE = Pace(optimiser="adamw", rate=1e-2, batch=2, steps=1)
@@ -93,7 +93,7 @@ def released(server: Server, tally: Tally) -> dict[str, Any]:
         "voted": sorted(world.choice),
         "drift": world.drift,
         "clip": world.clip > 0,
-        "charges": [(c.about, c.event) for c in server.veil.budget.charges if server.veil],
+        "charges": [(c.about, c.event) for c in server.guard.budget.charges if server.guard],
         "drawn": sorted(tally.cohort),
         "asked": {n: told(tally, n) for n in tally.cohort if n != NAMES[1]},
     }
@@ -105,42 +105,51 @@ def told(tally: Tally, name: str) -> tuple[Any, ...]:
     chosen = sorted(down.turn.scores) if down.turn.scores is not None else None
     turn = replace(down.turn, scores=None)
     blank = replace(down, turn=turn)
-    return chosen, turn, down.versions, down.basis, down.heard, down_parcel(blank).nbytes
+    return chosen, turn, down.versions, down.basis, down.heard, request_message(blank).nbytes
 
 
 def played(
-    runner: str, made: Method, promise: Promise, there: Iterable[str], folder: Path
+    runner: str, made: Method, guarantee: Guarantee, there: Iterable[str], folder: Path
 ) -> list[dict[str, Any]]:
     """Every round's release, of a federation of one roster, some of whom are there."""
     know_secrets(folder, NAMES)
-    setup, there, found = setup_of(made, promise), list(there), list[dict[str, Any]]()
+    agreement, there, found = agreement_of(made, guarantee), list(there), list[dict[str, Any]]()
     if runner == "local":
         rows = {n: r for n, r in few("bert", 3).items() if n in there}
         whole = Federation(
-            setup, zoo.build("bert"), rows, loss, folder, rounds=ROUNDS, traits=TRAITS, names=NAMES
+            agreement,
+            zoo.build("bert"),
+            rows,
+            loss,
+            folder,
+            rounds=ROUNDS,
+            traits=TRAITS,
+            names=NAMES,
         )
         for _ in range(ROUNDS):
             tally = whole.round()
             whole.commit(tally)
             found.append(released(whole, tally))
         return found
-    start = take(zoo.build("bert"), setup.params)
+    start = take(zoo.build("bert"), agreement.params)
     roster = {name: TRAITS.get(name, {}) for name in NAMES}
-    server = Server(setup, start, folder, rounds=ROUNDS, roster=roster)
-    desks = {name: desk_at(server.setup, folder, name) for name in there}
+    server = Server(agreement, start, folder, rounds=ROUNDS, roster=roster)
+    endpoints = {name: desk_at(server.agreement, folder, name) for name in there}
 
-    def answer(context: Context, kind: str, parcel: Parcel) -> Parcel:
-        return desks[str(context.node_config["name"])].answer(kind, parcel)
+    def answer(context: Context, kind: str, message: Message) -> Message:
+        return endpoints[str(context.node_config["name"])].answer(kind, message)
 
     grid = InProcess(client_app(answer), [{"name": name} for name in there])
     Carrier(grid, server, SOON).carry(lambda s, tally: found.append(released(s, tally)))
     return found
 
 
-def desk_at(setup: Setup, folder: Path, name: str, traits: dict[str, str] | None = None) -> Desk:
+def desk_at(
+    agreement: Agreement, folder: Path, name: str, traits: dict[str, str] | None = None
+) -> Endpoint:
     model = zoo.build("bert")
-    start = take(model, setup.params)
-    site = Site(
+    start = take(model, agreement.params)
+    site = Client(
         name=name,
         rows=few("bert", 3)[name],
         journal=Journal(home_of(folder, name), replies=True),
@@ -150,25 +159,25 @@ def desk_at(setup: Setup, folder: Path, name: str, traits: dict[str, str] | None
         loss=loss,
         traits=TRAITS.get(name, {}) if traits is None else traits,
     )
-    return Desk(setup, site, folder / "sites" / name)
+    return Endpoint(agreement, site, folder / "sites" / name)
 
 
 CASES = [
-    (runner, name, promise)
+    (runner, name, guarantee)
     for name in METHODS
-    for promise in PROMISES
+    for guarantee in GUARANTEES
     for runner in RUNNERS
-    if promise == "drawn" or (name, promise) in (("traits", "all"), ("vote", "moving"))
+    if guarantee == "drawn" or (name, guarantee) in (("traits", "all"), ("vote", "moving"))
 ]
 
 
 @pytest.mark.parametrize(("runner", "name", "promise"), CASES)
 def test_what_is_released_has_one_shape_whoever_comes(
-    runner: str, name: str, promise: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runner: str, name: str, guarantee: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What a vote says is noisy, and what follows from it is the same for whom it says the same.
     monkeypatch.setattr(Vote, "release", lambda _, counts, *__: {b: b.number for b in counts})
-    run = METHODS[name], PROMISES[promise]
+    run = METHODS[name], GUARANTEES[guarantee]
     whole = played(runner, *run, NAMES, tmp_path / "whole")
     without = played(runner, *run, (NAMES[0], NAMES[2]), tmp_path / "without")
     assert any(NAMES[1] in each["drawn"] for each in whole)
@@ -177,7 +186,7 @@ def test_what_is_released_has_one_shape_whoever_comes(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_rounds_that_nobody_answers_are_released_too(runner: str, tmp_path: Path) -> None:
-    run = METHODS["traits"], PROMISES["all"]
+    run = METHODS["traits"], GUARANTEES["all"]
     found = [
         [{k: v for k, v in each.items() if k != "asked"} for each in rounds]
         for rounds in (
@@ -194,25 +203,25 @@ def test_a_hidden_client_that_does_not_fit_is_as_if_it_had_not_come(
 ) -> None:
     calm = desk_at
 
-    def odd(setup: Setup, folder: Path, name: str) -> Desk:
+    def odd(agreement: Agreement, folder: Path, name: str) -> Endpoint:
         if name != NAMES[1]:
-            return calm(setup, folder, name)
+            return calm(agreement, folder, name)
         traits = {"site": "b"} if fault == "traits" else None
         other = {"study": {"study": "another"}, "model": {"start": "two"}, "run": {"run": "other"}}
-        return calm(replace(setup, **other.get(fault, {})), folder, name, traits)
+        return calm(replace(agreement, **other.get(fault, {})), folder, name, traits)
 
-    run = "flower", METHODS["traits"], PROMISES["all"]
+    run = "flower", METHODS["traits"], GUARANTEES["all"]
     without = played(*run, (NAMES[0], NAMES[2]), tmp_path / "without")
     monkeypatch.setitem(globals(), "desk_at", odd)
     assert played(*run, NAMES, tmp_path / "odd") == without
 
 
 def test_a_quorum_of_hidden_clients_is_refused(tmp_path: Path) -> None:
-    setup = setup_of(METHODS["fedavg"], PROMISES["all"])
-    start = take(zoo.build("bert"), setup.params)
-    server = Server(setup, start, tmp_path, rounds=1, roster={n: {} for n in NAMES})
+    agreement = agreement_of(METHODS["fedavg"], GUARANTEES["all"])
+    start = take(zoo.build("bert"), agreement.params)
+    server = Server(agreement, start, tmp_path, rounds=1, roster={n: {} for n in NAMES})
     with pytest.raises(PrivacyError, match=r"leave clients\.quorum out"):
-        Carrier(InProcess(client_app(lambda *_: Parcel(b"")), []), server, SOON, quorum=2)
+        Carrier(InProcess(client_app(lambda *_: Message(b"")), []), server, SOON, quorum=2)
 
 
 def said(**sections: Any) -> Study:
@@ -255,4 +264,4 @@ def test_a_hidden_site_says_no_traits_of_itself(tmp_path: Path, here: Path) -> N
     )
     node = {"name": "client-00", "ward": "3"}
     with pytest.raises(ConfigError, match=r"stand in the study, in clients\.traits\.client-00"):
-        Office(Order(str(file), str(tmp_path / "home"), node))
+        Worker(WorkerSpec(str(file), str(tmp_path / "home"), node))

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 from commands import STUDY, run
 
-from fedplan.config import read_study
-from fedplan.ledger import read_lines
-from fedplan.plan import Role
-from fedplan.privacy.accountant import epsilon
-from fedplan.privacy.budget import Budget
-from fedplan.privacy.events import Steps
+from fedplan.language.plan import Role
+from fedplan.language.resolution import permitted
+from fedplan.language.turn import Turn
+from fedplan.privacy.accounting.accountant import epsilon
+from fedplan.privacy.accounting.budget import Budget
+from fedplan.privacy.accounting.events import Steps
 from fedplan.privacy.guard import CHARGES
-from fedplan.resolution import permitted
-from fedplan.studies import Trial, promise_of, stage_of
-from fedplan.turn import Turn
+from fedplan.runners.simulation import Simulation
+from fedplan.storage.lines import read_lines
+from fedplan.studies.schema import read_study
+from fedplan.studies.stage import guarantee_of, stage_of
 
 CLIENT = '[privacy]\nunit = "client"\nepsilon = 50.0\n'
 EXAMPLE = '[privacy]\nunit = "example"\nepsilon = 8.0\nsize = 20\n'
@@ -68,10 +69,10 @@ def test_the_forecast_is_the_sum_of_the_charges(here: Path, name: str) -> None:
     privacy, plan = RUNS[name]
     unit = name.split()[0].strip(",")
     out = played(here, study_of(privacy, plan=plan), unit)
-    promise = promise_of(read_study(here / f"{unit}.toml"))
-    assert promise is not None
-    assert abs(promise.forecast(3) - spent(out, unit)) < 1e-9
-    assert spent(out, unit) <= promise.epsilon
+    guarantee = guarantee_of(read_study(here / f"{unit}.toml"))
+    assert guarantee is not None
+    assert abs(guarantee.forecast(3) - spent(out, unit)) < 1e-9
+    assert spent(out, unit) <= guarantee.epsilon
     assert run("verify", str(out))[0] == 0
     said = json.loads((out / "privacy.json").read_text())
     assert abs(said["forecast"] - said["epsilon"]) < 1e-9 and len(said) == 17
@@ -106,16 +107,16 @@ def test_example_level_goes_on_over_ten_rounds_other_parts_and_restarts(here: Pa
     rotating = 'plan = "chain(freeze(), cycle(share(blocks(0)), share(blocks(1))), share(head))"'
     study = study_of(EXAMPLE, plan=rotating, rounds=10)
     Path("run.toml").write_text(study)
-    promise = promise_of(read_study(here / "run.toml"))
-    assert promise is not None
+    guarantee = guarantee_of(read_study(here / "run.toml"))
+    assert guarantee is not None
     for _ in range(3):
-        trial = Trial(read_study(here / "run.toml"), here / "run")
-        until = trial.federation.world.round + 4
-        while trial.federation.world.round < min(until, 10):
-            trial.federation.commit(trial.federation.round())
-        del trial
-    steps = Steps(promise.noise, promise.rate or 1.0, 10 * promise.steps)
-    assert abs(spent(here / "run", "example") - epsilon([steps], promise.delta)) < 1e-9
+        simulation = Simulation(read_study(here / "run.toml"), here / "run")
+        until = simulation.federation.world.round + 4
+        while simulation.federation.world.round < min(until, 10):
+            simulation.federation.commit(simulation.federation.round())
+        del simulation
+    steps = Steps(guarantee.noise, guarantee.rate or 1.0, 10 * guarantee.steps)
+    assert abs(spent(here / "run", "example") - epsilon([steps], guarantee.delta)) < 1e-9
 
 
 @pytest.mark.parametrize("privacy", [CLIENT, EXAMPLE])
@@ -131,11 +132,11 @@ def test_neither_rows_nor_losses_nor_drift_are_told(here: Path, privacy: str) ->
 def test_every_shared_value_moves_whoever_was_drawn(here: Path) -> None:
     out = played(here, study_of(CLIENT), "run")
     study = read_study(here / "run.toml")
-    setup = stage_of(study).setup
+    agreement = stage_of(study).agreement
     for line in read_lines(out / "ledger.jsonl"):
         if "moved" in line:
-            roles = permitted(setup.method.plan, setup.params, Turn(line["round"]))
-            assert set(line["moved"]) == {p.key for p in setup.params if roles[p] is Role.SHARE}
+            roles = permitted(agreement.method.plan, agreement.params, Turn(line["round"]))
+            assert set(line["moved"]) == {p.key for p in agreement.params if roles[p] is Role.SHARE}
 
 
 def test_a_run_stops_before_its_budget_would_be_passed(here: Path) -> None:

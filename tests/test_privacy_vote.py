@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from clients import PROMISES, few, loss
+from clients import GUARANTEES, few, loss
 from torch import Tensor, nn
 
-from fedplan.agreement import Setup
-from fedplan.description import describe
-from fedplan.fit import Pace
-from fedplan.methods import method
-from fedplan.params import Block
-from fedplan.privacy import PrivacyError
-from fedplan.privacy.accountant import calibrate, epsilon
-from fedplan.privacy.auditing import Draws, gaussian_lower_bound
-from fedplan.privacy.events import Release
-from fedplan.privacy.guard import Cloak
-from fedplan.privacy.vote import Vote, asked, ballot, counted
-from fedplan.probe import Look
+from fedplan.audits.bounds import Draws, gaussian_lower_bound
+from fedplan.federation.agreement import Agreement
+from fedplan.methods.registry import method_named
+from fedplan.models.description import describe
+from fedplan.models.params import Block
+from fedplan.privacy.accounting.accountant import calibrate, epsilon
+from fedplan.privacy.accounting.events import Release
+from fedplan.privacy.errors import PrivacyError
+from fedplan.privacy.guard import ClientGuard
+from fedplan.privacy.mechanisms.vote import Vote, asked, ballot, counted
 from fedplan.runners.local import Federation
+from fedplan.training.fit import Pace
+from fedplan.training.probes import Look
 
 SECRET = bytes(range(32))
 LOG = logging.getLogger(__name__)
@@ -96,9 +96,9 @@ def peaked(clients: int, dice: np.random.Generator) -> list[list[Block]]:
 def test_three_hundred_clients_find_the_exact_top_six(trials: int) -> None:
     dice, hits = np.random.default_rng(0), 0
     vote = Vote(6, calibrate(0.5, DELTA, lambda noise: [Release(noise)]))
-    for trial in range(trials):
+    for simulation in range(trials):
         counts = counted(peaked(300, dice), BLOCKS, 6)
-        found = vote.release(counts, SECRET, f"vote {trial}")
+        found = vote.release(counts, SECRET, f"vote {simulation}")
         hits += len(ballot(found, 6) & ballot(dict(counts), 6))
     LOG.info("overlap %s", hits / 6 / trials)
     assert hits / 6 / trials >= 0.95
@@ -142,24 +142,28 @@ def test_there_is_a_vote_every_so_many_rounds() -> None:
 
 def test_a_vote_that_nobody_came_to_is_held_and_charged(tmp_path: Path) -> None:
     """If it were left out, all would know that nobody was there."""
-    promise = PROMISES["veiled"]
+    guarantee = GUARANTEES["veiled"]
     model = zoo.build("bert")
-    setup = Setup(
-        "empty", describe(model), method("safl", {"k": 1, "together": True}), Pace(), promise
+    agreement = Agreement(
+        "empty",
+        describe(model),
+        method_named("safl", {"k": 1, "together": True}),
+        Pace(),
+        guarantee,
     )
-    fed = Federation(setup, model, few("bert"), loss, tmp_path, rounds=1)
+    fed = Federation(agreement, model, few("bert"), loss, tmp_path, rounds=1)
     tally = fed.begin()
     tally.cohort.clear()
     fed.ask(tally)
-    assert fed.veil is not None
-    assert [charge.about for charge in fed.veil.budget.charges] == ["round 1: vote"]
+    assert fed.guard is not None
+    assert [charge.about for charge in fed.guard.budget.charges] == ["round 1: vote"]
     assert fed.world.choice
 
 
 def test_votes_of_one_name_are_over_one_draw(tmp_path: Path) -> None:
     """They are charged as that. 200 draws at a rate below delta would be charged as nothing."""
-    promise = replace(PROMISES["cloaked"], epsilon=1e6, rate=0.5, vote=1.0)
-    cloak, seen = Cloak(promise, tmp_path), list[int]()
+    guarantee = replace(GUARANTEES["cloaked"], epsilon=1e6, rate=0.5, vote=1.0)
+    guard, seen = ClientGuard(guarantee, tmp_path), list[int]()
 
     def probe(look: Look) -> dict[Block, float]:
         seen.append(int(look.rows.batch(torch.tensor([0]))["x"]))
@@ -167,13 +171,13 @@ def test_votes_of_one_name_are_over_one_draw(tmp_path: Path) -> None:
 
     def drawn(about: str, content: str) -> list[int]:
         seen.clear()
-        cloak.vote(Look(nn.Module(), Numbers(), tuple(BLOCKS), 0, loss), probe, 1, about, content)
+        guard.vote(Look(nn.Module(), Numbers(), tuple(BLOCKS), 0, loss), probe, 1, about, content)
         return list(seen)
 
     first = drawn("1/north", "a")
     assert 10 < len(first) < 90
     assert drawn("1/north", "b") == first and drawn("2/north", "a") != first
-    assert len(cloak.budget.charges) == 3
+    assert len(guard.budget.charges) == 3
 
 
 class Numbers:

@@ -20,20 +20,22 @@ from differences import Finding, audited, measured, reused, told_apart
 from neighbours import CANARY, METHODS, TASKS, UNITS, Case, World, prepare, tables_of
 from torch import Tensor
 
-from fedplan import studies, trainer
-from fedplan.desk import Desk
-from fedplan.exchange import listed
-from fedplan.fit import Examples
-from fedplan.ledger import digest
-from fedplan.mail import opened, parcel_of
-from fedplan.parcel import Parcel
-from fedplan.privacy import dpsgd, ghost
-from fedplan.privacy.noise import Noise
-from fedplan.privacy.secret import derived
-from fedplan.probe import Look, probe_named
+from fedplan.data.examples import Examples
+from fedplan.federation.endpoint import Endpoint
+from fedplan.federation.messages import listed
+from fedplan.privacy.dpsgd import fit as private_fit
+from fedplan.privacy.dpsgd import ghost
+from fedplan.privacy.mechanisms.noise import Noise
+from fedplan.privacy.mechanisms.secret import derived
+from fedplan.runners import worker
 from fedplan.runners.flower.calls import Guest
-from fedplan.runners.flower.server import Carrier
-from fedplan.shares import Shares
+from fedplan.runners.flower.carrier import Carrier
+from fedplan.studies import stage
+from fedplan.studies.shares import Shares
+from fedplan.tensors.message import Message
+from fedplan.tensors.named import digest
+from fedplan.tensors.serialization import packed, unpacked
+from fedplan.training.probes import Look, probe_named
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EVERY = [c for t in TASKS for m in METHODS for u in UNITS if (c := Case(t, m, u)).allowed]
@@ -119,13 +121,13 @@ Planted = Callable[[], Any]
 @contextmanager
 def shared_as(change: Callable[[Examples], Examples]) -> Generator[None]:
     """A study whose rows to train on are made in another way."""
-    real = studies.shares_of
+    real = stage.shares_of
 
     def shares(study: Any, own: Any) -> Shares:
         found = real(study, own)
         return replace(found, train={name: change(held) for name, held in found.train.items()})
 
-    with patch.object(studies, "shares_of", shares):
+    with patch.object(stage, "shares_of", shares):
         yield
 
 
@@ -171,14 +173,14 @@ def permuted(count: Callable[[int], int]) -> Callable[[Examples], Examples]:
 @contextmanager
 def labels_of_rows() -> Generator[None]:
     """The labels are those that a site's rows have."""
-    real = studies.shares_of
+    real = stage.shares_of
 
     def shares(study: Any, own: Any) -> Shares:
         found = sorted(set(own[1]["label"])) if own else study.task.labels
         task = study.task.model_copy(update={"labels": found})
         return real(study.model_copy(update={"task": task}), own)
 
-    with patch.object(studies, "shares_of", shares):
+    with patch.object(stage, "shares_of", shares):
         yield
 
 
@@ -190,36 +192,36 @@ def noise_by_name() -> Any:
 
 
 def bare_polls() -> Any:
-    def poll(self: Desk, parcel: Parcel) -> Parcel:
+    def poll(self: Endpoint, message: Message) -> Message:
         site = self.site
-        look = Look(site.model, site.rows, self.setup.blocks, 0, site.loss)
-        return parcel_of({}, {"scores": listed(probe_named("gradient")(look))})
+        look = Look(site.model, site.rows, self.agreement.blocks, 0, site.loss)
+        return packed({}, {"scores": listed(probe_named("gradient")(look))})
 
-    return patch.object(Desk, "_poll", poll)
+    return patch.object(Endpoint, "_poll", poll)
 
 
-def _answered(change: Callable[[Desk, Parcel], Parcel]) -> Any:
-    real = Desk.answer
+def _answered(change: Callable[[Endpoint, Message], Message]) -> Any:
+    real = Endpoint.answer
 
-    def answer(self: Desk, kind: str, parcel: Parcel) -> Parcel:
-        found = real(self, kind, parcel)
+    def answer(self: Endpoint, kind: str, message: Message) -> Message:
+        found = real(self, kind, message)
         return change(self, found) if kind == "train" else found
 
-    return patch.object(Desk, "answer", answer)
+    return patch.object(Endpoint, "answer", answer)
 
 
 def plain_digests() -> Any:
-    def told(desk: Desk, answer: Parcel) -> Parcel:
-        values, said = opened(answer)
-        kept, _ = desk.site.journal.home()
+    def told(endpoint: Endpoint, answer: Message) -> Message:
+        values, said = unpacked(answer)
+        kept, _ = endpoint.site.journal.home()
         line = {**said.get("line", {}), "after": "".join(map(digest, kept.values()))}
-        return parcel_of(values, {**said, "line": line})
+        return packed(values, {**said, "line": line})
 
     return _answered(told)
 
 
 def errors_with_rows() -> Any:
-    return _answered(lambda *_: parcel_of({}, {"failed": f"label {CANARY!r} in column 'patient'"}))
+    return _answered(lambda *_: packed({}, {"failed": f"label {CANARY!r} in column 'patient'"}))
 
 
 @contextmanager
@@ -228,7 +230,7 @@ def short_lengths() -> Generator[None]:
     real = ghost.bounds
     with (
         patch.object(ghost, "bounds", lambda factors: real(factors) / 1e6),
-        patch.object(dpsgd, "distrust", lambda subject: ""),
+        patch.object(private_fit, "distrust", lambda subject: ""),
     ):
         yield
 
@@ -244,7 +246,7 @@ def traits_of_guests() -> Generator[None]:
 
     with (
         patch.object(Carrier, "_unfit_for", fits),
-        patch.object(trainer, "_traits", own),
+        patch.object(worker, "_traits", own),
     ):
         yield
 

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedplan import probe, streams
-from fedplan.description import blocks_of
+from fedplan import seeds
 from fedplan.errors import FedplanError
-from fedplan.params import Block
-from fedplan.probe import Look, Probe
+from fedplan.models.description import blocks_of
+from fedplan.models.params import Block
+from fedplan.training import probes
+from fedplan.training.probes import Look, Probe
 
 built = cache(fresh)
 judge = cache(zoo.build)
@@ -109,7 +110,7 @@ def slow(
 
 
 def require_formula(name: str, rows: Any, to: str, by: str, bounded: bool) -> None:
-    found = probe.attention(to, by, bounded=bounded)(looking(built(name), rows))
+    found = probes.attention(to, by, bounded=bounded)(looking(built(name), rows))
     truth = slow(name, rows.batch(torch.arange(len(rows))), to, by, bounded)
     assert found == {
         block: pytest.approx(score, abs=1e-6, rel=1e-6) for block, score in truth.items()
@@ -145,13 +146,13 @@ def test_attention_is_the_formula_without_a_mask(name: str, bounded: bool) -> No
 
 def test_a_window_is_a_part_of_its_image() -> None:
     rows = clients.Few("swin", 1, count=3)
-    found = probe.attention()(looking(built("swin"), rows))
+    found = probes.attention()(looking(built("swin"), rows))
     with torch.no_grad():
         out = judge("swin")(**rows.batch(torch.arange(3)), output_attentions=True)
     for stage, seen in enumerate(out.attentions):
         truth = seen[..., 0].double().sum().item() / 3
         assert found[Block("vision", 2 * stage + 1)] == pytest.approx(truth, rel=1e-6)
-    shares = probe.attention(bounded=True)(looking(built("swin"), rows))
+    shares = probes.attention(bounded=True)(looking(built("swin"), rows))
     assert all(0 < score < 1 for score in shares.values())
 
 
@@ -168,7 +169,7 @@ def test_texts_of_the_model_itself_belong_to_each_example() -> None:
 
     model, rows = Classes(), clients.Few("vit", 1)
     before = trace(model)
-    found = probe.attention()(looking(model, rows))
+    found = probes.attention()(looking(model, rows))
     with torch.no_grad():
         out = judge("clip")(input_ids=model.texts, **rows.rows, output_attentions=True)
     for i, seen in enumerate(out.text_model_output.attentions):
@@ -191,20 +192,20 @@ def test_padding_changes_no_score(name: str) -> None:
         cut.rows = {k: v[[i]] for k, v in rows.rows.items()}
         words = ("input_ids", "attention_mask", "labels")
         cut.rows |= {k: cut.rows[k][:, :length] for k in words}
-        alone.append(probe.attention()(looking(built(name), cut)))
-    found = probe.attention()(looking(built(name), rows))
+        alone.append(probes.attention()(looking(built(name), cut)))
+    found = probes.attention()(looking(built(name), rows))
     for block, score in found.items():
         assert score == pytest.approx(sum(each[block] for each in alone) / 3, rel=1e-5)
 
 
-@pytest.mark.parametrize("make", [probe.attention, probe.gradient])
+@pytest.mark.parametrize("make", [probes.attention, probes.gradient])
 def test_in_parts_is_as_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Padded([3, 8, 5, 6, 2, 8, 4, 7, 3, 1, 8], "right")
     del rows.rows["labels"]
     look = Look(built("bert"), rows, tuple(blocks_of(built("bert"))), 5, mean_loss)
     scores = []
     for at_once in (64, 8, 3, 1):
-        monkeypatch.setattr(probe, "AT_ONCE", at_once)
+        monkeypatch.setattr(probes, "AT_ONCE", at_once)
         scores.append(make()(look))
     for other in scores[1:]:
         assert other == {b: pytest.approx(s, rel=1e-5) for b, s in scores[0].items()}
@@ -218,8 +219,8 @@ def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def test_the_gradient_is_that_of_autograd(name: str) -> None:
     rows, model = clients.Few(name, 2, count=5), built(name)
     look = looking(model, rows, seed=9)
-    found = probe.gradient(rows=4)(look)
-    chosen = torch.randperm(5, generator=streams.generator("probe", 9))[:4]
+    found = probes.gradient(rows=4)(look)
+    chosen = torch.randperm(5, generator=seeds.generator("probe", 9))[:4]
     other = fresh(name)
     clients.loss(other, rows.batch(chosen)).backward()
     for block, module in blocks_of(other).items():
@@ -228,8 +229,8 @@ def test_the_gradient_is_that_of_autograd(name: str) -> None:
         assert found[block] > 0
 
 
-ALL: dict[str, Probe] = {name: make() for name, make in probe.PROBES.items()}
-ALL |= {"fixed": probe.fixed(0), "bounded": probe.attention(bounded=True, rows=2)}
+ALL: dict[str, Probe] = {name: make() for name, make in probes.PROBES.items()}
+ALL |= {"fixed": probes.fixed(0), "bounded": probes.attention(bounded=True, rows=2)}
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -258,16 +259,16 @@ def test_an_error_in_the_loss_touches_nothing() -> None:
 
     look = Look(model, clients.Few("bert", 1), tuple(blocks_of(model)), 5, fails)
     with pytest.raises(ZeroDivisionError):
-        probe.gradient()(look)
+        probes.gradient()(look)
     assert trace(model) == before
 
 
 def test_the_gradient_needs_no_flag_and_no_mode_of_the_caller() -> None:
     rows, model = clients.Few("bert", 1), fresh("bert")
-    scores = probe.gradient()(looking(model, rows))
+    scores = probes.gradient()(looking(model, rows))
     model.requires_grad_(False).train()
     with torch.no_grad():
-        assert probe.gradient()(looking(model, rows)) == scores
+        assert probes.gradient()(looking(model, rows)) == scores
 
 
 def test_the_rows_looked_at_are_drawn_by_the_seed() -> None:
@@ -276,39 +277,39 @@ def test_the_rows_looked_at_are_drawn_by_the_seed() -> None:
     first, second = (torch.cat(list(look.some(10))) for look in looks)
     assert len(set(first.tolist())) == 10 and first.tolist() != second.tolist()
     assert [len(each) for each in looks[0].some(64)] == [8, 8, 4]
-    few = probe.attention(rows=2)
+    few = probes.attention(rows=2)
     assert few(looks[0]) == few(looks[0]) != few(looks[1])
 
 
 def test_fixed_are_those_blocks() -> None:
     look = looking(built("t5"), clients.Few("t5", 1))
-    assert probe.fixed(1)(look) == {block: float(block.number) for block in look.blocks}
-    first, *_ = sorted(look.blocks, key=lambda b: -probe.fixed(1, 0)(look)[b])
+    assert probes.fixed(1)(look) == {block: float(block.number) for block in look.blocks}
+    first, *_ = sorted(look.blocks, key=lambda b: -probes.fixed(1, 0)(look)[b])
     assert first.number == 1
     with pytest.raises(FedplanError, match="no block 7"):
-        probe.fixed(0, 7)(look)
+        probes.fixed(0, 7)(look)
 
 
 def test_probes_have_names() -> None:
     look = looking(built("bert"), clients.Few("bert", 1))
-    assert probe.probe_named("last")(look) == probe.from_the_top(look)
-    assert probe.probe_named("random")(look) == probe.at_random(look)
-    assert probe.probe_named("attention")(look) == probe.attention()(look)
+    assert probes.probe_named("last")(look) == probes.from_the_top(look)
+    assert probes.probe_named("random")(look) == probes.at_random(look)
+    assert probes.probe_named("attention")(look) == probes.attention()(look)
     with pytest.raises(FedplanError, match="attention, gradient, random, last"):
-        probe.probe_named("attentoin")
+        probes.probe_named("attentoin")
 
 
 def test_what_cannot_be_scored_is_an_error() -> None:
     model, rows = fresh("bert"), clients.Few("bert", 1)
     with pytest.raises(FedplanError, match="there are first, last, content, labelled"):
-        probe.attention(to="cls")
+        probes.attention(to="cls")
     with pytest.raises(FedplanError, match="there are all, first, last"):
-        probe.attention(by="everyone")
+        probes.attention(by="everyone")
     with pytest.raises(FedplanError, match="a label for each token"):
-        probe.attention(to="labelled")(looking(model, rows))
+        probes.attention(to="labelled")(looking(model, rows))
     with pytest.raises(FedplanError, match="the client has none"):
-        probe.attention()(looking(model, clients.Few("bert", 1, count=0)))
+        probes.attention()(looking(model, clients.Few("bert", 1, count=0)))
     attend = model.bert.encoder.layer[1].attention
     attend.register_forward_hook(lambda _, __, out: (out[0], None))
     with pytest.raises(FedplanError, match="heard in encoder block 1"):
-        probe.attention()(looking(model, rows))
+        probes.attention()(looking(model, rows))

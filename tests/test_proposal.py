@@ -14,12 +14,12 @@ from commands import run
 from torch import Tensor, nn
 
 import fedplan
-from fedplan import architectures
-from fedplan.config import read_study
 from fedplan.errors import FedplanError, UnknownArchitecture
-from fedplan.params import Kind
-from fedplan.proposal import learn, propose, small_copy, taught_by
-from fedplan.studies import stage_of
+from fedplan.models import architectures
+from fedplan.models.behaviour.proposal import learn, propose, small_copy, taught_by
+from fedplan.models.params import Kind
+from fedplan.studies.schema import read_study
+from fedplan.studies.stage import stage_of
 
 UNSEEN = {
     "granite": {"like": "llama"},
@@ -164,7 +164,7 @@ def test_a_study_that_names_query_needs_a_row_and_takes_like(here: Path) -> None
     rewritten(here / "study.toml", REGISTERS + 'like = "dinov2"\n', plan)
     code, out = run("run", "study.toml", "--output", "done")
     assert code == 0, out
-    params = stage_of(read_study(Path("study.toml"))).setup.params
+    params = stage_of(read_study(Path("study.toml"))).agreement.params
     assert {p.kind for p in params} >= {Kind.QUERY, Kind.SCALE, Kind.HEAD}
 
 

@@ -15,19 +15,20 @@ from grids import InProcess
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedplan.config import read_study
-from fedplan.errands import Order
-from fedplan.identity import read_identity
-from fedplan.ledger import digests
-from fedplan.mail import down_parcel, opened, parcel_of
-from fedplan.parcel import Parcel
-from fedplan.record import RecordError, RoundRecord, TurnRecord, read_record
-from fedplan.rounds import push
+from fedplan.federation.identity import read_identity
+from fedplan.federation.messages import request_message
+from fedplan.federation.record import RecordError, RoundRecord, TurnRecord, read_record
+from fedplan.federation.rounds import push
+from fedplan.federation.world import read_world
+from fedplan.runners.flower.carrier import carry_study
 from fedplan.runners.flower.client import client_app
-from fedplan.runners.flower.server import carry_study
-from fedplan.server import read_world
-from fedplan.studies import Trial
-from fedplan.trainer import Office, folder_of
+from fedplan.runners.simulation import Simulation
+from fedplan.runners.worker import Worker, folder_of
+from fedplan.runners.worker_client import WorkerSpec
+from fedplan.studies.schema import read_study
+from fedplan.tensors.message import Message
+from fedplan.tensors.named import digests
+from fedplan.tensors.serialization import packed, unpacked
 
 NAMES = ("client-00", "client-01", "client-02")
 
@@ -36,17 +37,17 @@ class Sites:
     """Three sites with homes that outlast the runs in which they are asked."""
 
     def __init__(self, study: Path, home: Path) -> None:
-        self.orders = {
-            name: Order(str(study), str(home), {"partition-id": i, "num-partitions": 3})
+        self.specs = {
+            name: WorkerSpec(str(study), str(home), {"partition-id": i, "num-partitions": 3})
             for i, name in enumerate(NAMES)
         }
-        self.offices: dict[str, Office] = {}
+        self.offices: dict[str, Worker] = {}
 
-    def answer(self, context: Context, kind: str, parcel: Parcel) -> Parcel:
+    def answer(self, context: Context, kind: str, message: Message) -> Message:
         name = str(context.node_config["name"])
-        office = self.offices.get(name) or Office(self.orders[name])
-        self.offices[name] = office
-        return office.answer(kind, parcel)
+        worker = self.offices.get(name) or Worker(self.specs[name])
+        self.offices[name] = worker
+        return worker.answer(kind, message)
 
     def carry(self, study: Path, folder: Path) -> dict[str, str]:
         grid = InProcess(client_app(self.answer), [{"name": name} for name in NAMES])
@@ -64,9 +65,9 @@ def study(here: Path, name: str, rate: float = 1e-3) -> Path:
 
 
 def in_one_process(file: Path, folder: Path) -> dict[str, str]:
-    trial = Trial(read_study(file), folder)
-    trial.run(lambda *_: None)
-    return digests(trial.federation.world.values)
+    simulation = Simulation(read_study(file), folder)
+    simulation.run(lambda *_: None)
+    return digests(simulation.federation.world.values)
 
 
 def test_two_runs_of_one_name_share_nothing_at_a_site(here: Path) -> None:
@@ -88,49 +89,49 @@ def test_two_runs_of_one_name_share_nothing_at_a_site(here: Path) -> None:
 def test_a_run_keeps_its_id_and_refuses_another_start_or_study(here: Path) -> None:
     file = study(here, "study.toml")
     said = read_study(file)
-    first = Trial(said, here / "run").federation.identity
-    assert Trial(said, here / "run").federation.identity == first
-    assert Trial(said, here / "other").federation.identity.id != first.id
+    first = Simulation(said, here / "run").federation.identity
+    assert Simulation(said, here / "run").federation.identity == first
+    assert Simulation(said, here / "other").federation.identity.id != first.id
     with pytest.raises(Exception, match="another study"):
-        Trial(read_study(file, ["train.rate=0.5"]), here / "run")
+        Simulation(read_study(file, ["train.rate=0.5"]), here / "run")
     changed = replace(first, start="0" * 16, marks="0" * len(first.marks))
     (here / "run/run.json").write_text(json.dumps(changed.__dict__))
     with pytest.raises(Exception, match="weights that it began with"):
-        Trial(said, here / "run")
+        Simulation(said, here / "run")
 
 
 @pytest.mark.parametrize("run", ["", "..", "../x", "a/b", "0" * 15, "G" * 16, 3, None])
 def test_a_request_of_no_run_is_refused(here: Path, run: Any) -> None:
     file = study(here, "study.toml")
-    office = Sites(file, here / "home")
-    said = office.answer(
+    worker = Sites(file, here / "home")
+    said = worker.answer(
         Context(1, 1, {"name": "client-00"}, None, {}),  # type: ignore[arg-type]
         "hello",
-        parcel_of({}, {"run": run}),
+        packed({}, {"run": run}),
     )
-    assert opened(said)[1] == {"failed": "message"}
+    assert unpacked(said)[1] == {"failed": "message"}
     assert {each.name for each in (here / "home").iterdir()} <= {"account", "faults.log"}
 
 
 def test_a_request_of_another_run_is_refused(here: Path) -> None:
     file = study(here, "study.toml")
-    trial = Trial(read_study(file), here / "run")
-    office = Office(Sites(file, here / "home").orders["client-00"])
-    setup = trial.federation.setup
-    office.answer("hello", parcel_of({}, {"run": setup.run}))
-    down = push(setup, trial.federation.world, "client-00", {})
-    desk = office._desk  # pyright: ignore[reportPrivateUsage]
-    assert desk is not None
-    for change in ({"run": "0" * 16}, {"request": down.request.replace(setup.run, "0" * 16)}):
-        answer = desk.answer("train", down_parcel(replace(down, **change)))
-        assert "refused" in opened(answer)[1]
-    assert "line" in opened(desk.answer("train", down_parcel(down)))[1]
+    simulation = Simulation(read_study(file), here / "run")
+    worker = Worker(Sites(file, here / "home").specs["client-00"])
+    agreement = simulation.federation.agreement
+    worker.answer("hello", packed({}, {"run": agreement.run}))
+    down = push(agreement, simulation.federation.world, "client-00", {})
+    endpoint = worker._desk  # pyright: ignore[reportPrivateUsage]
+    assert endpoint is not None
+    for change in ({"run": "0" * 16}, {"request": down.name.replace(agreement.run, "0" * 16)}):
+        answer = endpoint.answer("train", request_message(replace(down, **change)))
+        assert "refused" in unpacked(answer)[1]
+    assert "line" in unpacked(endpoint.answer("train", request_message(down)))[1]
 
 
 def test_all_that_changes_a_result_is_in_the_fingerprint(here: Path) -> None:
     file = study(here, "study.toml")
-    setups = [
-        Trial(read_study(file, changes), here / str(i)).federation.setup
+    agreements = [
+        Simulation(read_study(file, changes), here / str(i)).federation.agreement
         for i, changes in enumerate(
             (
                 [],
@@ -142,8 +143,8 @@ def test_all_that_changes_a_result_is_in_the_fingerprint(here: Path) -> None:
             )
         )
     ]
-    assert len({setup.fingerprint for setup in setups}) == len(setups)
-    one = setups[0]
+    assert len({agreement.fingerprint for agreement in agreements}) == len(agreements)
+    one = agreements[0]
     assert replace(one, start="0" * 16).fingerprint != one.fingerprint
     assert replace(one, run="0" * 16).fingerprint == one.fingerprint
     assert replace(one, run="0" * 16).request(1, "a") != one.request(1, "a")

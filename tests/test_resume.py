@@ -14,37 +14,37 @@ from tempfile import mkdtemp
 
 import pytest
 import zoo
-from clients import PROMISES, RUN, few, know_secrets, loss
+from clients import GUARANTEES, RUN, few, know_secrets, loss
 
-from fedplan import failpoints
-from fedplan.agreement import Setup
-from fedplan.attendance import Attendance
-from fedplan.description import describe
 from fedplan.errors import FedplanError
-from fedplan.failpoints import POINTS, VARIABLE
-from fedplan.fit import Pace
-from fedplan.ledger import digests
-from fedplan.methods import method
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.participation import Participation
+from fedplan.methods.registry import method_named
+from fedplan.models.description import describe
 from fedplan.privacy.guard import CHARGES
 from fedplan.runners.local import Federation
+from fedplan.storage import failpoints
+from fedplan.storage.failpoints import POINTS, VARIABLE
+from fedplan.tensors.named import digests
+from fedplan.training.fit import Pace
 
 ROUNDS = 5
 
 
 def federation(folder: Path, name: str, *, replies: bool) -> Federation:
-    model, promise, rows = zoo.build("bert"), PROMISES.get(name), few("bert", 3)
-    made = method("safl", {"k": 1, "together": True}) if promise else method(name)
+    model, guarantee, rows = zoo.build("bert"), GUARANTEES.get(name), few("bert", 3)
+    made = method_named("safl", {"k": 1, "together": True}) if guarantee else method_named(name)
     pace = Pace(rate=1e-2, batch=2, steps=2)
-    setup = Setup("kill", describe(model), made, pace, promise, run=RUN)
+    agreement = Agreement("kill", describe(model), made, pace, guarantee, run=RUN)
     know_secrets(folder, rows)
     return Federation(
-        setup,
+        agreement,
         model,
         rows,
         loss,
         folder,
         rounds=ROUNDS,
-        attendance=None if promise else Attendance(share=0.7, late=0.2),
+        participation=None if guarantee else Participation(share=0.7, late=0.2),
         replies=replies,
     )
 
@@ -82,7 +82,7 @@ def left(folder: Path, name: str, *, replies: bool) -> dict[str, object]:
     return {
         "world": digests(fed.world.values),
         "memory": {k: digests(m) for k, m in fed.world.memory.items()},
-        "homes": {n: digests(s.journal.home()[0]) for n, s in fed.sites.items()},
+        "homes": {n: digests(s.journal.home()[0]) for n, s in fed.clients.items()},
         "ledger": (folder / "ledger.jsonl").read_bytes(),
         "metrics": (folder / "metrics.jsonl").read_bytes(),
         "choice": fed.world.choice,

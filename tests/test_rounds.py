@@ -16,20 +16,22 @@ from clients import few, know_secrets, loss
 from torch import Tensor
 
 from fedplan import parse
-from fedplan.agreement import Setup
-from fedplan.attendance import Attendance
-from fedplan.description import describe
-from fedplan.exchange import Down, Refused, Update
-from fedplan.fit import Pace
-from fedplan.journal import home_of
-from fedplan.ledger import digests, read_lines
-from fedplan.method import Method
-from fedplan.methods import method
-from fedplan.rounds import Tally, World, close, pull, push
+from fedplan.audits.ledger import verify_lines
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.messages import Refused, Request, Update
+from fedplan.federation.participation import Participation
+from fedplan.federation.rounds import Tally, close, pull, push
+from fedplan.federation.turns import local
+from fedplan.federation.world import World
+from fedplan.methods.method import Method
+from fedplan.methods.registry import method_named
+from fedplan.methods.server_optimiser import RULES, Serve
+from fedplan.models.description import describe
 from fedplan.runners.local import Federation
-from fedplan.serve import RULES, Serve
-from fedplan.site import local
-from fedplan.verification import verify_lines
+from fedplan.storage.journal import home_of
+from fedplan.storage.lines import read_lines
+from fedplan.tensors.named import digests
+from fedplan.training.fit import Pace
 
 PLAN = "chain(freeze(), share(value | head), keep(norm))"
 PACE = Pace(rate=1e-2, batch=2, steps=2)
@@ -39,14 +41,14 @@ def federation(
     folder: Path, made: Method | None = None, *, clients: int = 4, **more: Any
 ) -> Federation:
     model = zoo.build("bert")
-    setup = Setup("test", describe(model), made or Method(parse(PLAN)), PACE)
+    agreement = Agreement("test", describe(model), made or Method(parse(PLAN)), PACE)
     rows = few("bert", clients)
-    return Federation(setup, model, rows, loss, folder, rounds=more.pop("rounds", 5), **more)
+    return Federation(agreement, model, rows, loss, folder, rounds=more.pop("rounds", 5), **more)
 
 
 def asked(fed: Federation) -> tuple[Tally, dict[str, Update]]:
-    tally = Tally({n: push(fed.setup, fed.world, n, {}) for n in fed.sites})
-    return tally, {n: local(fed.setup, fed.sites[n], d) for n, d in tally.cohort.items()}
+    tally = Tally({n: push(fed.agreement, fed.world, n, {}) for n in fed.clients})
+    return tally, {n: local(fed.agreement, fed.clients[n], d) for n, d in tally.cohort.items()}
 
 
 def with_values(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Update], Update]:
@@ -141,18 +143,18 @@ def test_a_malformed_update_is_rejected_singly(
 ) -> None:
     fed, updates = good
     honest = {n: u for n, u in updates.items() if n != "client-0"}
-    tally = Tally({n: push(fed.setup, fed.world, n, {}) for n in fed.sites})
+    tally = Tally({n: push(fed.agreement, fed.world, n, {}) for n in fed.clients})
     without = Tally(dict(tally.cohort))
     for i, update in enumerate(honest.values()):
         if i == 1:
-            pull(fed.setup, fed.world, tally, MALFORMED[fault](updates["client-0"]))
-        pull(fed.setup, fed.world, tally, update)
-        pull(fed.setup, fed.world, without, update)
+            pull(fed.agreement, fed.world, tally, MALFORMED[fault](updates["client-0"]))
+        pull(fed.agreement, fed.world, tally, update)
+        pull(fed.agreement, fed.world, without, update)
     (reason,) = tally.rejected.values()
     assert reason
     assert sorted(tally.counted) == sorted(honest)
     made, expected = (
-        close(fed.setup, fed.world, t, roster=4, later=set()) for t in (tally, without)
+        close(fed.agreement, fed.world, t, roster=4, later=set()) for t in (tally, without)
     )
     assert digests(made.values) == digests(expected.values)
 
@@ -163,9 +165,9 @@ def test_at_least_forty_faults_are_tried() -> None:
 
 def test_an_update_is_counted_once(good: tuple[Federation, dict[str, Update]]) -> None:
     fed, updates = good
-    tally = Tally({n: push(fed.setup, fed.world, n, {}) for n in fed.sites})
+    tally = Tally({n: push(fed.agreement, fed.world, n, {}) for n in fed.clients})
     for _ in range(2):
-        pull(fed.setup, fed.world, tally, updates["client-0"])
+        pull(fed.agreement, fed.world, tally, updates["client-0"])
     assert tally.counted == ["client-0"]
     assert "counted before" in tally.rejected["client-0"]
 
@@ -176,10 +178,10 @@ def test_updates_in_any_order_make_the_same_world(
     fed, updates = good
     worlds = set[tuple[str, ...]]()
     for order in (list(updates), list(reversed(updates))):
-        tally = Tally({n: push(fed.setup, fed.world, n, {}) for n in fed.sites})
+        tally = Tally({n: push(fed.agreement, fed.world, n, {}) for n in fed.clients})
         for name in order:
-            pull(fed.setup, fed.world, tally, updates[name])
-        made = close(fed.setup, fed.world, tally, roster=4, later=set())
+            pull(fed.agreement, fed.world, tally, updates[name])
+        made = close(fed.agreement, fed.world, tally, roster=4, later=set())
         worlds.add(tuple(digests(made.values).values()))
     assert len(worlds) == 1
 
@@ -188,37 +190,37 @@ def test_updates_in_any_order_make_the_same_world(
     "change",
     [
         lambda d: replace(d, agreed="f" * 16),
-        lambda d: replace(d, request=d.request + "0"),
+        lambda d: replace(d, name=d.name + "0"),
         lambda d: replace(d, turn=replace(d.turn, round=2)),
     ],
 )
 def test_a_client_refuses_what_it_did_not_agree_to(
-    change: Callable[[Down], Down], tmp_path: Path
+    change: Callable[[Request], Request], tmp_path: Path
 ) -> None:
     fed = federation(tmp_path)
-    down = push(fed.setup, fed.world, "client-0", {})
+    down = push(fed.agreement, fed.world, "client-0", {})
     with pytest.raises(Refused):
-        local(fed.setup, fed.sites["client-0"], change(down))
+        local(fed.agreement, fed.clients["client-0"], change(down))
 
 
 def test_another_plan_is_another_agreement() -> None:
     params = describe(zoo.build("bert"))
-    one, two = (Setup("test", params, Method(parse(p)), PACE) for p in (PLAN, "share()"))
+    one, two = (Agreement("test", params, Method(parse(p)), PACE) for p in (PLAN, "share()"))
     assert one.fingerprint != two.fingerprint
     assert one.fingerprint == replace(one).fingerprint
 
 
 def test_a_run_with_absences_is_verified_and_repeats_its_bits(tmp_path: Path) -> None:
-    absences = Attendance(share=0.75, dropped=0.2, late=0.2)
+    absences = Participation(share=0.75, dropped=0.2, late=0.2)
     worlds = list[dict[str, str]]()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        fed = federation(tmp_path / name, clients=8, attendance=absences, rounds=6)
+        fed = federation(tmp_path / name, clients=8, participation=absences, rounds=6)
         for _ in range(6):
             fed.commit(fed.round())
         worlds.append(digests(fed.world.values))
         lines = read_lines(tmp_path / name / "ledger.jsonl")
-        assert verify_lines(fed.setup, lines) == []
+        assert verify_lines(fed.agreement, lines) == []
         reasons = [r for line in lines for r in line.get("rejected", {}).values()]
         assert {"late", "dropped"} <= set(reasons)
     assert worlds[0] == worlds[1]
@@ -231,13 +233,13 @@ def test_a_federation_that_is_opened_again_goes_on_with_the_same_bits(
     for where in ("whole", "parts"):
         (tmp_path / where).mkdir()
         know_secrets(tmp_path / where, [f"client-{i}" for i in range(8)])
-    whole = federation(tmp_path / "whole", method(name), rounds=4)
+    whole = federation(tmp_path / "whole", method_named(name), rounds=4)
     for _ in range(4):
         whole.commit(whole.round())
     for _ in range(4):
-        part = federation(tmp_path / "parts", method(name), rounds=4)
+        part = federation(tmp_path / "parts", method_named(name), rounds=4)
         part.round()  # a round that is never committed
-        part = federation(tmp_path / "parts", method(name), rounds=4)
+        part = federation(tmp_path / "parts", method_named(name), rounds=4)
         part.commit(part.round())
     assert digests(part.world.values) == digests(whole.world.values)
     for file in ("ledger.jsonl", "metrics.jsonl"):
@@ -279,15 +281,15 @@ def test_a_doctored_ledger_is_caught(
     for _ in range(2):
         fed.commit(fed.round())
     lines = read_lines(tmp_path / "ledger.jsonl")
-    assert verify_lines(fed.setup, lines) == []
-    assert any(words in fault for fault in verify_lines(fed.setup, doctored(lines, change)))
+    assert verify_lines(fed.agreement, lines) == []
+    assert any(words in fault for fault in verify_lines(fed.agreement, doctored(lines, change)))
 
 
 def test_the_serve_forgets_what_freezes_for_good_and_keeps_what_rests(tmp_path: Path) -> None:
     plan = "chain(cycle(share(value), share(mlp)), when(after(2), freeze(mlp)))"
     made = Method(parse(plan), serve=Serve("adam"))
     fed = federation(tmp_path, made, rounds=6)
-    kinds = {p.key: p.kind for p in fed.setup.params}
+    kinds = {p.key: p.kind for p in fed.agreement.params}
     remembered = list[set[str]]()
     for _ in range(3):
         fed.commit(fed.round())
@@ -321,5 +323,5 @@ def test_a_client_of_any_name_has_one_home_within_the_run(name: str, tmp_path: P
 
 def test_world_starts_with_what_may_travel_only(tmp_path: Path) -> None:
     fed = federation(tmp_path)
-    world = World.start(fed.setup, fed.start)
-    assert set(world.values) == {p.key for p in fed.setup.params if p.kind in ("value", "head")}
+    world = World.start(fed.agreement, fed.start)
+    assert set(world.values) == {p.key for p in fed.agreement.params if p.kind in ("value", "head")}

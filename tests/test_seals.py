@@ -41,29 +41,29 @@ from test_store import (
 )
 from torch import Tensor
 
-from fedplan import seals
-from fedplan.errors import FedplanError
-from fedplan.failpoints import VARIABLE
-from fedplan.generations import LARGEST_MANIFEST
-from fedplan.journal import Journal
-from fedplan.message import DTYPES
-from fedplan.seals import Seal, new_key_file
-from fedplan.store import Store, StoreError
+from fedplan.errors import FedplanError, StoreError
+from fedplan.storage import encryption
+from fedplan.storage.encryption import Encryption, new_key_file
+from fedplan.storage.failpoints import VARIABLE
+from fedplan.storage.generations import LARGEST_MANIFEST
+from fedplan.storage.journal import Journal
+from fedplan.storage.store import Store
+from fedplan.tensors.serialization import DTYPES
 
 __all__ = ["small_disk", "unarmed"]  # fixtures
 
-KEY, OTHER = Seal(b"k" * 32), Seal(b"o" * 32)
+KEY, OTHER = Encryption(b"k" * 32), Encryption(b"o" * 32)
 HEADER = 52
 SIZES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES}
 
 
 @contextmanager
 def chunks(size: int) -> Iterator[None]:
-    with patch.object(seals, "CHUNK", size):
+    with patch.object(encryption, "CHUNK", size):
         yield
 
 
-def two(folder: Path, seal: Seal | None = KEY) -> Store:
+def two(folder: Path, seal: Encryption | None = KEY) -> Store:
     store = Store(folder, seal=seal)
     write(store, 1)
     write(store, 2)
@@ -88,7 +88,7 @@ def test_a_new_key_file_is_the_owners_and_is_not_written_over(tmp_path: Path) ->
     assert (tmp_path / "key").read_bytes() == content
     with pytest.raises(StoreError, match="No such file"):
         new_key_file(tmp_path / "none" / "key")
-    one, again = (Seal.from_file(tmp_path / "key") for _ in range(2))
+    one, again = (Encryption.from_file(tmp_path / "key") for _ in range(2))
     assert again.open(one.close(b"home", "a"), "a") == b"home"
 
 
@@ -116,7 +116,7 @@ def key_file(folder: Path, content: bytes, mode: int = 0o600) -> Path:
 )
 def test_a_key_is_raw_or_hex(tmp_path: Path, content: bytes) -> None:
     for mode in (0o600, 0o400):
-        seal = Seal.from_file(key_file(tmp_path, content, mode))
+        seal = Encryption.from_file(key_file(tmp_path, content, mode))
         assert seal.name == KEY.name and seal.open(KEY.close(b"x", "a"), "a") == b"x"
 
 
@@ -126,22 +126,22 @@ def test_a_key_is_raw_or_hex(tmp_path: Path, content: bytes) -> None:
 )
 def test_what_is_no_key_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(StoreError, match="holds no key"):
-        Seal.from_file(key_file(tmp_path, content))
+        Encryption.from_file(key_file(tmp_path, content))
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601, 0o777])
 def test_a_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(StoreError, match=rf"mode {mode:04o}\): chmod 600 .*key"):
-        Seal.from_file(key_file(tmp_path, b"k" * 32, mode))
+        Encryption.from_file(key_file(tmp_path, b"k" * 32, mode))
 
 
 def test_a_key_file_is_a_plain_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for name, told in (("pipe", "no plain file"), ("", "directory"), ("none", "No such file")):
         with pytest.raises(StoreError, match=told):
-            Seal.from_file(tmp_path / name)
+            Encryption.from_file(tmp_path / name)
     with pytest.raises(StoreError, match="has 3 bytes"):
-        Seal(b"key")
+        Encryption(b"key")
 
 
 def test_the_key_is_not_shown() -> None:
@@ -174,7 +174,7 @@ def test_without_the_package_all_else_works_and_sealing_says_what_to_install() -
 @given(data=st.binary(max_size=300), about=st.text(st.characters(codec="utf-8")))
 @settings(deadline=None)
 def test_what_is_sealed_opens_as_it_was(data: bytes, about: str) -> None:
-    for size in (7, 64, seals.CHUNK):
+    for size in (7, 64, encryption.CHUNK):
         with chunks(size):
             closed = KEY.close(data, about)
         assert KEY.open(closed, about) == data, "with chunks of any other size"
@@ -287,7 +287,7 @@ trees = st.recursive(
     tensors=generations(),
     meta=st.dictionaries(st.text(), trees, max_size=3),
     number=st.integers(0, 10**18 - 1),
-    size=st.sampled_from([50, 1000, seals.CHUNK]),
+    size=st.sampled_from([50, 1000, encryption.CHUNK]),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_generation_comes_back(
@@ -494,7 +494,7 @@ def test_a_folder_may_be_moved_and_put_back_from_a_copy(tmp_path: Path) -> None:
     ids=["no key", "wrong key", "needless key"],
 )
 def test_the_wrong_key_is_told_and_nothing_is_touched(
-    tmp_path: Path, wrote: Seal | None, reads: Seal | None, told: str
+    tmp_path: Path, wrote: Encryption | None, reads: Encryption | None, told: str
 ) -> None:
     two(tmp_path, wrote)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}

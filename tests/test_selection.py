@@ -11,15 +11,15 @@ import zoo
 from clients import few, loss
 from torch import Tensor, nn
 
-from fedplan.catalog import params_of
-from fedplan.description import blocks_of, describe
-from fedplan.methods import method
-from fedplan.params import Block, Params
-from fedplan.plan import Role
-from fedplan.resolution import resolve
-from fedplan.state import mark
-from fedplan.text import parse
-from fedplan.turn import Turn
+from fedplan.language.parser import parse
+from fedplan.language.plan import Role
+from fedplan.language.resolution import resolve
+from fedplan.language.turn import Turn
+from fedplan.methods.registry import method_named
+from fedplan.models.catalog import params_of
+from fedplan.models.description import blocks_of, describe
+from fedplan.models.params import Block, Params
+from fedplan.training.freezing import mark
 
 NAMES = ("bert", "llama", "vit", "gpt-neox", "t5")
 
@@ -57,7 +57,7 @@ def _note(reached: set[Block], block: Block) -> Callable[..., None]:
 def _up(params: Params, name: str, **settings: object) -> int:
     blocks = {p.at for p in params if p.at}
     scores = {block: float(block.number) for block in blocks if block}
-    roles = resolve(method(name, settings).plan, params, Turn(scores=scores))
+    roles = resolve(method_named(name, settings).plan, params, Turn(scores=scores))
     return sum(p.nbytes for p, role in roles.items() if role is Role.SHARE)
 
 

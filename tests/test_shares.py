@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import KINDS, MOODS, Row, row, seen, study, tokenizer, written
 
-from fedplan.data import DataError
-from fedplan.foresight import require_sight
-from fedplan.shares import Shares, mark_of, shares_of
-from fedplan.tables import load
+from fedplan.data.foresight import require_sight
+from fedplan.data.tables import DataError, load
+from fedplan.federation.marks import mark_of
+from fedplan.studies.shares import Shares, shares_of
 
 ROWS = [*map(row, range(30)), row(3, fold=1), row(3, fold=2), row(7, fold=3), row(9), row(9)]
 """Some are equal in all that a task sees, and differ in their fold; some are equal in all."""

@@ -26,16 +26,16 @@ from sites import (
     world_of,
 )
 
-from fedplan.account import Account, Answer, Limits, read_answers
-from fedplan.desk import Desk
 from fedplan.errors import FedplanError
-from fedplan.exchange import Refused
-from fedplan.ledger import digests
-from fedplan.privacy.accountant import epsilon
+from fedplan.federation.account import Account, Answer, Limits, read_answers
+from fedplan.federation.endpoint import Endpoint
+from fedplan.federation.messages import Refused
+from fedplan.privacy.accounting.accountant import epsilon
+from fedplan.privacy.accounting.events import Steps
 from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.events import Steps
-from fedplan.privacy.guard import Cloak
-from fedplan.privacy.promise import Promise
+from fedplan.privacy.guarantee import Guarantee
+from fedplan.privacy.guard import ClientGuard
+from fedplan.tensors.named import digests
 
 STUDIES: dict[str, dict[str, Any]] = {
     "one": {"name": "one"},
@@ -51,16 +51,16 @@ def told(said: dict[str, Any]) -> str:
     return str(said.get("refused") or said.get("failed") or "")
 
 
-def storm(desks: list[Desk], count: int, kinds: tuple[str, ...]) -> dict[str, set[str]]:
+def storm(endpoints: list[Endpoint], count: int, kinds: tuple[str, ...]) -> dict[str, set[str]]:
     """Requests as a curious server would ask them; the different answers to each kind."""
     draw, found = random.Random(0), {kind: set[str]() for kind in kinds}
     for _ in range(count):
-        desk, kind = draw.choice(desks), draw.choice(kinds)
+        endpoint, kind = draw.choice(endpoints), draw.choice(kinds)
         version = draw.randint(1, 3)
         world = world_of(
-            desk, round=draw.choice((1, 3, 5)), scale=1 + version / 10, version=version
+            endpoint, round=draw.choice((1, 3, 5)), scale=1 + version / 10, version=version
         )
-        values, said = asked(desk, world, kind)
+        values, said = asked(endpoint, world, kind)
         if not told(said):
             found[kind].add(str(digests(values) if kind == TRAIN else said["scores"]))
     return found
@@ -70,25 +70,25 @@ def storm(desks: list[Desk], count: int, kinds: tuple[str, ...]) -> dict[str, se
 def test_no_more_turns_leave_than_the_limit_in_all_studies(privacy: str, tmp_path: Path) -> None:
     studies = [each for name, each in STUDIES.items() if privacy or name != "another delta"]
     studies = [{"privacy": privacy} | each for each in studies]
-    desks = [site_of(tmp_path, study_text(**each), limit_rounds=3) for each in studies]
-    assert len(storm(desks, 40, (TRAIN,))[TRAIN]) == 3
+    endpoints = [site_of(tmp_path, study_text(**each), limit_rounds=3) for each in studies]
+    assert len(storm(endpoints, 40, (TRAIN,))[TRAIN]) == 3
     assert charges(tmp_path) == (3 if privacy else 0)
 
 
 def test_as_many_polls_as_turns(tmp_path: Path) -> None:
     methods = [TOGETHER | {"name": name} for name in "ab"]
-    desks = [site_of(tmp_path, study_text(**each), limit_rounds=2) for each in methods]
-    found = storm(desks, 30, (TRAIN, POLL))
+    endpoints = [site_of(tmp_path, study_text(**each), limit_rounds=2) for each in methods]
+    found = storm(endpoints, 30, (TRAIN, POLL))
     assert {kind: len(answers) for kind, answers in found.items()} == {TRAIN: 2, POLL: 2}
 
 
 def test_no_more_bytes_leave_than_the_limit_in_all_studies(tmp_path: Path) -> None:
     texts = [study_text(name=name, privacy="") for name in "abc"]
-    size = sum(p.nbytes for p in site_of(tmp_path, texts[0]).setup.movable)
-    desks = [site_of(tmp_path, text, limit_bytes=2 * size + 5) for text in texts]
+    size = sum(p.nbytes for p in site_of(tmp_path, texts[0]).agreement.movable)
+    endpoints = [site_of(tmp_path, text, limit_bytes=2 * size + 5) for text in texts]
     left = 0
-    for desk in desks * 2:
-        values, said = asked(desk, world_of(desk))
+    for endpoint in endpoints * 2:
+        values, said = asked(endpoint, world_of(endpoint))
         left += sum(v.numel() * v.element_size() for v in values.values())
         assert values or told(said) == "limit-bytes"
     assert left == 2 * size, "what is sent again counts again"
@@ -102,18 +102,18 @@ def test_epsilon_is_of_all_studies_at_the_sites_own_delta(method: str, tmp_path:
         each["privacy"] = each.get("privacy", PRIVATE).replace("20.0", "1.5") + vote
     limit, delta = 4.0, 1e-6
     node = {"limit_epsilon": limit, "limit_delta": delta}
-    desks = [site_of(tmp_path, study_text(**each), **node) for each in studies]
+    endpoints = [site_of(tmp_path, study_text(**each), **node) for each in studies]
     kinds = (TRAIN, POLL) if vote else (TRAIN,)
-    found = storm(desks, 40, kinds)
+    found = storm(endpoints, 40, kinds)
     assert found[TRAIN], "some of it was answered"
-    promise = desks[0].setup.promise
-    assert promise is not None and promise.rate
-    turns = [Steps(promise.noise, promise.rate, promise.steps)] * len(found[TRAIN])
+    guarantee = endpoints[0].agreement.guarantee
+    assert guarantee is not None and guarantee.rate
+    turns = [Steps(guarantee.noise, guarantee.rate, guarantee.steps)] * len(found[TRAIN])
     assert epsilon(turns, delta) <= limit
     assert sum(map(len, found.values())) <= charges(tmp_path)
-    assert desks[0].site.cloak is not None
+    assert endpoints[0].site.guard is not None
     again = site_of(tmp_path, study_text(**studies[0]), **node)
-    assert again.site.cloak is not None and again.site.cloak.budget.spent() <= limit
+    assert again.site.guard is not None and again.site.guard.budget.spent() <= limit
     world = world_of(again, round=7, scale=3.0, version=9)
     assert told(asked(again, world)[1]) == "limit-epsilon"
 
@@ -123,8 +123,8 @@ def test_a_limit_of_epsilon_and_answers_that_nothing_hides_do_not_go_together(
 ) -> None:
     plain = study_text(name="plain", privacy="")
     hidden = study_text(name="hidden")
-    desk = site_of(tmp_path, plain, limit_epsilon=2.0)
-    assert told(asked(desk, world_of(desk))[1]) == "unhidden"
+    endpoint = site_of(tmp_path, plain, limit_epsilon=2.0)
+    assert told(asked(endpoint, world_of(endpoint))[1]) == "unhidden"
     free = site_of(tmp_path, plain)
     assert asked(free, world_of(free))[0]
     late = site_of(tmp_path, hidden, limit_epsilon=2.0)
@@ -135,11 +135,11 @@ def test_a_limit_of_epsilon_and_answers_that_nothing_hides_do_not_go_together(
 
 @pytest.mark.parametrize("dataset", ["ward-3", "..", "a/b", ".hidden", "rows"])
 def test_a_dataset_is_one_folder_of_the_home(dataset: str, tmp_path: Path) -> None:
-    desk = site_of(tmp_path, study_text(privacy=""), dataset=dataset)
-    account = desk.site.account
+    endpoint = site_of(tmp_path, study_text(privacy=""), dataset=dataset)
+    account = endpoint.site.account
     assert account is not None and account.folder.parent == tmp_path / "home" / "account"
     assert account.folder.resolve().parent == (tmp_path / "home" / "account").resolve()
-    assert "dataset" not in desk.site.traits
+    assert "dataset" not in endpoint.site.traits
 
 
 POLLS: dict[str, tuple[dict[str, Any], int, str]] = {
@@ -179,10 +179,10 @@ def test_a_poll_is_answered_where_the_plan_chooses_and_somebody_pays(
     name: str, tmp_path: Path
 ) -> None:
     study, number, wanted = POLLS[name]
-    desk = site_of(tmp_path, study_text(**study))
+    endpoint = site_of(tmp_path, study_text(**study))
     for version in (1, 2):
-        world = world_of(desk, round=number, scale=1 + version, version=version)
-        _, said = asked(desk, world, POLL)
+        world = world_of(endpoint, round=number, scale=1 + version, version=version)
+        _, said = asked(endpoint, world, POLL)
         assert told(said) == wanted and ("scores" in said) != bool(wanted)
     lines = read_answers(tmp_path / "home/account/rows") if not wanted else []
     assert len({line["content"] for line in lines}) == (0 if wanted else 2)
@@ -191,7 +191,7 @@ def test_a_poll_is_answered_where_the_plan_chooses_and_somebody_pays(
 
 def test_two_processes_share_an_account(tmp_path: Path) -> None:
     """However they meet: no more is admitted than the limits allow, and nothing fails."""
-    promise = Promise("example", 900.0, 1e-5, 1.0, 1.0, 0.5, steps=1, batch=4)
+    guarantee = Guarantee("example", 900.0, 1e-5, 1.0, 1.0, 0.5, steps=1, batch=4)
     limit = epsilon([Steps(1.0, 0.5, 1)] * 6, 1e-5)
     Account(tmp_path)
     children = list[int]()
@@ -199,13 +199,13 @@ def test_two_processes_share_an_account(tmp_path: Path) -> None:
         pid = os.fork()
         if pid == 0:
             account, failed = Account(tmp_path, Limits(rounds=9)), 0
-            cloak = Cloak(promise, tmp_path, run=f"{child}/", limit=limit, delta=1e-5)
+            guard = ClientGuard(guarantee, tmp_path, run=f"{child}/", limit=limit, delta=1e-5)
             for number in range(8):
                 try:
                     account.admit(
                         Answer("update", f"{child}/{number}", f"{child}/{number}", 3, True)
                     )
-                    cloak.fit(1, f"{child}/{number}", "content")
+                    guard.fit(1, f"{child}/{number}", "content")
                 except (Refused, PrivacyError) as error:
                     failed += error.code not in ("limit-rounds", "limit-epsilon")
                 except FedplanError:
@@ -214,8 +214,8 @@ def test_two_processes_share_an_account(tmp_path: Path) -> None:
         children.append(pid)
     assert all(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 for pid in children)
     assert len(read_answers(tmp_path)) == 9
-    cloak = Cloak(promise, tmp_path, limit=limit, delta=1e-5)
-    assert len(cloak.budget.charges) == 6 and cloak.budget.spent() <= limit
+    guard = ClientGuard(guarantee, tmp_path, limit=limit, delta=1e-5)
+    assert len(guard.budget.charges) == 6 and guard.budget.spent() <= limit
 
 
 def test_two_threads_share_an_account(tmp_path: Path) -> None:
@@ -251,18 +251,20 @@ def test_a_runs_own_promise_is_of_its_own_charges(tmp_path: Path) -> None:
     small = PRIVATE.replace("900.0", "3.0").replace("20.0", "1.5")
     ends = list[int]()
     for name in ("one", "two"):
-        desk = site_of(tmp_path, study_text(name=name, privacy=small))
+        endpoint = site_of(tmp_path, study_text(name=name, privacy=small))
         for number in range(1, 30):
-            values, said = asked(desk, world_of(desk, round=number, scale=number, version=number))
+            values, said = asked(
+                endpoint, world_of(endpoint, round=number, scale=number, version=number)
+            )
             if not values:
                 assert said == {"failed": "promise"}
                 ends.append(number)
                 break
-        cloak = desk.site.cloak
-        assert cloak is not None and cloak.spent <= 3.0
+        guard = endpoint.site.guard
+        assert guard is not None and guard.spent <= 3.0
     assert ends[0] == ends[1] and charges(tmp_path) == sum(ends) - 2
     folder = tmp_path / "home/two-0/north"
     code, told_ = run("privacy", str(folder), "--json")
     assert code == 0 and 2.0 < json.loads(told_)["epsilon"] <= 3.0
-    code, told_ = run("ledger", str(tmp_path / "home"))
+    code, told_ = run("egress", str(tmp_path / "home"))
     assert code == 0 and f"in all studies: {sum(ends) - 2} turns" in " ".join(told_.split())

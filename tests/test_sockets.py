@@ -13,11 +13,11 @@ from proxy import Proxy
 from test_deployment import MORE, PLANS, SITES, study_of
 from torch import Tensor
 
-from fedplan.config import read_study
-from fedplan.desk import journal_in
-from fedplan.identity import is_id
-from fedplan.ledger import read_lines
-from fedplan.trainer import folder_of
+from fedplan.federation.endpoint import journal_in
+from fedplan.federation.identity import is_id
+from fedplan.runners.worker import folder_of
+from fedplan.storage.lines import read_lines
+from fedplan.studies.schema import read_study
 
 LEAKY = """
 from pathlib import Path

@@ -17,11 +17,12 @@ from attention import look, stir
 from torch import Tensor, nn
 
 import fedplan
-from fedplan import Turn, architectures, explain, parse, resolve
-from fedplan.anatomy import Anatomy
-from fedplan.description import blocks_of, describe
+from fedplan import Turn, explain, parse, resolve
 from fedplan.errors import FedplanError, PlanError, UnknownArchitecture
-from fedplan.params import Block, Kind, Params, Rows
+from fedplan.models import architectures
+from fedplan.models.description import blocks_of, describe
+from fedplan.models.layouts import Anatomy
+from fedplan.models.params import Block, Kind, Params, Rows
 
 CROSSED = zoo.TEXT | {"is_decoder": True, "add_cross_attention": True}
 

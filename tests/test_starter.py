@@ -23,10 +23,10 @@ from typing import TypeVar
 import pytest
 from commands import run
 
-from fedplan.config import read_study
 from fedplan.errors import FedplanError
-from fedplan.keys import make_keys
-from fedplan.starter import new_federation
+from fedplan.runners.flower.keys import make_keys
+from fedplan.runners.flower.starter import new_federation
+from fedplan.studies.schema import read_study
 
 BIN = Path(sys.executable).parent
 SITES = ["north", "south", "east"]

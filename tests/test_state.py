@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fedplan import Turn, chain, describe, freeze, mark, parse, resolve, share
 from fedplan.errors import FedplanError
-from fedplan.params import Params
-from fedplan.parts import key, query
-from fedplan.plan import Roles
+from fedplan.language.parts import key, query
+from fedplan.language.plan import Roles
+from fedplan.models.params import Params
 
 Optimiser = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 

@@ -20,10 +20,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedplan import failpoints
-from fedplan.failpoints import POINTS, VARIABLE
-from fedplan.message import DTYPES
-from fedplan.store import Generation, Skipped, Store, StoreError
+from fedplan.errors import StoreError
+from fedplan.storage import failpoints
+from fedplan.storage.failpoints import POINTS, VARIABLE
+from fedplan.storage.generations import Generation, Skipped
+from fedplan.storage.store import Store
+from fedplan.tensors.serialization import DTYPES
 
 SIZES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES}
 STORE_POINTS = [name for name in POINTS if name.startswith("store.")]

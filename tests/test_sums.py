@@ -17,9 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedplan import sums
 from fedplan.errors import FedplanError
-from fedplan.sums import LARGEST_WEIGHT, ExactSum, SumError
+from fedplan.tensors import sums
+from fedplan.tensors.sums import LARGEST_WEIGHT, ExactSum, SumError
 
 Update = tuple[dict[str, Tensor], int]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -13,11 +13,11 @@ from commands import STUDY, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedplan import audit
-from fedplan.audit import verify_run
-from fedplan.config import read_study
+from fedplan.audits import run as audit
+from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
-from fedplan.studies import Trial
+from fedplan.runners.simulation import Simulation
+from fedplan.studies.schema import read_study
 
 KINDS = {
     "plain": "",
@@ -52,7 +52,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         .replace('by = "dirichlet"\nalpha = 0.5', 'by = "iid"')
         + KINDS[request.param]
     )
-    Trial(read_study(place / "study.toml"), place / "run").run(lambda *_: None)
+    Simulation(read_study(place / "study.toml"), place / "run").run(lambda *_: None)
     faults, said = verify_run(place / "run")
     assert not faults and "rows are those" in said
     return place / "run"
@@ -179,7 +179,7 @@ def test_other_rows_are_named_and_not_gone_on_with(folder: Path, tmp_path: Path)
         faults, _ = verify_run(tmp_path / "run")
         assert faults and all("the rows of" in fault for fault in faults)
         with pytest.raises(FedplanError, match="on other rows of client-00"):
-            Trial(study, tmp_path / "run")
+            Simulation(study, tmp_path / "run")
         rows.unlink()
         faults, said = verify_run(tmp_path / "run")
         assert not faults and "rows were not checked" in said
@@ -194,12 +194,12 @@ def test_a_world_that_is_lost_is_not_begun_again_beside_its_homes(
     shutil.copytree(folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/world")
     with pytest.raises(FedplanError, match="the server has lost its world"):
-        Trial(study, tmp_path / "run").federation.round()
+        Simulation(study, tmp_path / "run").federation.round()
 
 
 def test_files_of_another_run_are_named(folder: Path, tmp_path: Path) -> None:
     study = read_study(folder.parent / "study.toml")
-    Trial(study, tmp_path / "other").run(lambda *_: None)
+    Simulation(study, tmp_path / "other").run(lambda *_: None)
     for name in ("run.json", "ledger.jsonl", "world", "homes"):
         copy = tmp_path / f"with-{name}"
         shutil.copytree(folder, copy)

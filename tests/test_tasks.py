@@ -19,12 +19,12 @@ from datasets import ClassLabel, Dataset, Features, Image, List, Value, concaten
 from PIL import Image as Pictures
 from torch import Tensor, nn
 
-from fedplan.data import DataError, load
-from fedplan.fit import Job, Pace, Seeded, plain
-from fedplan.params import Kind, Param
-from fedplan.plan import Role
-from fedplan.tables import labels_in
-from fedplan.tasks import Task, task
+from fedplan.data.examples import Seeded
+from fedplan.data.tables import DataError, labels_in, load
+from fedplan.data.tasks import Task, task
+from fedplan.language.plan import Role
+from fedplan.models.params import Kind, Param
+from fedplan.training.fit import Job, Pace, plain
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 WORDS = [

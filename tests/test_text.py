@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedplan as fp
-from fedplan import parts
 from fedplan.errors import PlanError
-from fedplan.text import CALLS, DEEPEST, parse, parse_part
+from fedplan.language import parts
+from fedplan.language.parser import CALLS, DEEPEST, parse, parse_part
 
 PYTHON = {**CALLS, **{word: parts.Word(word) for word in parts.WORDS}}
 

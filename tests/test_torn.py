@@ -14,26 +14,28 @@ import zoo
 from clients import few, loss
 from commands import STUDY, run
 
-from fedplan.agreement import Setup
-from fedplan.config import read_study
-from fedplan.description import describe
 from fedplan.errors import FedplanError, StoreError
-from fedplan.files import put_file
-from fedplan.fit import Pace
-from fedplan.identity import RUN
-from fedplan.ledger import digests
-from fedplan.methods import method
-from fedplan.outgoing import RECORD, Outgoing, read_outgoing
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.egress import RECORD, Egress, read_egress
+from fedplan.federation.identity import RUN
+from fedplan.methods.registry import method_named
+from fedplan.models.description import describe
 from fedplan.runners.local import Federation
-from fedplan.studies import Trial
+from fedplan.runners.simulation import Simulation
+from fedplan.storage.files import put_file
+from fedplan.studies.schema import read_study
+from fedplan.tensors.named import digests
+from fedplan.training.fit import Pace
 
 ROUNDS = 3
 
 
 def federation(folder: Path) -> Federation:
     model = zoo.build("bert")
-    setup = Setup("torn", describe(model), method("fedper"), Pace(rate=1e-2, batch=2, steps=1))
-    return Federation(setup, model, few("bert", 2), loss, folder, rounds=ROUNDS)
+    agreement = Agreement(
+        "torn", describe(model), method_named("fedper"), Pace(rate=1e-2, batch=2, steps=1)
+    )
+    return Federation(agreement, model, few("bert", 2), loss, folder, rounds=ROUNDS)
 
 
 def play(folder: Path, until: int = ROUNDS) -> Federation:
@@ -46,7 +48,7 @@ def play(folder: Path, until: int = ROUNDS) -> Federation:
 
 def left(fed: Federation) -> object:
     """All that a run leaves but its id."""
-    homes = {n: digests(s.journal.home()[0]) for n, s in fed.sites.items()}
+    homes = {n: digests(s.journal.home()[0]) for n, s in fed.clients.items()}
     files = [(fed.folder / name).read_bytes() for name in ("ledger.jsonl", "metrics.jsonl")]
     return digests(fed.world.values), homes, files
 
@@ -105,16 +107,16 @@ def test_a_run_whose_last_write_was_cut_ends_with_the_same_bits(
 
 
 def test_a_ledger_writes_over_what_a_full_disk_left_behind(tmp_path: Path) -> None:
-    from fedplan.ledger import Ledger, read_lines
+    from fedplan.storage.lines import Lines, read_lines
 
-    ledger = Ledger(tmp_path / "lines")
+    ledger = Lines(tmp_path / "lines")
     ledger.append([{"a": 1}])
     with (tmp_path / "lines").open("ab") as file:
         file.write(b'{"half')
     assert read_lines(tmp_path / "lines") == [{"a": 1}]
     ledger.append([{"b": 2}])
     assert read_lines(tmp_path / "lines") == [{"a": 1}, {"b": 2}]
-    assert Ledger(tmp_path / "lines").mark == ledger.mark
+    assert Lines(tmp_path / "lines").mark == ledger.mark
 
 
 def stores(folder: Path) -> list[Path]:
@@ -173,7 +175,7 @@ def test_a_start_that_is_killed_at_any_sync_or_rename_begins_again(
             for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "rename")):
                 patch.setattr(owner, name, counted(getattr(owner, name)))
             try:
-                Trial(study, folder)
+                Simulation(study, folder)
                 break
             except Killed:
                 points += 1
@@ -182,9 +184,9 @@ def test_a_start_that_is_killed_at_any_sync_or_rename_begins_again(
 
 
 def first_round(study: object, folder: Path) -> dict[str, torch.Tensor]:
-    trial = Trial(study, folder)  # type: ignore[arg-type]
-    trial.federation.commit(trial.federation.round())
-    return trial.federation.world.values
+    simulation = Simulation(study, folder)  # type: ignore[arg-type]
+    simulation.federation.commit(simulation.federation.round())
+    return simulation.federation.world.values
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def first_round(study: object, folder: Path) -> dict[str, torch.Tensor]:
 )
 def test_a_start_whose_files_are_not_all_there_begins_again(here: Path, name: str) -> None:
     study = read_study(here / "study.toml", ["train.rounds=1"])
-    Trial(study, here / "run")
+    Simulation(study, here / "run")
     place = here / "run" / name
     shutil.rmtree(place) if place.is_dir() else place.unlink()
     for half in (b"", b"{"):
@@ -220,16 +222,16 @@ def test_a_small_file_is_there_whole_or_not_at_all(
 
 
 def test_a_sites_record_cut_at_any_byte_is_read_and_goes_on(tmp_path: Path) -> None:
-    outgoing = Outgoing(tmp_path)
+    egress = Egress(tmp_path)
     line = {"answer": "update", "request": "r", "round": 1, "up": 3, "parts": {}}
-    outgoing.note(line)
+    egress.note(line)
     before = len((tmp_path / RECORD).read_bytes())
-    outgoing.note({**line, "round": 2})
+    egress.note({**line, "round": 2})
     full = (tmp_path / RECORD).read_bytes()
     for cut in range(before, len(full)):
         (tmp_path / RECORD).write_bytes(full[:cut])
-        assert [each["round"] for each in read_outgoing(tmp_path)] == [1]
-        Outgoing(tmp_path).note({**line, "round": 2})
+        assert [each["round"] for each in read_egress(tmp_path)] == [1]
+        Egress(tmp_path).note({**line, "round": 2})
         assert (tmp_path / RECORD).read_bytes() == full
 
 
@@ -275,25 +277,25 @@ def test_of_two_starts_at_once_one_wins_and_the_other_is_told(here: Path) -> Non
     ready, done = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        trial = Trial(study, here / "run")
+        simulation = Simulation(study, here / "run")
         os.write(ready[1], b"x")
         os.read(done[0], 1)
-        os._exit(trial.federation.world.round)
+        os._exit(simulation.federation.world.round)
     os.read(ready[0], 1)
     before = tree(here / "run")
     for each in (study, other):
         with pytest.raises(FedplanError, match="another process writes to"):
-            Trial(each, here / "run")
+            Simulation(each, here / "run")
     assert tree(here / "run") == before
     os.write(done[1], b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with pytest.raises(FedplanError, match="another study"):
-        Trial(other, here / "run")
-    assert Trial(study, here / "run").federation.world.round == 0
+        Simulation(other, here / "run")
+    assert Simulation(study, here / "run").federation.world.round == 0
 
 
 def test_of_several_that_write_a_record_none_loses_a_line(tmp_path: Path) -> None:
-    writers = [Outgoing(tmp_path) for _ in range(3)]
+    writers = [Egress(tmp_path) for _ in range(3)]
     for number in range(12):
         writers[number * number % 3].note({"request": f"r/{number}", "answer": "update"})
-    assert [line["request"] for line in read_outgoing(tmp_path)] == [f"r/{n}" for n in range(12)]
+    assert [line["request"] for line in read_egress(tmp_path)] == [f"r/{n}" for n in range(12)]

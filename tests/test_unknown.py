@@ -18,12 +18,13 @@ from test_description import require_partition
 from torch import Tensor, nn
 
 import fedplan as fp
-from fedplan import architectures, parts
-from fedplan.description import describe
 from fedplan.errors import PlanError, UnknownArchitecture
-from fedplan.manifest import read, written
-from fedplan.params import Kind, Params
-from fedplan.resolution import check, require_told
+from fedplan.language import parts
+from fedplan.language.resolution import check, require_told
+from fedplan.models import architectures
+from fedplan.models.description import describe
+from fedplan.models.params import Kind, Params
+from fedplan.models.schema import read, written
 
 
 class Own(nn.Module):

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedplan.message import pack, unpack
-from fedplan.wire import (
+from fedplan.tensors.codecs import Wire, WireError
+from fedplan.tensors.serialization import pack, unpack
+from fedplan.tensors.wire import (
     CODECS,
-    Wire,
-    WireError,
     bf16,
     delta,
     half,

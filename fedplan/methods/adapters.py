@@ -8,12 +8,12 @@ from typing import Any, cast
 
 from torch import nn
 
-from fedplan.description import describe
-from fedplan.method import Method
-from fedplan.parts import Part, adapter, body, head, lora_a, lora_b
-from fedplan.plan import Plan, chain, freeze, keep, share
-from fedplan.resolution import require_told
-from fedplan.text import parse_part
+from fedplan.language.parser import parse_part
+from fedplan.language.parts import Part, adapter, body, head, lora_a, lora_b
+from fedplan.language.plan import Plan, chain, freeze, keep, share
+from fedplan.language.resolution import require_told
+from fedplan.methods.method import Method
+from fedplan.models.description import describe
 
 
 def fedit(rank: int = 8, on: str = "query | value", with_head: bool = True) -> Method:

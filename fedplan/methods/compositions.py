@@ -6,15 +6,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from fedplan.method import Method
+from fedplan.language.parser import parse_part
+from fedplan.language.parts import adapter, fusion, head, key, query
+from fedplan.language.plan import Plan, best, chain, freeze, hold, keep, share, when
+from fedplan.language.turn import phase
 from fedplan.methods.adapters import add_lora
 from fedplan.methods.layers import safl
+from fedplan.methods.method import Method
+from fedplan.methods.phases import Planned
 from fedplan.methods.prompts import pfeddc
-from fedplan.parts import adapter, fusion, head, key, query
-from fedplan.phases import Planned
-from fedplan.plan import Plan, best, chain, freeze, hold, keep, share, when
-from fedplan.text import parse_part
-from fedplan.turn import phase
 
 
 def safl_frozen(k: int = 4, warmup: int = 10, probe: str = "attention") -> Method:

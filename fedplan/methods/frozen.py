@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from fedplan.errors import FedplanError
-from fedplan.method import Method
-from fedplan.parts import Part, head, value
-from fedplan.phases import Planned
-from fedplan.plan import chain, freeze, share, when
-from fedplan.text import parse_part
-from fedplan.turn import phase
+from fedplan.language.parser import parse_part
+from fedplan.language.parts import Part, head, value
+from fedplan.language.plan import chain, freeze, share, when
+from fedplan.language.turn import phase
+from fedplan.methods.method import Method
+from fedplan.methods.phases import Planned
 
 
 def fedfrozen(

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from fedplan.fit import CONTROL, controlled, proximal
-from fedplan.method import Method
-from fedplan.plan import keep, share
-from fedplan.serve import Serve
+from fedplan.language.plan import keep, share
+from fedplan.methods.method import Method
+from fedplan.methods.server_optimiser import Serve
+from fedplan.training.wraps import CONTROL, controlled, proximal
 
 
 def fedavg() -> Method:

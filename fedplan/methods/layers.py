@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from fedplan.method import Method
-from fedplan.parts import bias, blocks, body, head, mlp
-from fedplan.plan import Plan, best, chain, cycle, freeze, share
-from fedplan.probe import attention, probe_named
+from fedplan.language.parts import bias, blocks, body, head, mlp
+from fedplan.language.plan import Plan, best, chain, cycle, freeze, share
+from fedplan.methods.method import Method
+from fedplan.training.probes import attention, probe_named
 
 
 def safl(

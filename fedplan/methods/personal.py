@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from fedplan.fit import alternate
-from fedplan.method import Method
-from fedplan.parts import head, norm
-from fedplan.plan import chain, freeze, keep, share, when
-from fedplan.turn import after
+from fedplan.language.parts import head, norm
+from fedplan.language.plan import chain, freeze, keep, share, when
+from fedplan.language.turn import after
+from fedplan.methods.method import Method
+from fedplan.training.wraps import alternate
 
 
 def fedper() -> Method:

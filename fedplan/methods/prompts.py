@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from fedplan.method import Method
+from fedplan.language.parts import common, fusion, own, prompt
+from fedplan.language.plan import chain, freeze, keep, share
+from fedplan.methods.method import Method
 from fedplan.models.prompts import add_prompts
-from fedplan.parts import common, fusion, own, prompt
-from fedplan.plan import chain, freeze, keep, share
 
 _fusion = fusion
 

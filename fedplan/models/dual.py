@@ -9,9 +9,9 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from fedplan.architectures import BRIDGE, DUALS, EMBEDDINGS, RESIZED, TOWERS
 from fedplan.errors import FedplanError
-from fedplan.hub import bare, is_hub_id
+from fedplan.models.architectures import BRIDGE, DUALS, EMBEDDINGS, RESIZED, TOWERS
+from fedplan.models.hub import bare, is_hub_id
 
 TEMPLATE = "a picture of a {}"
 

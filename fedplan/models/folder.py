@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from fedplan.architectures import DUALS
-from fedplan.examples import drawn
+from fedplan.models.architectures import DUALS
 from fedplan.models.dual import Dual, ModelError
+from fedplan.models.images import drawn
 from fedplan.models.prompts import Settings, attach
 
 WEIGHTS, SETTINGS = "prompts.safetensors", "prompts.json"
@@ -25,7 +25,7 @@ _ADDED = ("prompts.", "fusion.")
 
 @final
 @dataclass(frozen=True)
-class Picture:
+class Preprocessing:
     """How a picture is made ready: its size, and the mean and spread of each colour."""
 
     size: int = 224
@@ -38,7 +38,7 @@ class Picture:
         return (drawn(Path(path).read_bytes(), self.size, cubic=True).float() / 255 - mean) / std
 
 
-def save(dual: Dual, folder: str | Path, *, picture: Picture | None = None) -> None:
+def save_folder(dual: Dual, folder: str | Path, *, picture: Preprocessing | None = None) -> None:
     """Write a model with its prompts: the backbone as Hugging Face does, the rest beside it."""
     place = Path(folder)
     cast("Any", dual.backbone).save_pretrained(place)
@@ -52,12 +52,12 @@ def save(dual: Dual, folder: str | Path, *, picture: Picture | None = None) -> N
         "ids": dual.ids.tolist(),
         "mask": dual.mask.tolist(),
         "prompts": asdict(dual.settings) if isinstance(dual.settings, Settings) else None,
-        "picture": asdict(picture or Picture()),
+        "picture": asdict(picture or Preprocessing()),
     }
     (place / SETTINGS).write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
 
 
-def load(folder: str | Path) -> Dual:
+def load_folder(folder: str | Path) -> Dual:
     """A model as it was saved: its logits are the same to the bit."""
     import transformers
 
@@ -83,8 +83,8 @@ def load(folder: str | Path) -> Dual:
 
 def predict(folder: str | Path, pictures: Sequence[str | Path]) -> list[str]:
     """The class of each picture, by the model in a folder."""
-    dual, held = load(folder), _settings(folder)["picture"]
-    picture = Picture(held["size"], tuple(held["mean"]), tuple(held["std"]))
+    dual, held = load_folder(folder), _settings(folder)["picture"]
+    picture = Preprocessing(held["size"], tuple(held["mean"]), tuple(held["std"]))
     with torch.no_grad():
         found = [dual(picture.tensor(each)[None]).argmax().item() for each in pictures]
     return [dual.names[int(number)] for number in found]

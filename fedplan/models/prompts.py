@@ -10,10 +10,10 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from fedplan.description import blocks_of
+from fedplan.models.description import blocks_of
 from fedplan.models.dual import Dual, ModelError
 from fedplan.models.fusion import DualFusion, Fuse, fusion_of, total
-from fedplan.params import Block
+from fedplan.models.params import Block
 
 LEVELS = ("common", "own")
 SPREAD = 0.02

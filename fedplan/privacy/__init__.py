@@ -1,13 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differential privacy: what is charged, the noise that pays for it, and audits of both.
+"""What is hidden, by what noise, and at what cost."""
 
-A `promise` says whom a run hides and what that costs; a `guard` keeps it, at the server by a noisy
-sum (`aggregate`), at a site by noisy steps (`dpsgd`), and for the choice of layers by a `vote`.
-Noise and draws follow from a `secret`; every charge is on disk before anything leaves (`budget`).
-`accountant` says what it all costs, `statement` what was promised, and `auditing` tries to prove
-it wrong.
-"""
+from typing import TYPE_CHECKING
 
-from __future__ import annotations
+from fedplan.faces import face
 
-from fedplan.privacy.errors import PrivacyError as PrivacyError
+if TYPE_CHECKING:
+    from fedplan.privacy.accounting.accountant import calibrate, epsilon
+    from fedplan.privacy.accounting.budget import Budget
+    from fedplan.privacy.accounting.events import Release, Steps
+    from fedplan.privacy.dpsgd.fit import DPSGD, dp_sgd
+    from fedplan.privacy.errors import PrivacyError
+    from fedplan.privacy.guarantee import Guarantee
+    from fedplan.privacy.guard import ClientGuard, ServerGuard
+    from fedplan.privacy.statement import Statement
+
+__all__ = [
+    "Budget",
+    "ClientGuard",
+    "DPSGD",
+    "Guarantee",
+    "PrivacyError",
+    "Release",
+    "ServerGuard",
+    "Statement",
+    "Steps",
+    "calibrate",
+    "dp_sgd",
+    "epsilon",
+]
+
+__getattr__ = face(
+    __name__,
+    {
+        "accounting.accountant": "calibrate epsilon",
+        "accounting.budget": "Budget",
+        "accounting.events": "Release Steps",
+        "dpsgd.fit": "DPSGD dp_sgd",
+        "errors": "PrivacyError",
+        "guarantee": "Guarantee",
+        "guard": "ClientGuard ServerGuard",
+        "statement": "Statement",
+    },
+)

@@ -15,23 +15,24 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fedplan.fit import Examples, Fit
-from fedplan.locks import synced
-from fedplan.params import Block
-from fedplan.privacy.aggregate import Mechanism
-from fedplan.privacy.budget import Budget, Cap
-from fedplan.privacy.clipping import Adaptive
-from fedplan.privacy.dpsgd import Privately, Uniform, dp_sgd
+from fedplan.data.examples import Examples
+from fedplan.models.params import Block
+from fedplan.privacy.accounting.budget import Budget, Cap
+from fedplan.privacy.accounting.events import Spent
+from fedplan.privacy.dpsgd.fit import DPSGD, Uniform, dp_sgd
 from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.events import Spent
-from fedplan.privacy.noise import Noise
-from fedplan.privacy.promise import COUNT_NOISE, Promise, voted
-from fedplan.privacy.sampling import cohort
-from fedplan.privacy.secret import derived, secret_of
-from fedplan.privacy.vote import Vote, ballot, counted
-from fedplan.probe import Look, Probe
-from fedplan.seals import Seal
-from fedplan.sums import ExactSum
+from fedplan.privacy.guarantee import COUNT_NOISE, Guarantee, voted
+from fedplan.privacy.mechanisms.clipping import Adaptive
+from fedplan.privacy.mechanisms.gaussian import Mechanism
+from fedplan.privacy.mechanisms.noise import Noise
+from fedplan.privacy.mechanisms.sampling import cohort
+from fedplan.privacy.mechanisms.secret import derived, secret_of
+from fedplan.privacy.mechanisms.vote import Vote, ballot, counted
+from fedplan.storage.encryption import Encryption
+from fedplan.storage.locks import synced
+from fedplan.tensors.sums import ExactSum
+from fedplan.training.fit import Fit
+from fedplan.training.probes import Look, Probe
 
 T = TypeVar("T", bound=Hashable)
 SECRET, CHARGES = "secret", "charges.jsonl"
@@ -46,23 +47,23 @@ class Guard:
 
     def __init__(
         self,
-        promise: Promise,
+        guarantee: Guarantee,
         folder: Path,
         *,
         run: str = "",
         limit: float = 0.0,
         delta: float = 0.0,
-        seal: Seal | None = None,
+        seal: Encryption | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         synced(folder.parent)
-        self.promise, self._secret = promise, secret_of(folder / SECRET, seal)
-        self._cap = Cap(promise.epsilon, promise.delta, run)
+        self.guarantee, self._secret = guarantee, secret_of(folder / SECRET, seal)
+        self._cap = Cap(guarantee.epsilon, guarantee.delta, run)
         self.budget = Budget(
             folder / CHARGES,
-            delta=delta or promise.delta,
+            delta=delta or guarantee.delta,
             limit=limit or None,
-            unit=promise.unit,
+            unit=guarantee.unit,
             cap=self._cap,
         )
 
@@ -78,7 +79,7 @@ class Guard:
         is refused when it comes.
         """
         paid = {charge.about for charge in self.budget.charges}
-        bill = self.promise.bill(round, about)
+        bill = self.guarantee.bill(round, about)
         self.budget.require_room(*(Spent(e, name) for name, e in bill.items() if name not in paid))
 
     def require_paid(self, count: int) -> None:
@@ -99,26 +100,26 @@ class Guard:
         return vote.release(counts, self._secret, about, of)
 
 
-class Veil(Guard):
+class ServerGuard(Guard):
     """The server's guard: it hides each client in the sum of a round."""
 
     def cohort(self, roster: Iterable[str], number: int) -> list[str]:
         """The clients of a round: all, or those drawn with the promised chance."""
-        rate = self.promise.rate
+        rate = self.guarantee.rate
         return list(roster) if rate is None else cohort(roster, rate, self._secret, number)
 
     def mechanism(self, shared: Mapping[str, Tensor], clients: int, clip: float) -> Mechanism:
         """The mechanism of a round over what any client may share in it."""
-        promise = self.promise
+        guarantee = self.guarantee
         public = {key: (tuple(v.shape), v.dtype) for key, v in shared.items()}
-        over = clients * (promise.rate or 1.0)
-        return Mechanism(public, clip or promise.clip, promise.noise, over, promise.rate)
+        over = clients * (guarantee.rate or 1.0)
+        return Mechanism(public, clip or guarantee.clip, guarantee.noise, over, guarantee.rate)
 
     def vote(
         self, ballots: Iterable[Collection[T]], blocks: Sequence[T], k: int, about: str
     ) -> dict[T, float]:
         """How many clients named each block, with noise."""
-        return self._count(Vote(k, self.promise.vote), ballots, blocks, voted(about), "")
+        return self._count(Vote(k, self.guarantee.vote), ballots, blocks, voted(about), "")
 
     def release(
         self, mechanism: Mechanism, total: ExactSum, round: int, about: str, within: str = ""
@@ -128,14 +129,14 @@ class Veil(Guard):
         One charge pays for the sum and for the count that a clip follows: `within` tells of that.
         """
         digest = mechanism.digest(total, self._secret, about)
-        if self.promise.quantile:
+        if self.guarantee.quantile:
             digest = derived(self._secret, "digest", digest, within).hex()[:32]
-        self.budget.charge(self.promise.bill(round, about)[about], about, digest=digest)
+        self.budget.charge(self.guarantee.bill(round, about)[about], about, digest=digest)
         return mechanism.release(total, self._secret, about)
 
     def moved(self, mechanism: Mechanism, within: int, cohort: int, about: str) -> float:
         """The clip of the next round. What it costs is in the charge of the release."""
-        quantile = self.promise.quantile
+        quantile = self.guarantee.quantile
         if not quantile:
             return 0.0
         moving = Adaptive(mechanism.bound, quantile, noise=COUNT_NOISE)
@@ -143,7 +144,7 @@ class Veil(Guard):
         return after.bound
 
 
-class Cloak(Guard):
+class ClientGuard(Guard):
     """A site's guard: it hides each example in every step."""
 
     def vote(
@@ -156,12 +157,12 @@ class Cloak(Guard):
         Which rows are drawn follows from the name, since votes of one name are charged as sums over
         one draw: of a row that is rarely drawn, many draws would cost more than that.
         """
-        rate, about = self.promise.rate or 1.0, voted(about)
+        rate, about = self.guarantee.rate or 1.0, voted(about)
         source = Noise.for_release(self._secret, "rows of a vote", about)
         drawn = self._uniform(source)(len(look.rows))
         rows = [_Row(look.rows, int(i)) for i in (drawn < rate).nonzero().flatten()]
         ballots = [ballot(probe(replace(look, rows=row)), k) for row in rows]
-        return self._count(Vote(k, self.promise.vote, rate), ballots, look.blocks, about, content)
+        return self._count(Vote(k, self.guarantee.vote, rate), ballots, look.blocks, about, content)
 
     def require_turn(self, round: int, about: str, content: str) -> None:
         """Refuse a turn that is not paid for by its content, and that nothing is left to pay."""
@@ -169,7 +170,7 @@ class Cloak(Guard):
 
     def _charge(self, round: int, about: str, content: str) -> Spent:
         digest = derived(self._secret, "digest", about, content).hex()[:32]
-        return Spent(self.promise.bill(round, about)[about], about, digest)
+        return Spent(self.guarantee.bill(round, about)[about], about, digest)
 
     def fit(self, round: int, about: str, content: str) -> Fit:
         """The fit of one turn, charged first.
@@ -178,7 +179,7 @@ class Cloak(Guard):
         of its rows, values or settings is another, it is another turn, whatever it is called. What
         it is called decides who pays, and not what is drawn.
         """
-        promise = self.promise
+        guarantee = self.guarantee
         charge = self._charge(round, about, content)
         self.budget.charge(charge.event, about, digest=charge.digest)
         noise = Noise.for_release(self._secret, "turn", content)
@@ -186,12 +187,12 @@ class Cloak(Guard):
         def normal(shape: tuple[int, ...]) -> Tensor:
             return noise.gaussian(shape, 1.0)
 
-        privately = Privately(
-            clip=promise.clip,
-            noise=promise.noise,
-            expected_batch=promise.batch,
-            rate=promise.rate or 1.0,
-            steps=promise.steps,
+        privately = DPSGD(
+            clip=guarantee.clip,
+            noise=guarantee.noise,
+            expected_batch=guarantee.batch,
+            rate=guarantee.rate or 1.0,
+            steps=guarantee.steps,
         )
         return dp_sgd(privately, normal=normal, uniform=self._uniform(noise))
 

@@ -1,2 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runners: what carries the rounds. Each calls the same push, local and pull."""
+"""What carries the rounds: one process, a worker at a site, Flower."""
+
+from typing import TYPE_CHECKING
+
+from fedplan.faces import face
+
+if TYPE_CHECKING:
+    from fedplan.runners.local import Federation
+    from fedplan.runners.simulation import Simulation
+
+__all__ = ["Federation", "Simulation"]
+
+__getattr__ = face(__name__, {"local": "Federation", "simulation": "Simulation"})

@@ -9,17 +9,20 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from fedplan.agreement import Setup
-from fedplan.attendance import Attendance
-from fedplan.exchange import Down, Lacking
-from fedplan.failpoints import reach
-from fedplan.fit import Examples, Loss
-from fedplan.journal import Journal, home_of
-from fedplan.rounds import Tally
-from fedplan.server import Server, personal_values
-from fedplan.site import Site, cloak_of, local, poll
-from fedplan.state import take
-from fedplan.turn import Turn
+from fedplan.data.examples import Examples, Loss
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import Client, guard_of
+from fedplan.federation.messages import Lacking, Request
+from fedplan.federation.participation import Participation
+from fedplan.federation.polls import poll
+from fedplan.federation.rounds import Tally
+from fedplan.federation.server import Server
+from fedplan.federation.turns import local
+from fedplan.federation.world import personal_values
+from fedplan.language.turn import Turn
+from fedplan.models.values import take
+from fedplan.storage.failpoints import reach
+from fedplan.storage.journal import Journal, home_of
 
 Said = TypeVar("Said")
 
@@ -32,33 +35,33 @@ class Federation(Server):
 
     def __init__(
         self,
-        setup: Setup,
+        agreement: Agreement,
         model: nn.Module,
         rows: Mapping[str, Examples],
         loss: Loss,
         folder: Path,
         *,
         rounds: int,
-        attendance: Attendance | None = None,
+        participation: Participation | None = None,
         traits: Mapping[str, Mapping[str, str]] | None = None,
         names: Iterable[str] = (),
         replies: bool = False,
         marks: Mapping[str, str] | None = None,
     ) -> None:
-        self.model, start = model.eval(), take(model, setup.params)
+        self.model, start = model.eval(), take(model, agreement.params)
         roster = {name: dict((traits or {}).get(name, {})) for name in names or rows}
         super().__init__(
-            setup,
+            agreement,
             start,
             folder,
             rounds=rounds,
             roster=roster,
-            attendance=attendance,
+            participation=participation,
             rows=marks,
         )
-        setup = self.setup
-        self.sites = {
-            name: Site(
+        agreement = self.agreement
+        self.clients = {
+            name: Client(
                 name=name,
                 rows=held,
                 journal=Journal(home_of(folder, name), replies=replies),
@@ -68,20 +71,20 @@ class Federation(Server):
                 loss=loss,
                 digests=self.digests,
                 traits=roster[name],
-                cloak=cloak_of(setup, folder / "privacy" / home_of(folder, name).name),
+                guard=guard_of(agreement, folder / "privacy" / home_of(folder, name).name),
             )
             for name, held in rows.items()
         }
         for name, known in self.world.known.items():
             current = {k: n for k, n in known.items() if n == self.world.versions[k]}
-            self.sites[name].seen = {k: self.world.values[k] for k in current}
-            self.sites[name].held = current
+            self.clients[name].seen = {k: self.world.values[k] for k in current}
+            self.clients[name].held = current
 
     def round(self) -> Tally:
         """Play the next round up to its end; `commit` makes it last."""
         tally = self.begin()
         self.ask(tally)
-        absent = tally.cohort.keys() - self.sites.keys()
+        absent = tally.cohort.keys() - self.clients.keys()
         tally.rejected |= {name: "no answer" for name in absent}
         for name in self._there(tally):
             update = self._asked(local, tally, name)
@@ -94,28 +97,30 @@ class Federation(Server):
         """Where all choose together, hear first what each one would choose."""
         voters = self.voters(tally)
         if voters is not None:
-            there = [name for name in voters if name in self.sites]
+            there = [name for name in voters if name in self.clients]
             self.choose(tally, {name: self._asked(poll, tally, name) for name in there})
 
-    def _asked(self, turn: Callable[[Setup, Site, Down], Said], tally: Tally, name: str) -> Said:
+    def _asked(
+        self, turn: Callable[[Agreement, Client, Request], Said], tally: Tally, name: str
+    ) -> Said:
         """What a site says; one that has lost what it had is asked anew."""
         try:
-            return turn(self.setup, self.sites[name], tally.cohort[name])
+            return turn(self.agreement, self.clients[name], tally.cohort[name])
         except Lacking:
             self.anew(tally, name)
-            return turn(self.setup, self.sites[name], tally.cohort[name])
+            return turn(self.agreement, self.clients[name], tally.cohort[name])
 
-    def _there(self, tally: Tally) -> dict[str, Down]:
-        return {name: down for name, down in tally.cohort.items() if name in self.sites}
+    def _there(self, tally: Tally) -> dict[str, Request]:
+        return {name: request for name, request in tally.cohort.items() if name in self.clients}
 
     @property
     def spent(self) -> float | None:
         """The epsilon of whoever has spent most, if anything was promised."""
-        guards = [self.veil, *(site.cloak for site in self.sites.values())]
+        guards = [self.guard, *(client.guard for client in self.clients.values())]
         return max((guard.spent for guard in guards if guard), default=None)
 
     def personal_values(self, name: str) -> dict[str, Tensor]:
         """One client's model: its own values over the federation's."""
-        home, _ = self.sites[name].journal.home()
-        turn = Turn(self.world.round, name, self.world.phase, self.sites[name].traits)
-        return personal_values(self.setup, self.world, self.start, turn, home)
+        home, _ = self.clients[name].journal.home()
+        turn = Turn(self.world.round, name, self.world.phase, self.clients[name].traits)
+        return personal_values(self.agreement, self.world, self.start, turn, home)

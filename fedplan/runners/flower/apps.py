@@ -12,10 +12,10 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedplan.errands import Order, ask
 from fedplan.errors import FedplanError
-from fedplan.parcel import Parcel
 from fedplan.runners.flower.client import client_app
+from fedplan.runners.worker_client import WorkerSpec, ask
+from fedplan.tensors.message import Message
 
 # What needs torch is imported where it is used: a client's process lives for one message.
 
@@ -27,13 +27,13 @@ def client_of(file: Path, rows: Callable[[str], Any] | None = None) -> ClientApp
     """
     reader = f"{inspect.getsourcefile(rows)}:{rows.__name__}" if rows is not None else ""
 
-    def answer(context: Context, kind: str, parcel: Parcel) -> Parcel:
-        order = _order(file, context, reader)
-        if order.node.get("resident", True) and "partition-id" not in order.node:
-            return ask(order, kind, parcel)
-        from fedplan.trainer import answered
+    def answer(context: Context, kind: str, message: Message) -> Message:
+        spec = _spec(file, context, reader)
+        if spec.node.get("resident", True) and "partition-id" not in spec.node:
+            return ask(spec, kind, message)
+        from fedplan.runners.worker import answered
 
-        return answered(order, kind, parcel)
+        return answered(spec, kind, message)
 
     return client_app(answer)
 
@@ -44,7 +44,7 @@ def server_of(file: Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        from fedplan.runners.flower.server import carry_study
+        from fedplan.runners.flower.carrier import carry_study
 
         carry_study(grid, file, _folder(context))
 
@@ -59,7 +59,7 @@ def _folder(context: Context) -> Path:
     return Path(str(said))
 
 
-def _order(file: Path, context: Context, rows: str) -> Order:
+def _spec(file: Path, context: Context, rows: str) -> WorkerSpec:
     node = dict(context.node_config)
     if "home" in node:
         home = str(node["home"])
@@ -69,4 +69,4 @@ def _order(file: Path, context: Context, rows: str) -> Order:
         raise FedplanError(
             "this node does not say its home: --node-config 'home=\"/a/folder\"'"
         ).coded("settings")
-    return Order(str(file), home, node, rows)
+    return WorkerSpec(str(file), home, node, rows)

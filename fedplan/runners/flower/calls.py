@@ -13,18 +13,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord
+from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
-from fedplan.codes import KINDS, meant, understood
 from fedplan.errors import FedplanError
-from fedplan.mail import opened, parcel_of
-from fedplan.parcel import Parcel
-from fedplan.runners.flower.records import parcel_in, records_of
+from fedplan.federation.codes import KINDS, meant, understood
+from fedplan.runners.flower.records import message_in, records_of
+from fedplan.tensors.message import Message
+from fedplan.tensors.serialization import packed, unpacked
 
 log = logging.getLogger("fedplan")
 Found = TypeVar("Found")
-Letter = Callable[[], tuple[Parcel, ArrayRecord | None]]
+Letter = Callable[[], tuple[Message, ArrayRecord | None]]
 """Makes a request when it is sent: only one of them is held at a time."""
 
 
@@ -92,7 +93,7 @@ class Calls:
         for node, since in there.items():
             if self._greeted.get(node) != since:
                 self._greeted[node] = since
-                hello = parcel_of({}, {"run": self.run})
+                hello = packed({}, {"run": self.run})
                 for number in self._push(node, "query.hello", hello, None):
                     self._hellos[number] = node
         for number, node in list(self._hellos.items()):
@@ -119,7 +120,7 @@ class Calls:
 
     def ask(
         self, kind: str, letters: dict[str, Letter], done: Callable[[], bool]
-    ) -> Iterator[tuple[str, Parcel | str]]:
+    ) -> Iterator[tuple[str, Message | str]]:
         """Each site's answer as it comes, or in words why none came; who has not is left out.
 
         The caller may put another letter for a name into `letters`: it is then asked anew. All are
@@ -155,9 +156,9 @@ class Calls:
         except NotImplementedError:
             return dict.fromkeys(steady(self.grid.get_node_ids, self.patience), "")
 
-    def _met(self, node: int, reply: Message) -> None:
+    def _met(self, node: int, reply: FlowerMessage) -> None:
         try:
-            _, said = opened(parcel_in(reply.content))
+            _, said = unpacked(message_in(reply.content))
             if kind := next((kind for kind in KINDS if kind in said), ""):
                 raise FedplanError(meant(kind, str(said[kind])))
             name = str(said.get("client"))
@@ -183,15 +184,17 @@ class Calls:
         if request.numbers and (request.node, request.since) == (guest.node, there[guest.node]):
             return
         request.node, request.since = guest.node, there[guest.node]
-        parcel, arrays = request.letter()
-        for number in self._push(guest.node, kind, parcel, arrays):
+        message, arrays = request.letter()
+        for number in self._push(guest.node, kind, message, arrays):
             request.numbers[number] = guest.node
 
-    def _push(self, node: int, kind: str, parcel: Parcel, arrays: ArrayRecord | None) -> list[str]:
-        message = Message(records_of(parcel, arrays), node, kind)
-        return [n for n in steady(lambda: self.grid.push_messages([message]), self.patience) if n]
+    def _push(
+        self, node: int, kind: str, message: Message, arrays: ArrayRecord | None
+    ) -> list[str]:
+        envelope = FlowerMessage(records_of(message, arrays), node, kind)
+        return [n for n in steady(lambda: self.grid.push_messages([envelope]), self.patience) if n]
 
-    def _arrived(self, waiting: dict[str, _Open]) -> Iterator[tuple[str, Parcel | str]]:
+    def _arrived(self, waiting: dict[str, _Open]) -> Iterator[tuple[str, Message | str]]:
         """Answers that have come, one pulled at a time."""
         for name, request in list(waiting.items()):
             for number in list(request.numbers):
@@ -203,10 +206,10 @@ class Calls:
                         del waiting[name]
                         yield name, answer
 
-    def _heard(self, name: str, request: _Open, reply: Message) -> Parcel | str | None:
+    def _heard(self, name: str, request: _Open, reply: FlowerMessage) -> Message | str | None:
         if not reply.has_error():
             try:
-                return parcel_in(reply.content)
+                return message_in(reply.content)
             except FedplanError as error:
                 return str(error)
         reason = _reason(reply)
@@ -217,7 +220,7 @@ class Calls:
         return f"no answer: {reason}" if request.failures >= self.patience.tries else None
 
 
-def _reason(reply: Message) -> str:
+def _reason(reply: FlowerMessage) -> str:
     return understood(str(reply.error.reason)[:200])
 
 

@@ -11,18 +11,19 @@ import logging
 import traceback
 from collections.abc import Callable
 
-from flwr.app import Context, Error, Message
+from flwr.app import Context, Error
+from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
-from fedplan.codes import code_of, told
 from fedplan.errors import FedplanError
-from fedplan.parcel import Parcel
-from fedplan.runners.flower.records import parcel_in, records_of
+from fedplan.federation.codes import code_of, told
+from fedplan.runners.flower.records import message_in, records_of
+from fedplan.tensors.message import Message
 
 log = logging.getLogger("fedplan")
 RAISED = 2
 """The code of Flower's own for an app that failed: the request is asked again a few times."""
-Answer = Callable[[Context, str, Parcel], Parcel]
+Answer = Callable[[Context, str, Message], Message]
 """A site's answer to a request of a kind."""
 
 
@@ -30,31 +31,31 @@ def client_app(answer: Answer) -> ClientApp:
     """A Flower app that answers by a site's desk."""
     app = ClientApp()
 
-    def answered(message: Message, context: Context, kind: str) -> Message:
+    def answered(envelope: FlowerMessage, context: Context, kind: str) -> FlowerMessage:
         try:
-            parcel = answer(context, kind, parcel_in(message.content))
-            return Message(records_of(parcel), reply_to=message)
+            message = answer(context, kind, message_in(envelope.content))
+            return FlowerMessage(records_of(message), reply_to=envelope)
         except Exception as error:
-            return failed(message, error)
+            return failed(envelope, error)
 
     @app.query("hello")
-    def hello(message: Message, context: Context) -> Message:
-        return answered(message, context, "hello")
+    def hello(envelope: FlowerMessage, context: Context) -> FlowerMessage:
+        return answered(envelope, context, "hello")
 
     @app.query("poll")
-    def poll(message: Message, context: Context) -> Message:
-        return answered(message, context, "poll")
+    def poll(envelope: FlowerMessage, context: Context) -> FlowerMessage:
+        return answered(envelope, context, "poll")
 
     @app.train()
-    def train(message: Message, context: Context) -> Message:
-        return answered(message, context, "train")
+    def train(envelope: FlowerMessage, context: Context) -> FlowerMessage:
+        return answered(envelope, context, "train")
 
     _ = hello, poll, train
     return app
 
 
-def failed(message: Message, error: Exception) -> Message:
+def failed(envelope: FlowerMessage, error: Exception) -> FlowerMessage:
     """What leaves of an error: its code. Flower would send its text, which may tell of rows."""
     foreseen = isinstance(error, FedplanError)
     log.error("%s", error if foreseen else "".join(traceback.format_exception(error)))
-    return Message(Error(RAISED, told(code_of(error))), reply_to=message)
+    return FlowerMessage(Error(RAISED, told(code_of(error))), reply_to=envelope)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from fedplan.parcel import BrokenParcel, Parcel
+from fedplan.tensors.message import BrokenMessage, Message
 
 ARRAYS, HEADER, FIELD = "arrays", "header", "fedplan"
 
 
-def records_of(parcel: Parcel, arrays: ArrayRecord | None = None) -> RecordDict:
+def records_of(message: Message, arrays: ArrayRecord | None = None) -> RecordDict:
     """A parcel as records; `arrays` are those of its blobs, if they are at hand."""
-    said = ConfigRecord({FIELD: parcel.header})
-    return RecordDict({ARRAYS: arrays or arrays_of(parcel.blobs), HEADER: said})
+    said = ConfigRecord({FIELD: message.header})
+    return RecordDict({ARRAYS: arrays or arrays_of(message.blobs), HEADER: said})
 
 
 def arrays_of(blobs: tuple[bytes, ...]) -> ArrayRecord:
@@ -30,12 +30,12 @@ def arrays_of(blobs: tuple[bytes, ...]) -> ArrayRecord:
     )
 
 
-def parcel_in(records: RecordDict) -> Parcel:
+def message_in(records: RecordDict) -> Message:
     """The parcel of some records."""
     held, said = records.get(ARRAYS), records.get(HEADER)
     if not isinstance(held, ArrayRecord) or not isinstance(said, ConfigRecord):
-        raise BrokenParcel("this is no message of fedplan: it lacks arrays or a header")
+        raise BrokenMessage("this is no message of fedplan: it lacks arrays or a header")
     header = said.get(FIELD)
     if not isinstance(header, bytes):
-        raise BrokenParcel("the header of a message must be bytes")
-    return Parcel(header, tuple(held[place].data for place in sorted(held)))
+        raise BrokenMessage("the header of a message must be bytes")
+    return Message(header, tuple(held[place].data for place in sorted(held)))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fedplan.errors import FedplanError
-from fedplan.ledger import read_lines
-from fedplan.record import ROUND
+from fedplan.federation.record import ROUND
+from fedplan.storage.lines import read_lines
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attacks on what leaves a client: tried on tiny models, so that a user sees what privacy buys."""
+
+from typing import TYPE_CHECKING
+
+from fedplan.faces import face
+
+if TYPE_CHECKING:
+    from fedplan.audits.attacks.leaks import attack
+
+__all__ = ["attack"]
+
+__getattr__ = face(__name__, {"leaks": "attack"})

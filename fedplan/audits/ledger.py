@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification: a run's ledger re-checked against its plan: nothing frozen moved, nothing left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from fedplan.errors import FedplanError
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.record import ROLES, Record, RoundRecord, TurnRecord, parted, read_record
+from fedplan.language.plan import Role
+from fedplan.language.resolution import resolve
+from fedplan.language.turn import Turn
+from fedplan.models.params import Block
+
+
+def verify_lines(agreement: Agreement, lines: Iterable[object], start: str = "") -> list[str]:
+    """Every fault of a ledger, in words; an empty list is a clean one.
+
+    `start` are the digests of all that the model starts with, one after the other.
+    """
+    checker = _Checker(agreement, start)
+    return [*(fault for line in lines for fault in checker.check(line)), *checker.end()]
+
+
+class _Checker:
+    """Follows the world's and each client's values through a ledger, by their digests."""
+
+    def __init__(self, agreement: Agreement, start: str) -> None:
+        self.agreement = agreement
+        self.world: dict[str, str] = parted(agreement.params, start) if start else {}
+        self.homes: dict[str, dict[str, str]] = {}
+        self.versions: dict[str, int] = {}
+        self.known: dict[str, dict[str, int]] = {}
+        self.settled: dict[str, int] = {}
+        self.scores: tuple[int, Any] = (0, None)
+        self.round, self.turns = 0, dict[str, TurnRecord]()
+
+    def check(self, line: object) -> Iterator[str]:
+        """The faults of one line."""
+        try:
+            record = read_record(line)
+            yield from self._record(record)
+        except FedplanError as error:
+            yield f"this is not a line of a ledger ({error}): {str(line)[:60]}"
+
+    def end(self) -> Iterator[str]:
+        """The faults of what is there after the last line."""
+        if self.turns:
+            yield f"round {self.round + 1}: it has turns, and no line of its own"
+
+    def _record(self, record: Record) -> Iterator[str]:
+        if record.round != self.round + 1:
+            yield f"round {record.round}: it stands where a line of round {self.round + 1} should"
+        if isinstance(record, RoundRecord):
+            yield from self._round(record)
+        else:
+            yield from self._turn(record)
+
+    def _turn(self, line: TurnRecord) -> Iterator[str]:
+        if line.client in self.turns:
+            yield f"round {line.round}, {line.client}: its turn is told twice"
+        self.turns[line.client] = line
+        for missed in line.missed:
+            yield from self._one(missed, heard=False)
+        yield from self._one(line, heard=True)
+
+    def _one(self, line: TurnRecord, *, heard: bool) -> Iterator[str]:
+        """A turn; of one that the server did not hear, it cannot know what came down."""
+        where = f"round {line.round}, {line.client}"
+        params = self.agreement.params
+        if len(line.roles) != len(params):
+            yield f"{where}: it has {len(line.roles)} roles for {len(params)} params"
+            return
+        roles = dict(zip(params, (ROLES[x] for x in line.roles), strict=True))
+        scores = {Block(stack, number): score for stack, number, score in line.scores or ()}
+        turn = Turn(line.round, line.client, line.phase, line.traits, scores or None)
+        said = resolve(self.agreement.method.plan, params, turn)
+        before, after = parted(params, line.before), parted(params, line.after)
+        home = self.homes.setdefault(line.client, {})
+        for p in params:
+            key, role = p.key, roles[p]
+            if role is not said[p]:
+                yield f"{where}: {key} was {role.name}, and the plan says {said[p].name}"
+            if not role.trained and before[key] != after[key]:
+                yield f"{where}: {key} is {role.name} and moved"
+            expected = home.get(key) if role.own else self.world.get(key) if heard else None
+            if expected not in (None, before[key]):
+                yield f"{where}: {key} did not start from what it last was"
+            if role.own:
+                home[key] = after[key]
+        if heard and self.agreement.method.together and line.scores != self._agreed(line):
+            yield f"{where}: chose by other scores than the rest"
+        shared = [p for p in params if roles[p] is Role.SHARE]
+        if heard:
+            yield from self._bytes(where, line, shared, turn)
+
+    def _agreed(self, line: TurnRecord) -> Any:
+        """The scores that the first line of a round chose by."""
+        if self.scores[0] != line.round:
+            self.scores = (line.round, line.scores)
+        return self.scores[1]
+
+    def _bytes(self, where: str, line: TurnRecord, shared: list[Any], turn: Turn) -> Iterator[str]:
+        up = sum(self.agreement.up(p) for p in shared)
+        if line.up != up:
+            yield f"{where}: {line.up} bytes went up, and the plan explains {up}"
+        client = line.client
+        if line.anew:
+            self.known.pop(client, None)
+            self.settled.pop(client, None)
+        known, settled = self.known.setdefault(client, {}), self.settled.get(client, 0)
+        wanted = self.agreement.wanted(turn, settled)
+        lacking = {k for k, first in wanted.items() if known.get(k, first) < self._version(k)}
+        known |= {key: self._version(key) for key in lacking}
+        self.settled[client] = settled | self.agreement.owned(turn)
+        down = sum(self.agreement.sizes[key] for key in lacking)
+        if line.down != down:
+            yield f"{where}: {line.down} bytes came down, and the plan explains {down}"
+
+    def _version(self, key: str) -> int:
+        return self.versions.get(key, 0)
+
+    def _round(self, line: RoundRecord) -> Iterator[str]:
+        where, turns, self.turns, self.round = f"round {line.round}", self.turns, {}, line.round
+        movable = {p.key for p in self.agreement.movable}
+        for key, mark in line.moved.items():
+            if key.split("#")[0] not in movable:
+                yield f"{where}: {key} moved, and no turn may share it"
+            self.world[key] = mark
+            self.versions[key] = line.round
+        for client in sorted(set(line.counted) - turns.keys()):
+            yield f"{where}, {client}: it was counted, and its turn is not told"
+        for client in sorted(turns.keys() - set(line.counted)):
+            if line.rejected.get(client) != "late":
+                yield f"{where}, {client}: its turn is told, and it was not counted"
+        if sum(turn.up for turn in turns.values()) != line.up:
+            yield f"{where}: {line.up} bytes went up in all, and its turns say another number"
+        if any(turn.phase != line.phase for turn in turns.values()):
+            yield f"{where}: its turns are of another phase"

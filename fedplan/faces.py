@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faces: what a package shows of its modules, each imported when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def face(package: str, shown: Mapping[str, str]) -> Callable[[str], Any]:
+    """A package's `__getattr__`: of each module, the names that it shows.
+
+    To read a plan takes no torch, so no face may import all that stands behind it.
+    """
+    places = {name: module for module, names in shown.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{places[name]}"), name)
+
+    return find

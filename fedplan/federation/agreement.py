@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agreements: what both ends of a federation know of each other before it starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from fedplan.federation.fare import Fare
+from fedplan.language.plan import Best, Role
+from fedplan.language.resolution import permitted, touched
+from fedplan.language.turn import Turn
+from fedplan.methods.method import Method
+from fedplan.methods.phases import Planned
+from fedplan.models.params import ITEMSIZE, Block, Param, Params
+from fedplan.models.schema import written
+from fedplan.privacy.errors import PrivacyError
+from fedplan.privacy.guarantee import Guarantee
+from fedplan.tensors.wire import plain
+from fedplan.training.fit import Pace
+from fedplan.training.probes import is_public
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What both ends agree on before a federation starts.
+
+    `study` is the digest of all that a study says, `start` that of the model it starts from. `run`
+    is the id of one run of it: it names requests, and nothing that is worked out follows from it.
+    """
+
+    experiment: str
+    params: Params
+    method: Method
+    pace: Pace
+    guarantee: Guarantee | None = None
+    study: str = ""
+    start: str = ""
+    run: str = ""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells two ends with different studies, plans, wires or models apart."""
+        said = (
+            self.method.plan.fingerprint,
+            self.method.wire.text,
+            *self.method.riders,
+            *(("together",) if self.method.together else ()),
+            *((self.guarantee.text,) if self.guarantee else ()),
+            *((self.study,) if self.study else ()),
+            *((f"start {self.start}",) if self.start else ()),
+        )
+        text = "\n".join((*said, written(self.params)))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def movable(self) -> Params:
+        """Params that some turn may share: only these ever travel."""
+        return touched(self.method.plan, self.params, Role.SHARE)
+
+    @cached_property
+    def trainable(self) -> Params:
+        """Params that some turn may train."""
+        return touched(self.method.plan, self.params, Role.SHARE, Role.KEEP)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block of the model."""
+        return tuple(dict.fromkeys(p.at for p in self.params if p.at))
+
+    @cached_property
+    def most(self) -> int:
+        """The most blocks that any `best` of the plan chooses: a ballot names so many."""
+        return max((s.count for s in self.method.plan.within() if isinstance(s, Best)), default=0)
+
+    def chooses(self, turn: Turn) -> bool:
+        """Whether the plan chooses blocks by scores in a turn."""
+        return any(isinstance(step, Best) for step in self.method.plan.settle(turn))
+
+    def owned(self, turn: Turn) -> int:
+        """Which movable params are a client's own in a turn: one bit each, in their order."""
+        roles = permitted(self.method.plan, self.params, turn)
+        return sum(1 << i for i, p in enumerate(self.movable) if roles[p].own)
+
+    def wanted(self, turn: Turn, settled: int = 0) -> dict[str, int]:
+        """What a client must have of the world in a turn, and the version that it starts with.
+
+        The federation's params travel at first contact (-1: it has none). A client's own come down
+        once, if they have moved by then: those that are `settled` are at home. Riders start at zero
+        at both ends.
+        """
+        roles = permitted(self.method.plan, self.params, turn)
+        firsts = [(i, p.key, 0 if roles[p].own else -1) for i, p in enumerate(self.movable)]
+        found = {key: first for i, key, first in firsts if first or not settled >> i & 1}
+        shared = [p.key for p in self.movable if roles[p] is Role.SHARE]
+        return found | {key + rider: 0 for key in shared for rider in self.method.riders}
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of all that may come down, riders included."""
+        whole = {p.key: p.nbytes for p in self.movable}
+        return whole | {k + r: n for k, n in whole.items() for r in self.method.riders}
+
+    def up(self, param: Param) -> int:
+        """The bytes that a shared param takes on its way up, its riders included."""
+        coded = self.method.wire.nbytes(param.shape, ITEMSIZE[param.dtype])
+        return coded + len(self.method.riders) * param.nbytes
+
+    @cached_property
+    def fare(self) -> Fare:
+        """What travel costs in this federation."""
+        wire, riders = self.method.wire.text, self.method.riders
+        words = [f"wire {wire}"] if wire != plain().text else []
+        words += [f"beside each shared param rides {', '.join(riders)}"] if riders else []
+        return Fare(self.up, len(riders), "; ".join(words))
+
+    @property
+    def prefix(self) -> str:
+        """How the names of all requests of a run begin."""
+        return "".join(f"{word}/" for word in (self.experiment, self.fingerprint, self.run) if word)
+
+    def request(self, number: int, client: str) -> str:
+        """The name of what a client is asked for in one round of one run."""
+        return f"{self.prefix}{number}/{client}"
+
+
+def require_sound(guarantee: Guarantee, method: Method) -> None:
+    """Refuse a method that does not hold together with a promise, and say what would."""
+    chooses = any(isinstance(each, Best) for each in method.plan.within())
+    private = chooses and not is_public(method.probe)
+    refusals: list[tuple[bool, str]] = [
+        (
+            private and not guarantee.vote,
+            "it chooses layers by scores of private rows, which is a release that nobody pays for: "
+            "let them vote (privacy.vote), or choose by chance, a fixed list or the last layers "
+            "(probe random, last), or by a plan without best",
+        ),
+        (
+            bool(guarantee.vote) and not private,
+            "there is a vote (privacy.vote) and nothing to vote on: its plan has no best, or its "
+            "probe looks at no rows; take the vote away, which costs",
+        ),
+        (
+            bool(method.riders),
+            "what rides beside its params is not clipped: take a method without riders",
+        ),
+        (
+            type(method.announce) is not Planned,
+            "its phases follow what the clients did: plan them (method.phases)",
+        ),
+        (
+            guarantee.unit == "example" and bool(method.wraps),
+            "its local fit is its own, and only plain steps are known to be hidden: take a method "
+            "without one, or hide clients (privacy.unit)",
+        ),
+    ]
+    for wrong, why in refusals:
+        if wrong:
+            raise PrivacyError(f"this method does not hold together with privacy: {why}")
+
+
+def basis(versions: Mapping[str, int]) -> str:
+    """Tells two copies of the world apart by the versions that they are made of."""
+    text = json.dumps(sorted(versions.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

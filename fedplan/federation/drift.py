@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drift: how far the clients' changes lie apart, part by part, from sums alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from fedplan.models.params import Params
+
+STEPS = 2**80
+"""Squares are summed as whole numbers of this part of one: in any order, the same sum."""
+
+DIGITS = 6
+"""Significant digits that are told: those that no number of threads changes."""
+
+
+@dataclass
+class Drift:
+    """A running sum of each param's squared changes, weighted as the changes themselves are."""
+
+    squares: dict[str, int] = field(default_factory=dict[str, int])
+
+    def add(self, values: Mapping[str, Tensor], base: Mapping[str, Tensor], weight: int) -> None:
+        """Add what one client changed."""
+        for key, value in values.items():
+            moved = weight * round(_square(value, base[key]) * STEPS)
+            self.squares[key] = self.squares.get(key, 0) + moved
+
+    def by_kind(
+        self,
+        params: Params,
+        base: Mapping[str, Tensor],
+        means: Mapping[str, Tensor],
+        weights: Mapping[str, int],
+    ) -> dict[str, tuple[float, float]]:
+        """For each kind: the mean squared distance of changes from their mean, and the mean's own.
+
+        The two add up to the mean square of the changes, so their ratio says how much of what the
+        clients did was lost when it was averaged.
+        """
+        found: dict[str, tuple[float, float]] = {}
+        for p in params:
+            if p.key in means:
+                step = _square(means[p.key], base[p.key])
+                whole = self.squares[p.key] / weights[p.key] / STEPS
+                apart = max(whole - step, 0.0) if whole - step > 1e-9 * whole else 0.0
+                before = found.get(p.kind, (0.0, 0.0))
+                found[p.kind] = (before[0] + apart, before[1] + step)
+        return {kind: (_short(apart), _short(step)) for kind, (apart, step) in found.items()}
+
+
+def _square(one: Tensor, other: Tensor) -> float:
+    square = float((one - other).flatten().square().sum(dtype=torch.float64))
+    return square if isfinite(square) else 0.0
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.{DIGITS}g}")

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Desks: where a site takes requests and hands out answers, whatever carries them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedplan.errors import FedplanError, StoreError
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import Client
+from fedplan.federation.codes import said_of
+from fedplan.federation.egress import AGREEMENT, Egress
+from fedplan.federation.fault_log import FaultLog
+from fedplan.federation.identity import is_id
+from fedplan.federation.messages import (
+    Refused,
+    Request,
+    Update,
+    listed,
+    request_of,
+    run_of,
+    update_message,
+)
+from fedplan.federation.polls import poll
+from fedplan.federation.record import ROLES
+from fedplan.federation.turns import local
+from fedplan.storage.encryption import Encryption
+from fedplan.storage.files import keep_file
+from fedplan.storage.journal import Journal
+from fedplan.storage.store import Store
+from fedplan.tensors.message import Message
+from fedplan.tensors.named import nbytes
+from fedplan.tensors.serialization import JSON, packed
+
+HELLO, POLL, TRAIN = "hello", "poll", "train"
+
+
+class Endpoint:
+    """A site in one run: what has left it lies in its folder, for all runs of the study.
+
+    What it keeps and what it has seen lie in a folder of the run, `place_of`. What goes wrong is
+    written to `faults`.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        site: Client,
+        folder: Path,
+        *,
+        faults: FaultLog | None = None,
+    ) -> None:
+        self.agreement, self.site, self.folder = agreement, site, place_of(folder, agreement.run)
+        self.egress, self.faults = Egress(folder), faults or FaultLog(folder, site.journal.seal)
+        self.seen, self._number = self._store(), 0
+        for place in (folder, self.folder):
+            keep_file(place / AGREEMENT, json.dumps(self._agreed(), indent=1))
+        self._kinds = {p.key: str(p.kind) for p in agreement.params}
+
+    def answer(self, kind: str, message: Message) -> Message:
+        """The answer to a request. Of what goes wrong a code leaves, and the text stays here."""
+        turns = {HELLO: self._hello, POLL: self._poll, TRAIN: self._train}
+        try:
+            if kind not in turns:
+                raise Refused(f"{self.site.name} knows no {kind[:40]!r}").coded("request")
+            self._recall()
+            return turns[kind](message)
+        except Exception as error:
+            return packed({}, {**said_of(self.faults.note(error))})
+
+    def _hello(self, message: Message) -> Message:
+        said: dict[str, JSON] = {
+            "client": self.site.name,
+            "agreed": self.agreement.fingerprint,
+            "start": self.agreement.start,
+            "run": self.agreement.run,
+            "traits": dict(self.site.traits),
+        }
+        if self.agreement.run and (run := run_of(message)) != self.agreement.run:
+            raise Refused(
+                f"{self.site.name} is in run {self.agreement.run}, and not in {run}"
+            ).coded("another-study")
+        return self._leave(Message(packed({}, said).header), "hello", None, {})
+
+    def _poll(self, message: Message) -> Message:
+        request, before = request_of(message), self.site.held
+        scores = poll(self.agreement, self.site, request)
+        self._remember(before)
+        answer = packed({}, {"scores": listed(scores)})
+        return self._leave(answer, "scores", request, {})
+
+    def _train(self, message: Message) -> Message:
+        request, before = request_of(message), self.site.held
+        update = local(self.agreement, self.site, request)
+        self._remember(before)
+        return self._leave(update_message(update), "update", request, self._parts(update))
+
+    def _parts(self, update: Update) -> dict[str, int]:
+        found = dict[str, int]()
+        for key, value in update.values.items():
+            kind = self._kinds[key.partition("#")[0]]
+            found[kind] = found.get(kind, 0) + nbytes({key: value})
+        return found
+
+    def _leave(
+        self, answer: Message, what: str, request: Request | None, parts: Mapping[str, int]
+    ) -> Message:
+        """Write down what is about to leave, and let it."""
+        up = sum(parts.values())
+        self.egress.note(
+            {
+                "answer": what,
+                "request": request.name if request else "",
+                "round": request.turn.round if request else 0,
+                "phase": request.turn.phase if request else "",
+                "up": up,
+                "said": answer.nbytes - up,
+                "down": request.nbytes if request else 0,
+                "parts": dict(parts),
+            }
+        )
+        return answer
+
+    def _recall(self) -> None:
+        """Take up what was last seen; if it is damaged it is lost, and the server sends it anew."""
+        if max(self.seen.numbers(), default=0) == self._number:
+            return
+        try:
+            found = self.seen.read()
+        except StoreError:
+            self.site.journal.home()  # with another key than its own nothing is thrown away
+            shutil.rmtree(self.folder / "seen")
+            self.seen, found = self._store(), None
+        self._number = found.number if found else 0
+        self.site.seen = found.tensors if found else {}
+        self.site.held = dict(found.meta["held"]) if found else {}
+
+    def _store(self) -> Store:
+        return Store(self.folder / "seen", keep=1, seal=self.site.journal.seal)
+
+    def _remember(self, before: Mapping[str, int]) -> None:
+        """Write down what was seen, before the server is told that it was."""
+        if self.site.held != before:
+            self._number = max(self.seen.numbers(), default=0) + 1
+            self.seen.write(self.site.seen, {"held": self.site.held}, number=self._number)
+
+    def _agreed(self) -> dict[str, Any]:
+        method, account = self.agreement.method, self.site.account
+        return {
+            "site": self.site.name,
+            "experiment": self.agreement.experiment,
+            "plan": method.plan.text,
+            "model": self.agreement.start,
+            "fingerprint": self.agreement.fingerprint,
+            "wire": method.wire.text,
+            "traits": self.site.traits,
+            "limits": asdict(account.limits) if account else {},
+            "account": str(account.folder.absolute()) if account else "",
+            "run": self.agreement.run,
+            "prefix": self.agreement.prefix,
+        }
+
+
+def place_of(folder: Path, run: str) -> Path:
+    """Where a site keeps what it has of one run, under its folder for the study."""
+    return folder / run if run else folder
+
+
+def last_of(folder: Path) -> Path:
+    """Where a site keeps its only run of a study, or the run that this folder is of."""
+    runs = [each for each in sorted(folder.iterdir()) if is_id(each.name)]
+    if len(runs) > 1:
+        names = ", ".join(str(each) for each in runs)
+        raise FedplanError(f"{folder} holds {len(runs)} runs: name one of {names}")
+    return runs[0] if runs else folder
+
+
+def journal_in(folder: Path, seal: Encryption | None = None, *, reading: bool = False) -> Journal:
+    """The journal of a site's folder."""
+    return Journal(folder / "home", replies=True, seal=seal, reading=reading)
+
+
+def own_values(agreement: Agreement, folder: Path, key: Path | None = None) -> dict[str, Tensor]:
+    """A site's own model: what was its own in its last turn, over what it last saw of the world."""
+    seal = Encryption.from_file(key) if key is not None else None
+    home, notes = journal_in(folder, seal, reading=True).home()
+    if not notes:
+        raise StoreError(f"{folder / 'home'} holds no turn of this run: put a copy of it back")
+    seen = Store(folder / "seen", keep=1, seal=seal, reading=True).read()
+    letters = notes["lines"][-1]["roles"]
+    own = {p.key for p, letter in zip(agreement.params, letters, strict=False) if ROLES[letter].own}
+    found = (seen.tensors if seen else {}) | {k: v for k, v in home.items() if k in own}
+    keys = {p.key for p in agreement.trainable}
+    return {k: v for k, v in found.items() if k in keys}

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers: the federation's side of a run, in a folder. No transport is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedplan import seeds
+from fedplan.errors import FedplanError
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.identity import RUN, Identity, identified, read_identity
+from fedplan.federation.messages import Update
+from fedplan.federation.participation import Participation
+from fedplan.federation.record import RoundRecord, joined, read_round
+from fedplan.federation.remains import require_newest, require_secrets
+from fedplan.federation.rounds import Tally, announced, close, pull, push, settle, summed
+from fedplan.federation.world import (
+    LEDGER,
+    METRICS,
+    WORLD,
+    World,
+    world_values,
+)
+from fedplan.language.horizon import rounds_ahead
+from fedplan.language.plan import Role
+from fedplan.language.resolution import permitted, resolve
+from fedplan.language.turn import Turn
+from fedplan.models.params import Block
+from fedplan.privacy.guard import CHARGES, SECRET, ServerGuard
+from fedplan.storage.failpoints import reach
+from fedplan.storage.files import mark_of_file
+from fedplan.storage.generations import Generation
+from fedplan.storage.lines import Lines
+from fedplan.storage.store import Store
+from fedplan.tensors.named import Digests, digests
+from fedplan.training.probes import public_scores
+
+STUDY = "study.json"
+
+SMALL = (STUDY, "manifest.json", "task.json", RUN)
+"""Files of a run's folder that are written once, before its first round; a study may grow."""
+
+Roster = Mapping[str, Mapping[str, str]]
+"""Every client's name, with its traits."""
+
+
+class Server:
+    """A world and its ledger. What it has committed survives any kill.
+
+    `start` are the values that the model starts with, of every param, and `marks` the digest of
+    each; `rows` are the digests of clients' rows, where they are seen.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        start: Mapping[str, Tensor],
+        folder: Path,
+        *,
+        rounds: int,
+        roster: Roster,
+        participation: Participation | None = None,
+        marks: Mapping[str, str] | None = None,
+        rows: Mapping[str, str] | None = None,
+    ) -> None:
+        self.start, self.folder, self.rounds = start, folder, rounds
+        self.participation = participation or Participation()
+        self.roster: dict[str, Mapping[str, str]] = dict(roster)
+        self.digests = Digests()
+        self.marks = dict(marks) if marks is not None else digests(start)
+        self.store = Store(folder / WORLD)
+        self.store.claim()
+        found = self.store.read()
+        self.identity = _identity(folder, agreement, self.marks, rows or {}, found)
+        self.agreement = agreement = replace(agreement, run=self.identity.id)
+        files: dict[str, Any] = found.meta["files"] if found else {}
+        require_secrets(folder, files)
+        guarantee, place = agreement.guarantee, folder / "privacy"
+        self.guard = (
+            ServerGuard(guarantee, place) if guarantee and guarantee.unit == "client" else None
+        )
+        self.world = (
+            World.loaded(found.tensors, found.meta) if found else World.start(agreement, start)
+        )
+        if self.guard is not None:
+            self.guard.require_paid(found.meta["charges"] if found else 0)
+        self._agreed: list[int | str] | None = files.get(STUDY)
+        require_newest(folder / LEDGER, self.world.round, files.get(LEDGER, (0, ""))[0])
+        self.ledger = _ledger(folder / LEDGER, files)
+        self.metrics = _ledger(folder / METRICS, files)
+
+    def agree(self) -> None:
+        """Stand by the study as it now is: rounds may be added to it, and places may change."""
+        now = mark_of_file(self.folder / STUDY)
+        found = self.store.read() if self._agreed != now else None
+        if found is not None:
+            meta = found.meta | {"files": found.meta["files"] | {STUDY: now}}
+            self.store.write(found.tensors, meta, number=found.number)
+
+    def begin(self) -> Tally:
+        """Announce the phase of the next round, and say who is asked for what."""
+        self.world = announced(self.agreement, self.world)
+        number, experiment = self.world.round + 1, self.agreement.experiment
+        if self.guard is not None:
+            self.guard.require_room(number, _about(number))
+            cohort = self.guard.cohort(self.roster, number)
+        else:
+            cohort = self.participation.cohort(experiment, number, list(self.roster))
+        fates = {name: self.participation.fate(experiment, number, name) for name in cohort}
+        asked = [name for name in cohort if fates[name] != "dropped"]
+        tally = Tally(
+            {n: push(self.agreement, self.world, n, self.roster[n]) for n in asked},
+            late=frozenset(name for name in asked if fates[name] == "late"),
+            marks=self.marks,
+            digests=self.digests,
+        )
+        tally.rejected |= {n: fate for n, fate in fates.items() if fate != "answers"}
+        self._settle(tally, self._standing(number))
+        return tally
+
+    def _standing(self, number: int) -> Mapping[Block, float] | None:
+        """The scores that all choose by before anybody is asked: the last vote's, if any.
+
+        Where clients are hidden and choose together by what looks at no rows, it is said here: in
+        a poll, who is there would decide what is released.
+        """
+        agreement, turns = self.agreement, self._turns(number, self.world.phase)
+        alone = self.guard is None or self.guard.guarantee.vote or not agreement.method.together
+        if alone or not any(map(agreement.chooses, turns)):
+            return self.world.choice or None
+        seed = seeds.seed(agreement.experiment, "probe", number)
+        return public_scores(agreement.method.probe, agreement.blocks, seed)
+
+    def voters(self, tally: Tally) -> list[str] | None:
+        """The clients of a round that say first what they would choose: those whose plan does.
+
+        None if nobody is asked. A vote is held even if nobody is there: its noise hides that.
+        """
+        guarantee, agreement = self.agreement.guarantee, self.agreement
+        if guarantee is not None and guarantee.vote:
+            return list(tally.cohort) if guarantee.votes(self.world.round + 1) else None
+        if not agreement.method.together or self.guard is not None:
+            return None
+        return [n for n, request in tally.cohort.items() if agreement.chooses(request.turn)] or None
+
+    def choose(self, tally: Tally, polled: Mapping[str, Mapping[Block, float]]) -> None:
+        """Have all choose alike: by the sum of what was polled, or by what a vote makes of it."""
+        guarantee, number = self.agreement.guarantee, self.world.round + 1
+        there = set(self.agreement.blocks)
+        polled = {name: said for name, said in polled.items() if said.keys() <= there}
+        if guarantee is None or not guarantee.vote:
+            scores = summed(polled.values())
+            if not scores:
+                raise FedplanError(
+                    f"round {number}: nobody who was asked gave scores that are numbers, so "
+                    "nothing can be chosen; start the run again to go on with this round"
+                )
+            return self._settle(tally, scores)
+        if self.guard is not None:
+            ballots = [{b for b, named in each.items() if named} for each in polled.values()]
+            blocks, most = self.agreement.blocks, self.agreement.most
+            choice = self.guard.vote(ballots, blocks, most, _about(number))
+        else:
+            choice = summed(polled.values())
+        self.world = replace(self.world, choice=choice)
+        self._settle(tally, choice)
+
+    def _settle(self, tally: Tally, scores: Mapping[Block, float] | None) -> None:
+        """Have all choose by these scores, if any; what may then be shared is what is hidden."""
+        if scores is not None:
+            settle(tally, scores)
+        if self.guard is not None:
+            shared = self._shared(self.world.round + 1, scores)
+            tally.mechanism = self.guard.mechanism(shared, len(self.roster), self.world.clip)
+
+    def _shared(self, number: int, scores: Mapping[Block, float] | None) -> dict[str, Tensor]:
+        """What any client may share in a round, whoever is asked: that is public."""
+        plan, params = self.agreement.method.plan, self.agreement.params
+        turns = {plan.settle(turn): turn for turn in self._turns(number, self.world.phase)}
+        every = [
+            resolve(plan, params, replace(turn, scores=scores))
+            if scores
+            else permitted(plan, params, turn)
+            for turn in turns.values()
+        ]
+        shared = (p.key for p in params if any(roles[p] is Role.SHARE for roles in every))
+        return {key: self.world.values[key] for key in shared}
+
+    def anew(self, tally: Tally, client: str) -> None:
+        """Ask a client again that has lost what it had of the world, and send it all of it."""
+        vain = tally.cohort[client]
+        tally.vain += vain.nbytes
+        request = push(self.agreement, self.world, client, self.roster[client], anew=True)
+        tally.cohort[client] = replace(request, turn=replace(request.turn, scores=vain.turn.scores))
+
+    def take(self, tally: Tally, update: Update) -> None:
+        """Count an update, or write down why not."""
+        pull(self.agreement, self.world, tally, update)
+
+    def end(self, tally: Tally) -> None:
+        """Close a round with what has come; `commit` makes it last."""
+        reach("round.before_close")
+        number = self.world.round + 1
+        released, clip = None, 0.0
+        if self.guard is not None and tally.mechanism is not None:
+            about, made = _about(number), tally.mechanism
+            within = f"{tally.within} of {len(tally.counted)}"
+            released = self.guard.release(made, tally.sums, number, about, within)
+            clip = self.guard.moved(made, tally.within, len(tally.counted), about)
+        self.world = close(
+            self.agreement,
+            self.world,
+            tally,
+            roster=len(self.roster),
+            later=self._later(number),
+            released=released,
+            clip=clip,
+        )
+
+    def _later(self, number: int) -> set[str]:
+        """Keys that some later round may move, in this phase or in one that may still come."""
+        phases = self.agreement.method.announce.phases
+        still = phases[phases.index(self.world.phase) :] if self.world.phase else ("", *phases)
+        moves = (self._last_moves[phase] for phase in still)
+        return {key for found in moves for key, last in found.items() if last > number}
+
+    @cached_property
+    def _last_moves(self) -> dict[str, dict[str, float]]:
+        """The last round that may move each key, in each phase, if a run were never to end.
+
+        A run that is given more rounds later must remember what a longer one would.
+        """
+        phases = ("", *self.agreement.method.announce.phases)
+        return {phase: self._moves(phase) for phase in phases}
+
+    def _moves(self, phase: str) -> dict[str, float]:
+        plan, params = self.agreement.method.plan, self.agreement.params
+        ahead = rounds_ahead(plan)
+        if ahead is None:
+            return dict.fromkeys((p.key for p in self.agreement.movable), inf)
+        sayings = {
+            plan.settle(turn): (turn, inf if ever else number)
+            for number, ever in ahead
+            for turn in self._turns(number, phase)
+        }
+        found = dict[str, float]()
+        for turn, last in sayings.values():
+            roles = permitted(plan, params, turn)
+            shared = [p.key for p in params if roles[p] is Role.SHARE]
+            found |= {key: max(last, found.get(key, 0)) for key in shared}
+        return found
+
+    def _turns(self, number: int, phase: str) -> list[Turn]:
+        return [Turn(number, name, phase, traits) for name, traits in self.roster.items()]
+
+    def commit(
+        self,
+        tally: Tally,
+        scores: Mapping[str, Any] | None = None,
+        signs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a round down for good: its lines, then the world that it made.
+
+        `scores` are kept beside the ledger, `signs` in the round's own line.
+        """
+        *turns, whole = self._lines(tally)
+        self.ledger.append([*turns, read_round({**whole, **(signs or {})}).json()])
+        reach("round.ledger_written")
+        self.metrics.append([{"round": self.world.round, **scores}] if scores else [])
+        reach("round.before_commit")
+        tensors, meta = self.world.saved()
+        meta |= {"run": self.identity.id, "files": self._files()}
+        if self.guard is not None:
+            meta["charges"] = len(self.guard.budget.charges)
+        self.store.write(tensors, meta, number=self.world.round)
+        reach("round.committed")
+
+    def _lines(self, tally: Tally) -> list[dict[str, Any]]:
+        self.digests.only(self.world.values.values())
+        moved = {k for k, v in self.world.versions.items() if v == self.world.round}
+        request = (
+            self.agreement.sizes[k] for request in tally.cohort.values() for k in request.versions
+        )
+        whole = RoundRecord(
+            round=self.world.round,
+            phase=self.world.phase,
+            counted=tuple(sorted(tally.counted)),
+            rejected=dict(sorted(tally.rejected.items())),
+            moved={k: self.digests.of(self.world.values[k]) for k in sorted(moved)},
+            drift=self.world.drift,
+            up=sum(record.up for record in tally.lines.values()),
+            down=tally.vain + sum(request),
+        )
+        return [*(tally.lines[client].json() for client in sorted(tally.lines)), whole.json()]
+
+    def _files(self) -> dict[str, list[int | str]]:
+        """The length and the digest of every file beside the world, for `verify`."""
+        files = [self.folder / name for name in SMALL if (self.folder / name).exists()]
+        for name in (SECRET, CHARGES) if self.agreement.guarantee else ():
+            files += sorted((self.folder / "privacy").rglob(name))
+        marks = {str(file.relative_to(self.folder)): mark_of_file(file) for file in files}
+        return marks | {LEDGER: self.ledger.mark, METRICS: self.metrics.mark}
+
+    def world_values(self) -> dict[str, Tensor]:
+        """The federation's model: its values, and the start's for what each client keeps."""
+        return world_values(self.agreement, self.world, self.start)
+
+
+def _identity(
+    folder: Path,
+    agreement: Agreement,
+    marks: Mapping[str, str],
+    rows: Mapping[str, str],
+    found: Generation | None,
+) -> Identity:
+    """Which run this is; a world without its identity, or with another's, is refused."""
+    if found and (not (folder / RUN).exists() or read_identity(folder).id != found.meta["run"]):
+        raise FedplanError(
+            f"{folder / RUN} is not that of the world beside it: put a copy of it back"
+        )
+    joint = joined(agreement.params, marks)
+    return identified(
+        folder, Identity(agreement.run, agreement.study, agreement.start, dict(rows), joint)
+    )
+
+
+def _ledger(file: Path, files: Mapping[str, Any]) -> Lines:
+    length, sha256 = files.get(file.name, (0, ""))
+    return Lines(file, length=length, sha256=sha256)
+
+
+def _about(number: int) -> str:
+    return f"round {number}"

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worlds: the federation's values, and how they are written down and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.messages import listed, scored
+from fedplan.language.resolution import permitted
+from fedplan.language.turn import Turn
+from fedplan.models.params import Block
+from fedplan.storage.store import Store
+from fedplan.tensors.named import Tensors
+
+WORLD, LEDGER, METRICS = "world", "ledger.jsonl", "metrics.jsonl"
+"""What a run's folder holds of its rounds."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The federation's values, each with the round that last changed it.
+
+    `known` says which version of what each client has, `settled` which params it has as its own
+    (`Setup.owned`), and `heard` when it last answered; `memory` is the serve's; `drift` that of the
+    last round; `choice` are the scores of the last vote, and `clip` is the bound that follows the
+    clients' changes, if any does. Version 0 is the value that a model starts with: of the
+    federation's params it travels at first contact, riders start at zero.
+    """
+
+    values: dict[str, Tensor]
+    versions: dict[str, int]
+    round: int = 0
+    phase: str = ""
+    known: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    memory: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
+    drift: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    heard: dict[str, int] = field(default_factory=dict[str, int])
+    choice: dict[Block, float] = field(default_factory=dict[Block, float])
+    clip: float = 0.0
+    settled: dict[str, int] = field(default_factory=dict[str, int])
+
+    @staticmethod
+    def start(agreement: Agreement, values: Tensors) -> World:
+        """The world as a model starts it: of its values, those that may travel."""
+        values = {p.key: values[p.key] for p in agreement.movable}
+        riders = {
+            k + r: torch.zeros_like(v) for k, v in values.items() for r in agreement.method.riders
+        }
+        return World(values | riders, dict.fromkeys(values | riders, 0))
+
+    def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Its tensors by name, and all else as JSON."""
+        tensors = {f"value/{k}": v for k, v in self.values.items()}
+        for key, memory in self.memory.items():
+            tensors |= {f"memory/{name}/{key}": v for name, v in memory.items()}
+        meta = {"round": self.round, "phase": self.phase, "versions": self.versions}
+        drift = {kind: list(numbers) for kind, numbers in self.drift.items()}
+        hidden = {"choice": listed(self.choice), "clip": self.clip}
+        meta |= {"settled": {client: hex(bits) for client, bits in self.settled.items()}}
+        return tensors, meta | {"known": self.known, "heard": self.heard, "drift": drift} | hidden
+
+    @staticmethod
+    def loaded(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> World:
+        """The world that was saved as these."""
+        values, memory = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
+        for name, tensor in tensors.items():
+            sort, _, rest = name.partition("/")
+            if sort == "value":
+                values[rest] = tensor
+            else:
+                which, _, key = rest.partition("/")
+                memory.setdefault(key, {})[which] = tensor
+        known = {client: dict(held) for client, held in meta["known"].items()}
+        versions = {k: int(v) for k, v in meta["versions"].items()}
+        drift = {kind: (apart, step) for kind, (apart, step) in meta["drift"].items()}
+        heard = dict(meta["heard"])
+        choice, clip = scored(meta["choice"]), float(meta["clip"])
+        settled = {client: int(bits, 16) for client, bits in meta["settled"].items()}
+        number, phase = meta["round"], meta["phase"]
+        return World(
+            values, versions, number, phase, known, memory, drift, heard, choice, clip, settled
+        )
+
+
+def world_values(
+    agreement: Agreement, world: World, start: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The values of a federation's model, where it starts from `start`."""
+    return {p.key: world.values.get(p.key, start[p.key]) for p in agreement.trainable}
+
+
+def personal_values(
+    agreement: Agreement,
+    world: World,
+    start: Mapping[str, Tensor],
+    turn: Turn,
+    home: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """The values of one client's model: its own, as of the turn, over the federation's."""
+    roles = permitted(agreement.method.plan, agreement.params, turn)
+    own = {p.key for p in agreement.trainable if roles[p].own}
+    return world_values(agreement, world, start) | {k: v for k, v in home.items() if k in own}
+
+
+def read_world(folder: Path) -> tuple[World, dict[str, Any]] | None:
+    """The world that a run last committed and its meta, read without a lock; None before round 1.
+
+    Nothing is written, so it may be read while the run goes on.
+    """
+    found = Store(folder / WORLD, reading=True).read()
+    return (World.loaded(found.tensors, found.meta), found.meta) if found else None

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods: a few independent choices, of which the plan is the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from fedplan.language.plan import Plan
+from fedplan.methods.phases import Announce, Planned
+from fedplan.methods.server_optimiser import Serve
+from fedplan.tensors.codecs import Wire
+from fedplan.tensors.wire import plain as as_is
+from fedplan.training.fit import Fit, Wrap, plain
+from fedplan.training.probes import Probe, at_random
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is trained and whose it is (plan), how (wraps), how it travels (wire), how it is served.
+
+    `probe` gives the scores that a plan with `best` chooses by, each client by its own or all of
+    them `together` by the sum; `announce` names the phases; `riders` are the suffixes of what
+    travels beside each shared param; `adapt` adds to the model what the method trains, before it is
+    described. A param that only some clients sent is the mean over its senders, or, if `absent`
+    counts, over all who took part: those who did not send it count as not having changed it.
+    """
+
+    plan: Plan
+    wraps: tuple[Wrap, ...] = ()
+    probe: Probe = at_random
+    together: bool = False
+    announce: Announce = field(default_factory=Planned)
+    riders: tuple[str, ...] = ()
+    wire: Wire = field(default_factory=as_is)
+    absent: bool = False
+    serve: Serve = field(default_factory=Serve)
+    adapt: Callable[[nn.Module], nn.Module] | None = None
+
+    @property
+    def fit(self) -> Fit:
+        """The local fit as the method changes it, the first wrap outermost."""
+        fit: Fit = plain
+        for wrap in reversed(self.wraps):
+            fit = wrap(fit)
+        return fit
+
+    def inside(self, other: Method) -> Method:
+        """The same plan, fitted and served as another method does: FedFrozen inside SCAFFOLD."""
+        return replace(
+            self,
+            wraps=(*other.wraps, *self.wraps),
+            riders=(*other.riders, *self.riders),
+            serve=other.serve,
+        )

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Previews: what a study will do and cost, before it runs, and what a run has spent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fedplan.federation.agreement import require_sound
+from fedplan.federation.egress import AGREEMENT, read_agreement
+from fedplan.federation.endpoint import last_of
+from fedplan.federation.participation import Participation
+from fedplan.federation.world import read_world
+from fedplan.language.crowds import Crowd
+from fedplan.methods.phases import Planned
+from fedplan.privacy.guard import CHARGES
+from fedplan.privacy.statement import Statement
+from fedplan.reports.explanation import Explanation, explain
+from fedplan.storage.files import put_file
+from fedplan.studies.folder import study_in
+from fedplan.studies.run import file_faults
+from fedplan.studies.schema import ConfigError, Study, read_study
+from fedplan.studies.stage import Stage, guarantee_of, method_of, participation_of, stage_of
+
+
+def foretold(file: Path) -> tuple[Explanation, Statement | None]:
+    """What a study will do with its model, and what that will cost of privacy."""
+    study = read_study(file)
+    stage, rounds = stage_of(study), study.train.rounds
+    agreement, announce = stage.agreement, stage.agreement.method.announce
+    explanation = explain(
+        agreement.method.plan,
+        agreement.params,
+        rounds=rounds,
+        phases=announce.after if isinstance(announce, Planned) else None,
+        crowd=_crowd(study, stage) if study.data.path else None,
+        fare=agreement.fare,
+    )
+    return explanation, Statement.of(agreement.guarantee, rounds) if agreement.guarantee else None
+
+
+def _crowd(study: Study, stage: Stage) -> Crowd:
+    """Who takes part in a study that says it all; sites of their own may say more of themselves."""
+    guarantee, said = stage.agreement.guarantee, participation_of(study)
+    drawn = guarantee is not None and guarantee.unit == "client" and guarantee.rate is not None
+    roster = {name: study.clients.traits.get(name, {}) for name in stage.shares.train}
+    return Crowd(roster, everyone=said == Participation() and not drawn)
+
+
+def stated(place: Path) -> Statement:
+    """What a study promises, or a run has spent."""
+    if place.is_dir():
+        folder: Path | None = last_of(place) if (place / AGREEMENT).exists() else place
+        study = study_in(folder)
+    else:
+        study, folder = read_study(place), None
+    guarantee = guarantee_of(study)
+    if guarantee is None:
+        raise ConfigError(f"{place} promises nothing: it has no [privacy]")
+    require_sound(guarantee, method_of(study))
+    if folder == place:
+        _require_charges(place)
+    charged, run = folder, ""
+    if folder is not None and (folder / AGREEMENT).exists():
+        agreed = read_agreement(folder)
+        charged, run = Path(agreed["account"]), agreed["prefix"]
+    return Statement.of(guarantee, study.train.rounds, charged, run=run)
+
+
+def _require_charges(folder: Path) -> None:
+    """Refuse to say what was spent by charges that are fewer than a run has committed."""
+    found = file_faults(folder) if read_world(folder) is not None else {}
+    for name, fault in found.items():
+        if name.endswith(CHARGES):
+            raise ConfigError(f"{fault}: nobody knows what was spent; put a copy of it back")
+
+
+def state(folder: Path) -> Statement:
+    """What a run has spent, also written into its folder: for the run itself, when it ends."""
+    found = stated(folder)
+    put_file(folder / "privacy.json", json.dumps(found.json(), indent=1) + "\n")
+    return found

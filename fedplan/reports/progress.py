@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress: a run as a person follows it, and stops it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fedplan.federation.record import TurnRecord
+from fedplan.federation.rounds import Tally
+from fedplan.reports.preview import state
+from fedplan.reports.units import megabytes, millions
+from fedplan.runners.simulation import Simulation
+from fedplan.studies.continuation import require_free
+from fedplan.studies.folder import study_in
+from fedplan.studies.schema import ConfigError, Study, laid_over, placed, read_study, study_of
+
+
+def follow(file: Path, changes: list[str], output: Path | None, *, resume: bool) -> None:
+    """Run a study, or go on with one, and tell its rounds as they close."""
+    study, folder = _opened(file, changes, output, resume=resume)
+    console = Console(highlight=False)
+    simulation = Simulation(study, folder)
+    console.print(f"{_opening(simulation, folder)}\n\n[bold]{HEADING}[/bold]")
+    bar = Progress(
+        TextColumn("round {task.completed}/{task.total}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        shown = bar.add_task(
+            "", total=study.train.rounds, completed=simulation.federation.world.round
+        )
+
+        def watch(simulation: Simulation, tally: Tally, scores: Mapping[str, Any]) -> None:
+            bar.update(shown, completed=simulation.federation.world.round)
+            console.print(_told(simulation, tally, scores))
+
+        try:
+            simulation.run(watch)
+        except KeyboardInterrupt:
+            done = simulation.federation.world.round
+            again = f"fedplan run --resume {folder}"
+            console.print(f"Stopped in round {done + 1}. Go on: {again}", markup=False)
+            raise SystemExit(130) from None
+    if study.privacy is not None:
+        console.print(state(folder).text(), markup=False, soft_wrap=True)
+    console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
+
+
+def follow_flower(
+    app: Path, changes: list[str], output: Path | None, *, resume: bool, link: str
+) -> None:
+    """Hand a federation's app to its SuperLink, and tell its rounds as they close."""
+    from fedplan.runners.flower.submit import submit
+
+    if changes:
+        raise ConfigError("--set changes one end alone: change app/study.toml, which all are given")
+    if not (app / "pyproject.toml").is_file():
+        raise ConfigError(f"{app} is no app: --runner flower takes the app of `fedplan new`")
+    study = read_study(app / "study.toml")
+    folder = output or Path("runs") / study.name
+    require_free(folder, study, resume=resume)
+    console = Console(highlight=False)
+
+    def tell(line: Mapping[str, Any]) -> None:
+        missing = ", ".join(f"{name} ({why})" for name, why in line["rejected"].items())
+        console.print(
+            f"round {line['round']:3d}  {len(line['counted'])} counted  "
+            f"{megabytes(line['up'])} MB up  {megabytes(line['down'])} MB down"
+            + (f"  not counted: {missing}" if missing else ""),
+            markup=False,
+        )
+
+    try:
+        submit(app, folder, tell, link=link, rounds=study.train.rounds)
+    except KeyboardInterrupt:
+        console.print(f"No longer followed; the run goes on in {folder}.", markup=False)
+        raise SystemExit(130) from None
+    console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
+
+
+def _opened(
+    file: Path, changes: list[str], output: Path | None, *, resume: bool
+) -> tuple[Study, Path]:
+    if file.is_dir():
+        if not resume:
+            raise ConfigError(f"{file} is a run: go on with it by --resume")
+        if output is not None and output.resolve() != file.resolve():
+            raise ConfigError(
+                f"--output is {output}, and {file} goes on where it is: leave it out, or copy the "
+                "run's folder and go on with the copy"
+            )
+        said = study_in(file).model_dump(mode="json")
+        study, folder = placed(study_of(laid_over(said, changes)), file), file
+    else:
+        study = read_study(file, changes)
+        folder = output or Path("runs") / study.name
+    require_free(folder, study, resume=resume)
+    return study, folder
+
+
+def _opening(simulation: Simulation, folder: Path) -> str:
+    agreement, rows = simulation.federation.agreement, simulation.shares.train
+    sizes = sorted(len(held) for held in rows.values())
+    return (
+        f"[bold]{escape(simulation.study.name)}[/bold]  {escape(agreement.method.plan.text)}\n"
+        f"{millions(sum(p.numel for p in agreement.params))} params, {len(rows)} clients with "
+        f"{sizes[0]} to {sizes[-1]} rows, seed {simulation.study.seed}, in {escape(str(folder))}"
+        + "".join(f"\n{escape(note)}" for note in simulation.shares.notes)
+    )
+
+
+HEADING = "round    loss  world   own ± spread   worst   MB up  MB down"
+"""World: the score on the common test. Own: each client's model on its own rows, mean and worst."""
+
+
+def _told(simulation: Simulation, tally: Tally, scores: Mapping[str, Any]) -> str:
+    """One round in one line under the heading."""
+    lines = list(tally.lines.values())
+    up, down = megabytes(sum(r.up for r in lines)), megabytes(sum(r.down for r in lines))
+    own = scores.get("personal")
+    words = (
+        f"{simulation.federation.world.round:5d}",
+        f"{_mean(lines):>6}",
+        _score(scores.get("world", {})),
+        f"{own['mean']:.3f} ± {own['std']:.3f}  {own['worst']:.3f}" if own else " " * 20,
+        f"{up:>6}  {down:>7}",
+        f"  [yellow]{len(tally.rejected)} not counted[/yellow]" if tally.rejected else "",
+        f"  epsilon {spent:.3f}" if (spent := simulation.federation.spent) is not None else "",
+    )
+    return "  ".join(words)
+
+
+def _mean(lines: Sequence[TurnRecord]) -> str:
+    """The loss over the rows of the clients that tell it: where there is privacy, none does."""
+    told = [(line.loss, line.weight) for line in lines if line.loss is not None]
+    weight = sum(weight for _, weight in told)
+    return f"{sum(loss * each for loss, each in told) / weight:.3f}" if weight else "-"
+
+
+def _score(scores: Mapping[str, float]) -> str:
+    """The one score that a task is known by."""
+    found = [scores[name] for name in ("perplexity", "accuracy") if name in scores]
+    return f"{found[0]:5.3f}" if found else "     "

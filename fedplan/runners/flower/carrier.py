@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's loop on Flower's grid: ask, count what comes as it comes, close, commit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+
+from fedplan.errors import FedplanError
+from fedplan.federation.codes import KINDS, meant
+from fedplan.federation.messages import Request, request_header, request_message, scored, update_of
+from fedplan.federation.rounds import Tally
+from fedplan.federation.server import Server
+from fedplan.privacy.errors import PrivacyError
+from fedplan.runners.flower.calls import Calls, Guest, Letter, Patience
+from fedplan.runners.flower.records import arrays_of
+from fedplan.runners.flower.submit import FAULT
+from fedplan.storage.files import put_file
+from fedplan.studies.continuation import require_free
+from fedplan.studies.folder import agreed_run, opened_run
+from fedplan.studies.schema import read_study
+from fedplan.studies.stage import participation_of, stage_of
+from fedplan.tensors.message import Message
+from fedplan.tensors.named import nbytes
+from fedplan.tensors.serialization import packed, unpacked
+
+log = logging.getLogger("fedplan")
+Watch = Callable[[Server, Tally], None]
+
+
+def carry_study(grid: Grid, file: Path, folder: Path) -> None:
+    """Carry a study, or go on with it from what its folder holds."""
+    try:
+        _carry_study(grid, file, folder)
+    except FedplanError as error:
+        folder.mkdir(parents=True, exist_ok=True)
+        put_file(folder / FAULT, str(error))
+        raise
+
+
+def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
+    study = read_study(file)
+    require_free(folder, study, resume=True)
+    stage = stage_of(study)
+    claim = opened_run(folder, study, stage.agreement.params, stage.shares)
+    names = study.clients.names or list(stage.shares.train)
+    server = Server(
+        stage.agreed,
+        stage.start,
+        folder,
+        rounds=study.train.rounds,
+        roster={name: study.clients.traits.get(name, {}) for name in names},
+        participation=participation_of(study),
+        marks=stage.marks,
+    )
+    agreed_run(server, study, stage.shares)
+    patience = Patience(**study.patience.model_dump())
+    Carrier(grid, server, patience, quorum=study.clients.quorum).carry()
+    del claim
+
+
+class Carrier:
+    """A server and the grid that carries its rounds.
+
+    A round waits for all until it is time, and closes with no fewer than `quorum`. A site that
+    agreed to another study, or starts from another model, is not asked; the others go on.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        server: Server,
+        patience: Patience | None = None,
+        *,
+        quorum: int = 1,
+    ) -> None:
+        if server.guard is not None and quorum > 1:
+            raise PrivacyError(
+                f"the quorum is {quorum}, and this run hides its clients: a round that stops for "
+                "want of answers tells who was away; leave clients.quorum out"
+            )
+        # A round of hidden clients closes with whatever came, and be it nothing.
+        self.server, self.quorum = server, quorum if server.guard is None else 0
+        self.calls = Calls(grid, server.roster, patience or Patience(), server.agreement.run)
+        self._unfit: dict[str, str] = {}
+        self._packed: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
+
+    def carry(self, watch: Watch | None = None) -> None:
+        """Play every round that is left, committing each before the next."""
+        server = self.server
+        if server.world.round < server.rounds:
+            self.calls.gather(min(self.quorum, len(server.roster)))
+        while server.world.round < server.rounds:
+            self._greet()
+            tally = server.begin()
+            for name in tally.cohort.keys() & self._unfit.keys():
+                tally.rejected[name] = f"not asked: it {self._unfit[name]}"
+            self._choose_together(tally)
+            self._ask(tally)
+            server.end(tally)
+            server.commit(tally)
+            log.info("%s", _told(server, tally))
+            if watch is not None:
+                watch(server, tally)
+
+    def _greet(self) -> None:
+        """Hear who the sites are; one that agreed to something else has no part until it mends."""
+        self.calls.look()
+        for name, guest in self.calls.guests.items():
+            if reason := self._unfit_for(name, guest):
+                if self._unfit.get(name) != reason:
+                    log.warning("%s is not asked: it %s", name, reason)
+                self._unfit[name] = reason
+            else:
+                self._unfit.pop(name, None)
+                self.server.roster[name] = guest.traits
+
+    def _unfit_for(self, name: str, guest: Guest) -> str:
+        """Why a site cannot take part, in words; nothing if it can.
+
+        Where clients are hidden their traits are public, in the study: to hear them from a site
+        would tell that it is there.
+        """
+        agreement, said = self.server.agreement, dict(self.server.roster[name])
+        if self.server.guard is not None and guest.traits != said:
+            return "has traits of its own, and this run hides its clients: see clients.traits"
+        if agreement.start and guest.start != agreement.start:
+            return (
+                f"starts from the model {guest.start[:40]} and not from {agreement.start}: give it "
+                "the same weights, and start it again"
+            )
+        if guest.run != agreement.run:
+            return f"is in the run {guest.run[:40]} and this is {agreement.run}: start it again"
+        if guest.agreed != agreement.fingerprint:
+            return (
+                f"agreed to {guest.agreed[:40]} and this study is {agreement.fingerprint}: give it "
+                "the same study, and start it again"
+            )
+        return ""
+
+    def _ask(self, tally: Tally) -> None:
+        """Ask all for their turns, and count each as it comes."""
+        letters = {n: self._letter(tally, n) for n in tally.cohort if n not in self._unfit}
+        for name, answer in self.calls.ask("train", letters, lambda: self._enough(tally)):
+            if isinstance(answer, str):
+                tally.rejected.setdefault(name, answer.splitlines()[0])
+            elif self._lacks(tally, name, answer):
+                letters[name] = self._letter(tally, name)
+            else:
+                self._count(tally, name, answer)
+        silent = tally.cohort.keys() - set(tally.heard) - tally.rejected.keys()
+        tally.rejected |= {name: "no answer" for name in silent}
+        if not self._enough(tally):
+            reasons = "; ".join(f"{n}: {why}" for n, why in sorted(tally.rejected.items()))
+            raise FedplanError(
+                f"round {self.server.world.round + 1} has {len(tally.heard)} answers and needs "
+                f"{self.quorum}: {reasons}; start the run again to go on with it"
+            )
+
+    def _enough(self, tally: Tally) -> bool:
+        return len(tally.heard) >= min(self.quorum, len(tally.cohort))
+
+    def _letter(self, tally: Tally, name: str) -> Letter:
+        def letter() -> tuple[Message, ArrayRecord | None]:
+            request = tally.cohort[name]
+            said = packed({}, request_header(request))
+            return said, self._arrays(request)
+
+        return letter
+
+    def _arrays(self, request: Request) -> ArrayRecord:
+        """The values of a request as arrays: most clients of a round lack the same ones."""
+        which = tuple(sorted((key, request.versions.get(key, -1)) for key in request.values))
+        if which != self._packed[0]:
+            self._packed = (which, arrays_of(request_message(request).blobs))
+        return self._packed[1]
+
+    def _lacks(self, tally: Tally, name: str, answer: Message) -> bool:
+        """Whether a site has lost what it was sent before; it is then asked anew, with all."""
+        if not _said(answer).get("lacking") or tally.cohort[name].anew:
+            return False
+        self.server.anew(tally, name)
+        log.warning("%s has lost what it was sent before, and is sent all of it", name)
+        return True
+
+    def _count(self, tally: Tally, name: str, answer: Message) -> None:
+        said = _said(answer)
+        if kind := next((kind for kind in KINDS if kind in said), ""):
+            tally.rejected.setdefault(name, meant(kind, str(said[kind])))
+            log.warning("%s %s", name, meant(kind, str(said[kind])))
+            return
+        limit = 2 * nbytes(self.server.world.values) + 2**22
+        try:
+            update = update_of(answer, limit=limit)
+            if update.client != name:
+                raise FedplanError(f"{name} answers for {update.client[:80]!r}")
+        except FedplanError as error:
+            tally.rejected[name] = str(error).splitlines()[0]
+            log.warning("%s is not counted: %s", name, tally.rejected[name])
+            return
+        self.server.take(tally, update)
+
+    def _choose_together(self, tally: Tally) -> None:
+        voters = self.server.voters(tally)
+        if voters is None:
+            return
+        letters = {name: self._letter(tally, name) for name in voters if name not in self._unfit}
+        polled = dict[str, Any]()
+        enough = min(self.quorum, len(voters))
+        for name, answer in self.calls.ask("query.poll", letters, lambda: len(polled) >= enough):
+            if isinstance(answer, Message) and self._lacks(tally, name, answer):
+                letters[name] = self._letter(tally, name)
+                continue
+            try:
+                said = _said(answer) if isinstance(answer, Message) else {}
+                polled[name] = scored(said.get("scores"))
+            except FedplanError as error:
+                log.warning("%s has no say in this round: %s", name, error)
+        self.server.choose(tally, polled)
+        for name in polled:
+            # What came with the question is there: it need not come again.
+            tally.cohort[name] = replace(tally.cohort[name], values={})
+
+
+def _said(answer: Message) -> dict[str, Any]:
+    try:
+        return unpacked(Message(answer.header))[1]
+    except FedplanError:
+        return {}
+
+
+def _told(server: Server, tally: Tally) -> str:
+    lines = list(tally.lines.values())
+    up, request = sum(line.up for line in lines), sum(line.down for line in lines)
+    weight = sum(line.weight for line in lines) or 1
+    loss = sum((line.loss or 0) * line.weight for line in lines) / weight
+    missing = f", not counted: {', '.join(sorted(tally.rejected))}" if tally.rejected else ""
+    return (
+        f"round {server.world.round} of {server.rounds}: loss {loss:.3f}, "
+        f"{len(tally.counted)} counted{missing}, {up} bytes up, {request} down"
+    )

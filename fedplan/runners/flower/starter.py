@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starter: a folder with all that a federation is started from: app, scripts, proxy and keys."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fedplan.errors import FedplanError
+from fedplan.runners.flower.keys import (
+    HERE,
+    address_of,
+    make_keys,
+    make_private,
+    require_hosts,
+    require_sites,
+)
+
+STARTERS = Path(__file__).parent / "templates"
+SITE = "site/supernode.sh"
+PROXY = ("server/proxy.sh", "server/nginx.conf")
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+BLANK = re.compile(r"\{\{(\w+)\}\}")
+
+
+def new_federation(
+    folder: Path,
+    sites: Sequence[str],
+    *,
+    host: str = "localhost",
+    port: int = 9100,
+    inner: int = 0,
+    insecure: bool = False,
+    keys: bool = True,
+) -> None:
+    """Write the folder of a federation: what its server runs, and what each site is given.
+
+    Sites reach `host` at `port`, where a proxy lets only their own requests through to `inner`
+    (0 is the next port). `insecure` is for one machine alone: no proxy, no TLS, no keys.
+    """
+    folder, inner = folder.absolute(), inner or port + 1
+    _require_folder(folder)
+    _require_ports(port, inner, len(sites))
+    if not sites:
+        raise FedplanError("a federation has sites: say --site NAME for each")
+    require_sites(sites)
+    require_hosts([host])
+    if insecure and host not in HERE:
+        raise FedplanError(f"--insecure is for this machine alone, as localhost, not as {host!r}")
+    try:
+        make_private(folder)
+        if keys and not insecure:
+            make_keys(folder, list(dict.fromkeys((host, *HERE))), sites)
+        _lay_out(folder, sites, _said(folder, sites, host, port, inner), insecure=insecure)
+    except OSError as error:
+        raise FedplanError(f"{folder} cannot be written: {error}") from error
+
+
+def _require_folder(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FedplanError(f"{folder} is not empty: name another folder")
+    # the path stands in scripts, in units and in a TOML file, each with quotes of its own
+    if not str(folder).isprintable() or set(str(folder)) & set("\"'\\%$`"):
+        raise FedplanError(f"{str(folder)!r} has a quote or another sign of shells: name another")
+
+
+def _require_ports(port: int, inner: int, count: int) -> None:
+    if port == inner or not all(0 < number < 65536 - count for number in (port, inner)):
+        raise FedplanError(
+            f"the ports {port} and {inner} must differ, and leave {count} more below 65536"
+        )
+
+
+def _said(
+    folder: Path, sites: Sequence[str], host: str, port: int, inner: int
+) -> Mapping[str, str]:
+    """The words that fill the blanks."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return {
+        "folder": str(folder),
+        "path": f"{Path(sys.executable).parent}:{PATH}",
+        "host": host,
+        "address": address,
+        "listen": _listened(host, port),
+        "port": str(port),
+        "inner": str(inner),
+        "count": str(len(sites)),
+        "first": sites[0],
+        "names": ", ".join(f'"{name}"' for name in sites),
+        "quorum": str(len(sites) - 1 if len(sites) > 2 else len(sites)),
+        "registers": "\n".join(
+            f"       flwr supernode register sites/{name}/node.pub local" for name in sites
+        ),
+        "starts": "\n".join(
+            f"       ./keep.sh sites/{name}/supernode.sh /path/to/its/data" for name in sites
+        ),
+    }
+
+
+def _listened(host: str, port: int) -> str:
+    """Where the proxy listens: on all of the machine, unless the host is the machine itself."""
+    own = address_of("127.0.0.1" if host == "localhost" else host)
+    if own is None or own.version == 4:
+        return f"{own}:{port}" if own and own.is_loopback else str(port)
+    return f"[{own if own.is_loopback else '::'}]:{port}"
+
+
+def _lay_out(
+    folder: Path, sites: Sequence[str], said: Mapping[str, str], *, insecure: bool
+) -> None:
+    """Write every file with its blanks filled; those of a site once for each."""
+    files = _files(insecure)
+    if not insecure:
+        make_private(folder / "server" / "nginx")
+    for name in files.keys() - {SITE}:
+        _fill(files[name], folder / name, said)
+    for number, site in enumerate(sites):
+        own, place = {"site": site, "own": str(int(said["inner"]) + 1 + number)}, folder / "sites"
+        for name in (SITE, "keep.sh", "environment.sh"):
+            _fill(files[name], place / site / Path(name).name, {**said, **own})
+        if (folder / "ca.crt").exists():
+            shutil.copy(folder / "ca.crt", place / site / "ca.crt")
+
+
+def _files(insecure: bool) -> dict[str, Path]:
+    """The files of a starter by their places; on loopback, some are others and some are not."""
+    found = _below(STARTERS / "federation")
+    if insecure:
+        found = {n: f for n, f in found.items() if n not in PROXY and not n.startswith("units/")}
+        found |= _below(STARTERS / "loopback")
+    return found
+
+
+def _below(folder: Path) -> dict[str, Path]:
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and "__pycache__" not in p.parts)
+    return {file.relative_to(folder).as_posix(): file for file in files}
+
+
+def _fill(file: Path, target: Path, said: Mapping[str, str]) -> None:
+    make_private(target.parent)
+    text = BLANK.sub(lambda blank: said[blank[1]], file.read_text(encoding="utf-8"))
+    target.write_text(text, encoding="utf-8")
+    target.chmod(0o755 if text.startswith("#!") else 0o644)

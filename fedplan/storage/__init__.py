@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What survives a kill, a full disk and a flipped bit."""
+
+from typing import TYPE_CHECKING
+
+from fedplan.faces import face
+
+if TYPE_CHECKING:
+    from fedplan.storage.encryption import Encryption
+    from fedplan.storage.journal import Journal
+    from fedplan.storage.lines import Lines
+    from fedplan.storage.store import Store
+
+__all__ = ["Encryption", "Journal", "Lines", "Store"]
+
+__getattr__ = face(
+    __name__, {"encryption": "Encryption", "journal": "Journal", "lines": "Lines", "store": "Store"}
+)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuations: what a folder holds of a run, and whether a study may go on with it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from fedplan.federation.identity import RUN
+from fedplan.federation.remains import last_told
+from fedplan.federation.server import STUDY
+from fedplan.federation.world import LEDGER, WORLD
+from fedplan.privacy.guard import CHARGES
+from fedplan.storage.errors import explained
+from fedplan.storage.locks import alone
+from fedplan.storage.store import Store
+from fedplan.studies.folder import MANIFEST, TASK, study_in
+from fedplan.studies.schema import ConfigError, Study, differences
+from fedplan.studies.stage import guarantee_of
+
+WRITTEN = (STUDY, MANIFEST, TASK, RUN)
+"""What a start writes before its first round."""
+
+
+def require_free(folder: Path, study: Study, *, resume: bool) -> None:
+    """Raise unless a study may run in a folder: none ran there, or `resume` goes on with its own.
+
+    A start that closed no round, and has paid for none, leaves nothing that anybody needs.
+    """
+    if not begun(folder):
+        return None if resume and _same(folder, study) else _clear(folder)
+    if not resume:
+        raise ConfigError(f"{folder} holds a run: go on with it by --resume, or name another")
+    require_same(folder, study)
+
+
+def begun(folder: Path) -> bool:
+    """Whether a folder holds a round that was closed, or paid for.
+
+    A ledger that tells of a second round had a first one, though its world may be lost.
+    """
+    with explained(f"{folder} cannot be read", "make it readable to this user"):
+        charges = (folder / "privacy").rglob(CHARGES)
+        closed = _done(folder) > 0 or last_told(folder / LEDGER) > 1
+        return closed or any(file.stat().st_size for file in charges)
+
+
+def require_same(folder: Path, study: Study) -> None:
+    """Raise unless a study is the one that a folder is of, but for what changes no turn."""
+    old = study_in(folder)
+    if fields := differences(old, study):
+        raise ConfigError(
+            f"{folder} holds a run of another study, which differs in {', '.join(fields[:8])}: "
+            "take that back, or name another folder"
+        )
+    if guarantee_of(old) != guarantee_of(study):
+        raise ConfigError(
+            f"train.rounds is {study.train.rounds}, and the noise of {folder} was chosen for "
+            f"{old.train.rounds}: name another folder; who says privacy.noise may add rounds later"
+        )
+    if study.train.rounds < _done(folder):
+        raise ConfigError(
+            f"train.rounds is {study.train.rounds}, and {folder} has {_done(folder)} already: "
+            "rounds can be added, and not taken back"
+        )
+
+
+def _same(folder: Path, study: Study) -> bool:
+    try:
+        return not differences(study_in(folder), study)
+    except ConfigError:
+        return False
+
+
+def _done(folder: Path) -> int:
+    place = folder / WORLD
+    return max(Store(place, reading=True).numbers(), default=0) if place.is_dir() else 0
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a start that failed has left; a run that closes its first round is let be."""
+    if not (folder / STUDY).exists():
+        return
+    with explained(f"{folder} cannot be cleared", "name another folder"), alone(folder):
+        if begun(folder):  # by another process, since this one looked
+            raise ConfigError(f"{folder} holds a run: go on with it by --resume, or name another")
+        shutil.rmtree(folder / "homes", ignore_errors=True)
+        for name in WRITTEN:
+            (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export: the model of a run as a folder that loads and predicts without fedplan's rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from fedplan.data.tasks import Task
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.egress import AGREEMENT, read_agreement
+from fedplan.federation.endpoint import last_of, own_values
+from fedplan.federation.identity import read_identity
+from fedplan.federation.world import World, personal_values, world_values
+from fedplan.language.turn import Turn
+from fedplan.models.adapters import merged
+from fedplan.models.dual import Dual
+from fedplan.models.folder import Preprocessing, save_folder
+from fedplan.models.hub import bare, is_hub_id, quiet
+from fedplan.models.images import centre_of
+from fedplan.models.values import put
+from fedplan.storage.journal import Journal, home_of
+from fedplan.studies.folder import agreement_in, noted_task, study_in
+from fedplan.studies.run import committed
+from fedplan.studies.schema import ConfigError, Study
+from fedplan.studies.stage import Stage, stage_without_rows
+
+
+def export_run(folder: Path, out: Path, client: str = "", key: Path | None = None) -> str:
+    """Write a model, and say how it is loaded: the world's, or one client's own.
+
+    The folder is a run's, or that of a site's experiment: then the model is the site's own, and
+    `key` opens what it keeps.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is not empty: name another folder")
+    if (folder / AGREEMENT).exists():
+        model, task = _of_site(folder, key)
+    else:
+        model, task = _of_run(folder, client)
+    with quiet():
+        return _written(model.eval(), task, out)
+
+
+def _of_run(folder: Path, client: str) -> tuple[nn.Module, Task]:
+    study, identity = study_in(folder), read_identity(folder)
+    agreement = replace(agreement_in(folder), start=identity.start, run=identity.id)
+    labels, clients = noted_task(folder)
+    if client and not study.data.path:
+        raise ConfigError(f"{client}'s own model is at the site: export its folder there")
+    if client and client not in clients:
+        raise ConfigError(f"there is no client {client!r}; there are {', '.join(clients)}")
+    stage = _staged(study, agreement, labels)
+    world, home = _held(agreement, folder, client)
+    values = world_values(agreement, world, stage.start)
+    if client:
+        turn = Turn(world.round, client, world.phase, study.clients.traits.get(client, {}))
+        values = personal_values(agreement, world, stage.start, turn, home)
+    put(stage.model, values, agreement.trainable)
+    return stage.model, stage.shares.task
+
+
+def _held(agreement: Agreement, folder: Path, client: str) -> tuple[World, dict[str, Tensor]]:
+    """The world that was last committed, and what a client kept when it was, not a turn later."""
+    while True:
+        world, place = committed(folder)[0], home_of(folder, client)
+        if not client:
+            return world, {}
+        journal, following = (
+            Journal(place, reading=True),
+            agreement.request(world.round + 1, client),
+        )
+        if client in world.heard and not journal.last(following):
+            raise ConfigError(f"{client}'s home is lost: put a copy of {place} back")
+        home, _ = journal.home(following)
+        # A run that goes on may have closed a round meanwhile.
+        if committed(folder)[0].round == world.round:
+            return world, home
+
+
+def _of_site(folder: Path, key: Path | None) -> tuple[nn.Module, Task]:
+    folder = last_of(folder)
+    study, agreed = study_in(folder), read_agreement(folder)
+    agreement = replace(agreement_in(folder), start=str(agreed.get("model")))
+    stage = _staged(study, agreement, noted_task(folder)[0])
+    put(stage.model, own_values(agreement, folder, key), agreement.trainable)
+    return stage.model, stage.shares.task
+
+
+def _staged(study: Study, agreement: Agreement, labels: list[str]) -> Stage:
+    """The model that a run started from, without its rows."""
+    stage = stage_without_rows(study, labels)
+    if stage.agreement.params != agreement.params:
+        raise ConfigError("the model that the study names is not the one that the run started from")
+    if stage.digest != agreement.start:
+        raise ConfigError(
+            f"the run started from the model {agreement.start}, and what the study names is now "
+            f"{stage.digest}: give it the weights that it began with"
+        )
+    return stage
+
+
+def _written(model: nn.Module, task: Task, out: Path) -> str:
+    if isinstance(model, Dual):
+        save_folder(model, out, picture=_picture(task))
+        return f"fedplan.models.folder.predict({str(out)!r}, [picture, ...])"
+    whole = cast("Any", merged(model))
+    whole.save_pretrained(out)
+    if task.source and task.kind != "image-classification":
+        _tokenizer(task.source).save_pretrained(out)
+    return f"transformers.{task.model_class}.from_pretrained({str(out)!r})"
+
+
+def _picture(task: Task) -> Preprocessing:
+    mean, std = centre_of(task.source)
+    return Preprocessing(task.image_size, _colours(mean), _colours(std))
+
+
+def _colours(side: Tensor) -> tuple[float, ...]:
+    return tuple(float(colour) for colour in side.flatten())
+
+
+def _tokenizer(source: str) -> Any:
+    import transformers
+
+    return cast("Any", transformers.AutoTokenizer).from_pretrained(
+        bare(source), local_files_only=not is_hub_id(source), trust_remote_code=False
+    )

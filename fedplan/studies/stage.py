@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages: what each end of a study builds for itself: rows, model and agreement."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fedplan.federation.agreement import Agreement, require_sound
+from fedplan.federation.participation import Participation
+from fedplan.federation.record import joined
+from fedplan.language.crowds import phases_in
+from fedplan.language.parser import parse
+from fedplan.language.plan import chain
+from fedplan.language.resolution import check
+from fedplan.methods.method import Method
+from fedplan.methods.phases import Planned
+from fedplan.methods.registry import method_named
+from fedplan.models.description import describe
+from fedplan.models.params import Params
+from fedplan.models.values import take
+from fedplan.privacy.guarantee import Guarantee
+from fedplan.studies.model import starting_model
+from fedplan.studies.schema import ConfigError, DataSection, MethodSection, Study
+from fedplan.studies.shares import Shares, shares_of
+from fedplan.tensors.devices import at_rest
+from fedplan.tensors.named import digests
+from fedplan.tensors.wire import parse_wire
+from fedplan.training.fit import Pace
+from fedplan.training.probes import probe_named
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What each end of a study builds for itself: the rows, the model, and what all agree on."""
+
+    shares: Shares
+    model: nn.Module
+    agreement: Agreement
+
+    @cached_property
+    def start(self) -> dict[str, Tensor]:
+        """The values of every param that the model starts with."""
+        return take(self.model, self.agreement.params)
+
+    @cached_property
+    def marks(self) -> dict[str, str]:
+        """The digest of each of them."""
+        return digests(self.start)
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells two starting models apart."""
+        return hashlib.sha256(joined(self.agreement.params, self.marks).encode()).hexdigest()[:16]
+
+    @cached_property
+    def agreed(self) -> Agreement:
+        """What all ends agree on, the model that they start from with it."""
+        return replace(self.agreement, start=self.digest)
+
+
+def stage_of(study: Study, own: tuple[str, Dataset] | None = None) -> Stage:
+    """The stage of a study; the same study gives the same one everywhere.
+
+    `own` is a site's name with the table that it brings.
+    """
+    torch.set_num_threads(study.threads)
+    shares, made = shares_of(study, own), method_of(study)
+    model = starting_model(study, shares.task, made)
+    stage = Stage(shares, model, agreement_of(study, describe(model)))
+    check(stage.agreement.method.plan, stage.agreement.params)
+    pinned = study.model.digest
+    if pinned and stage.digest != pinned:
+        raise ConfigError(f"model.digest is {pinned}, and this model's is {stage.digest}")
+    return stage
+
+
+def stage_without_rows(study: Study, labels: list[str]) -> Stage:
+    """The stage of a study whose rows are not there: the same model, and nobody to train it."""
+    task = study.task.model_copy(update={"labels": labels})
+    return stage_of(study.model_copy(update={"data": DataSection(), "task": task}))
+
+
+def require_fitting(stage: Stage, batch: int) -> None:
+    """Refuse rows that the model cannot take: better at once than in the middle of a round."""
+    task = stage.shares.task
+    for name, rows in stage.shares.train.items():
+        if not len(rows):
+            continue
+        some = rows.batch(torch.arange(min(batch, len(rows))))
+        try:
+            with torch.no_grad(), at_rest(stage.model):
+                task.loss(stage.model, some)
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
+            words = str(error).strip().splitlines() or [type(error).__name__]
+            raise ConfigError(
+                f"the model cannot take the rows of {name!r}: {words[0][:300]}; see model and task"
+            ) from error
+        return
+
+
+def participation_of(study: Study) -> Participation:
+    """Who takes part in a study's rounds."""
+    said = study.clients
+    return Participation(said.share, said.dropped, said.late)
+
+
+def method_of(study: Study) -> Method:
+    """The method that a study names, or its own plan. Who votes chooses together."""
+    made = _method(study.method)
+    return replace(made, together=True) if study.privacy and study.privacy.vote else made
+
+
+def _method(said: MethodSection) -> Method:
+    if said.name:
+        made = method_named(said.name, said.settings)
+        made = replace(made, plan=chain(made.plan, parse(said.plan))) if said.plan else made
+    else:
+        probe = probe_named(said.probe or "random")
+        made = Method(parse(said.plan), probe=probe, together=said.together)
+    if said.inside is not None:
+        made = made.inside(_method(said.inside))
+    if said.phases:
+        if strange := said.phases.keys() - set(phases_in(made.plan)):
+            raise ConfigError(f"method.phases: the plan speaks of no phase {min(strange)!r}")
+        made = replace(made, announce=Planned(said.phases))
+    return replace(made, wire=parse_wire(said.wire)) if said.wire else made
+
+
+def agreement_of(study: Study, params: Params) -> Agreement:
+    """What a study says to both ends, of a model with these params."""
+    pace = Pace(**study.train.model_dump(exclude={"rounds"}))
+    made, guarantee = method_of(study), guarantee_of(study)
+    if guarantee is not None:
+        require_sound(guarantee, made)
+    return Agreement(f"{study.name}/{study.seed}", params, made, pace, guarantee, study.digest)
+
+
+@cache
+def _calibrated(guarantee: Guarantee, rounds: int) -> Guarantee:
+    return guarantee.calibrated(rounds)
+
+
+def guarantee_of(study: Study) -> Guarantee | None:
+    """What a study promises, with the noise that it takes."""
+    said, train = study.privacy, study.train
+    if said is None:
+        return None
+    if said.unit == "client":
+        rate, steps, batch = (study.clients.share if study.clients.share < 1 else None), 0, 0
+    else:
+        rate, steps, batch = train.batch / said.size, train.steps, train.batch
+    noise = said.noise or 1.0
+    made = Guarantee(
+        unit=said.unit,
+        epsilon=said.epsilon,
+        delta=said.delta,
+        clip=said.clip,
+        noise=noise,
+        rate=rate,
+        steps=steps,
+        batch=batch,
+        vote=said.vote,
+        period=said.period,
+        quantile=said.quantile,
+        cap=said.cap,
+    )
+    return made if said.noise else _calibrated(made, train.rounds)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named tensors: values by their keys, their bytes, and digests that tell them apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+"""Values by the keys of their params."""
+
+Batch = Mapping[str, Tensor]
+"""Rows that are run together, by the names of a model's inputs."""
+
+
+def nbytes(values: Tensors) -> int:
+    """The bytes of some values, without any header."""
+    return sum(v.numel() * v.element_size() for v in values.values())
+
+
+def digest(tensor: Tensor) -> str:
+    """Sixteen hex digits of a tensor's bytes and shape."""
+    return whole_digest(tensor)[:16]
+
+
+def whole_digest(tensor: Tensor) -> str:
+    """A digest of which nobody finds two tensors: of sixteen digits, 2**32 trials find them."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    said = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    found = hashlib.sha256(said)
+    found.update(cast(Any, flat.numpy()))
+    return found.hexdigest()
+
+
+def digests(values: Mapping[str, Tensor]) -> dict[str, str]:
+    """The digest of each value."""
+    return {key: digest(value) for key, value in values.items()}
+
+
+class Digests:
+    """Digests of tensors that nobody changes, each worked out once while somebody has it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[ref[Tensor], str]] = {}
+
+    def of(self, tensor: Tensor) -> str:
+        """The digest of a tensor."""
+        return self.whole(tensor)[:16]
+
+    def whole(self, tensor: Tensor) -> str:
+        """The whole digest of a tensor."""
+        number = id(tensor)
+        known = self._known.get(number)
+        if known is None or known[0]() is not tensor:
+            # Not held here: a site that stays would else keep the world of every round.
+            held = ref(tensor, lambda _: self._known.pop(number, None))
+            known = self._known[number] = (held, whole_digest(tensor))
+        return known[1]
+
+    def only(self, tensors: Iterable[Tensor]) -> None:
+        """Forget all but these."""
+        ids = {id(tensor) for tensor in tensors}
+        self._known = {i: held for i, held in self._known.items() if i in ids}

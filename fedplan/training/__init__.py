@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One client's turn on its own rows: fit, wraps, freezing, probes."""
+
+from typing import TYPE_CHECKING
+
+from fedplan.faces import face
+
+if TYPE_CHECKING:
+    from fedplan.training.fit import Done, Fit, Job, Pace, Wrap, plain
+    from fedplan.training.freezing import Marked, mark
+    from fedplan.training.probes import (
+        Look,
+        Probe,
+        at_random,
+        attention,
+        fixed,
+        from_the_top,
+        gradient,
+        probe_named,
+    )
+    from fedplan.training.wraps import alternate, controlled, proximal
+
+__all__ = [
+    "Done",
+    "Fit",
+    "Job",
+    "Look",
+    "Marked",
+    "Pace",
+    "Probe",
+    "Wrap",
+    "alternate",
+    "at_random",
+    "attention",
+    "controlled",
+    "fixed",
+    "from_the_top",
+    "gradient",
+    "mark",
+    "plain",
+    "probe_named",
+    "proximal",
+]
+
+__getattr__ = face(
+    __name__,
+    {
+        "fit": "Done Fit Job Pace Wrap plain",
+        "freezing": "Marked mark",
+        "probes": "Look Probe at_random attention fixed from_the_top gradient probe_named",
+        "wraps": "alternate controlled proximal",
+    },
+)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wraps: the ways in which methods change a local fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedplan.language.plan import Role
+from fedplan.models.params import Param
+from fedplan.models.values import take
+from fedplan.tensors.named import Tensors
+from fedplan.training.fit import Done, Fit, Job, Wrap
+
+
+def proximal(strength: float) -> Wrap:
+    """Pull shared params towards the world: strength/2 times the squared distance (FedProx)."""
+
+    def wrap(fit: Fit) -> Fit:
+        def proximal_fit(job: Job) -> Done:
+            def pull(param: Param, value: Tensor, gradient: Tensor) -> None:
+                if job.roles[param] is Role.SHARE:
+                    gradient.add_(value - job.start[param.key], alpha=strength)
+
+            return fit(replace(job, adjust=(*job.adjust, pull)))
+
+        return proximal_fit
+
+    return wrap
+
+
+def alternate(own_epochs: int = 1) -> Wrap:
+    """Train what the client keeps first, then what it shares: FedRep's two phases."""
+
+    def wrap(fit: Fit) -> Fit:
+        def alternating(job: Job) -> Done:
+            resting = {p: _rest(role, Role.SHARE, Role.FREEZE) for p, role in job.roles.items()}
+            held = {p: _rest(role, Role.KEEP, Role.HOLD) for p, role in job.roles.items()}
+            pace = replace(job.pace, epochs=own_epochs)
+            fit(replace(job, roles=resting, pace=pace, seed=job.seed + 1))
+            return fit(replace(job, roles=held))
+
+        return alternating
+
+    return wrap
+
+
+def _rest(role: Role, awake: Role, at_rest: Role) -> Role:
+    return at_rest if role is awake else role
+
+
+CONTROL = "#control"
+"""The rider of SCAFFOLD: an estimate of each shared param's gradient."""
+
+
+def controlled(fit: Fit) -> Fit:
+    """Correct each step by what this client's gradient differs from the federation's: SCAFFOLD.
+
+    The second of the paper's two rules for the client's control; it is meant for plain SGD.
+    """
+
+    def controlled_fit(job: Job) -> Done:
+        shared = [p for p, role in job.roles.items() if role is Role.SHARE]
+        world = {p.key: _control(job.riders, p, job.start) for p in shared}
+        mine = {p.key: _control(job.memory, p, job.start) for p in shared}
+
+        def correct(param: Param, value: Tensor, gradient: Tensor) -> None:
+            if param.key in world:
+                gradient.add_(world[param.key] - mine[param.key])
+
+        done = fit(replace(job, adjust=(*job.adjust, correct)))
+        scale = 1 / (max(done.steps, 1) * job.pace.rate)
+        ends = take(job.model, shared)
+        fresh = {k: mine[k] - world[k] + (job.start[k] - ends[k]) * scale for k in ends}
+        return replace(
+            done,
+            riders={k + CONTROL: fresh[k] - mine[k] for k in fresh},
+            memory={**job.memory, **{k + CONTROL: fresh[k] for k in fresh}},
+        )
+
+    return controlled_fit
+
+
+def _control(held: Tensors, param: Param, start: Tensors) -> Tensor:
+    """A control as it is held; both ends know that it starts at zero."""
+    found = held.get(param.key + CONTROL)
+    return torch.zeros_like(start[param.key]) if found is None else found
