@@ -14,6 +14,7 @@ from torch import nn
 
 from fedplan.audits.ledger import verify_lines
 from fedplan.data.examples import Examples, Loss
+from fedplan.federation.aggregation import PlainSum
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.record import ROLES
 from fedplan.federation.rounds import Tally, announced, close, pull, push
@@ -31,6 +32,7 @@ from fedplan.reports.forecasts import forecast
 from fedplan.runners.local import Federation
 from fedplan.storage.lines import read_lines
 from fedplan.tensors.named import digests, nbytes
+from fedplan.tensors.riders import is_rider, param_of
 from fedplan.tensors.sums import GRID
 from fedplan.training.fit import Job, Pace, plain
 
@@ -107,11 +109,11 @@ def law_sent_is_shared_and_own_is_in_no_message(case: _Case) -> None:
             roles = dict(zip(may, (ROLES[letter] for letter in line.roles), strict=True))
             answered = federation.clients[client].journal.answered(request.name)
             assert answered is not None
-            sent = {k.split("#")[0] for k in answered[0]}
+            sent = {param_of(k) for k in answered[0]}
             assert sent == {k for k, role in roles.items() if role is Role.SHARE}
             assert sent <= {k for k, role in may.items() if role is Role.SHARE}
             own = {k for k, role in roles.items() if role.own}
-            came = own & {k.split("#")[0] for k in request.values}
+            came = own & {param_of(k) for k in request.values}
             assert not came & settled[client] and all(request.versions[k] > 0 for k in came)
             settled[client] |= own
         federation.commit(tally)
@@ -133,18 +135,16 @@ def law_a_param_is_the_mean_over_its_own_senders(case: _Case) -> None:
     agreement = replace(
         federation.agreement, method=replace(case.method, serve=type(case.method.serve)())
     )
-    world = World.start(agreement, federation.start)
-    tally = Tally({one: push(agreement, world, one, {})})
+    world = World.start(agreement, federation.server.start)
+    tally = Tally({one: push(agreement, world, one, {})}, PlainSum(agreement, world.values, 2))
     federation.ask(tally)
     update = local(agreement, federation.clients[one], tally.cohort[one])
     pull(agreement, world, tally, update)
-    after = close(agreement, world, tally, roster=2, later=set())
-    riders = agreement.method.riders or ("#!",)
-    coded = {k: v for k, v in update.values.items() if not k.endswith(riders)}
-    base = {k: world.values[k] for k in {k.partition("#")[0] for k in coded}}
-    sent = agreement.method.wire.decode(coded, base)
+    after = close(agreement, world, tally, tally.total.close(), later=set())
+    base = {k: world.values[k] for k in {param_of(k) for k in update.values}}
+    sent = agreement.method.wire.decode(update.values, base)
     for key, value in world.values.items():
-        if "#" not in key:
+        if not is_rider(key):
             assert torch.allclose(after.values[key], sent.get(key, value), rtol=0, atol=GRID), key
 
 
@@ -155,7 +155,8 @@ def law_each_gets_what_it_lacks(case: _Case) -> None:
     world, agreement = federation.world, federation.agreement
     for _ in range(2):
         world = announced(agreement, world)
-        tally = Tally({name: push(agreement, world, name, {}) for name in rest})
+        total = PlainSum(agreement, world.values, len(rest) + 1)
+        tally = Tally({name: push(agreement, world, name, {}) for name in rest}, total)
         federation.ask(tally)
         for name in rest:
             pull(
@@ -164,10 +165,10 @@ def law_each_gets_what_it_lacks(case: _Case) -> None:
                 tally,
                 local(agreement, federation.clients[name], tally.cohort[name]),
             )
-        world = close(agreement, world, tally, roster=len(rest) + 1, later=set())
+        world = close(agreement, world, tally, total.close(), later=set())
     request = push(agreement, announced(agreement, world), late, {})
     roles, lacking = case.roles(request.turn), set(request.values)
-    assert {k for k in lacking if "#" not in k} == {
+    assert {k for k in lacking if not is_rider(k)} == {
         p.key for p in agreement.movable if not roles[p.key].own or world.versions[p.key]
     }
     for name in rest:

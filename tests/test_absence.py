@@ -36,10 +36,10 @@ def whole(tmp_path: Path) -> Federation:
 
 def play(whole: Federation, *absent: str) -> dict[str, set[str]]:
     """One round without some clients; what came down to each of the others."""
-    away = {name: whole.roster.pop(name) for name in absent}
+    away = {name: whole.server.roster.pop(name) for name in absent}
     tally = whole.round()
     whole.commit(tally)
-    whole.roster |= away
+    whole.server.roster |= away
     return {name: set(down.values) for name, down in tally.cohort.items()}
 
 
@@ -52,7 +52,7 @@ def own(whole: Federation) -> set[str]:
 
 
 def faults(whole: Federation) -> list[str]:
-    return verify_lines(whole.agreement, read_lines(whole.folder / "ledger.jsonl"))
+    return verify_lines(whole.agreement, read_lines(whole.server.folder / "ledger.jsonl"))
 
 
 def test_a_newcomer_starts_from_todays_common_prompts_and_fresh_own_ones(whole: Federation) -> None:
@@ -61,7 +61,7 @@ def test_a_newcomer_starts_from_todays_common_prompts_and_fresh_own_ones(whole: 
     common = {p.key for p in whole.agreement.movable}
     before = whole.personal_values("carla!")
     assert all(torch.equal(before[k], whole.world.values[k]) for k in common)
-    assert all(torch.equal(before[k], whole.start[k]) for k in own(whole))
+    assert all(torch.equal(before[k], whole.server.start[k]) for k in own(whole))
     assert not home(whole, "carla!")
     came = play(whole)
     assert came["carla!"] == common
@@ -83,10 +83,12 @@ def test_an_absentee_keeps_its_own_and_gets_what_it_missed(whole: Federation) ->
 def test_a_lost_home_is_a_newcomers_and_the_ledger_shows_it(whole: Federation) -> None:
     for _ in range(2):
         play(whole)
-    shutil.rmtree(home_of(whole.folder, "ann"))
-    whole.clients["ann"].journal = type(whole.clients["ann"].journal)(home_of(whole.folder, "ann"))
+    shutil.rmtree(home_of(whole.server.folder, "ann"))
+    whole.clients["ann"].journal = type(whole.clients["ann"].journal)(
+        home_of(whole.server.folder, "ann")
+    )
     start = whole.personal_values("ann")
-    assert all(torch.equal(start[k], whole.start[k]) for k in own(whole))
+    assert all(torch.equal(start[k], whole.server.start[k]) for k in own(whole))
     play(whole)
     assert set(home(whole, "ann")) == own(whole)
     found = faults(whole)

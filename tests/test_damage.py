@@ -17,9 +17,9 @@ from clients import GUARANTEES, few, know_secrets, loss
 from torch import Tensor
 
 from fedplan.errors import FedplanError
+from fedplan.federation.aggregation import PrivateSum
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.messages import Update, update_message
-from fedplan.federation.participation import Participation
 from fedplan.federation.rounds import Tally
 from fedplan.federation.turns import local
 from fedplan.federation.world import World
@@ -31,6 +31,8 @@ from fedplan.runners.flower.records import message_in, records_of
 from fedplan.runners.local import Federation
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
+from fedplan.tensors.riders import split_riders
+from fedplan.tensors.sums import ExactSum
 from fedplan.tensors.wire import parse_wire
 from fedplan.training.fit import Pace
 
@@ -60,7 +62,7 @@ class Round:
             "damage", describe(zoo.build("bert")), made, PACE, GUARANTEES.get(name)
         )
         know_secrets(folder, ())
-        participation = Participation(late=1.0) if late else None
+        self.late = late
         self.fed = Federation(
             agreement,
             zoo.build("bert"),
@@ -68,13 +70,12 @@ class Round:
             loss,
             folder,
             rounds=3,
-            participation=participation,
         )
         if not late:
             self.fed.commit(self.fed.round())
-        if self.fed.guard is not None:
-            self.fed.guard.cohort = lambda roster, number: list(roster)  # type: ignore[method-assign]
-        self.tally = self.fed.begin()
+        if self.fed.server.aggregation.guard is not None:
+            self.fed.server.aggregation.guard.cohort = lambda roster, number: list(roster)  # type: ignore[method-assign]
+        self.tally = self.fed.server.begin()
         self.fed.ask(self.tally)
         self.updates = {
             n: local(self.fed.agreement, self.fed.clients[n], d)
@@ -83,22 +84,26 @@ class Round:
 
     def tallied(self) -> Tally:
         """The same round, open and empty."""
-        opened = replace(self.tally)
-        fresh = Tally(opened.cohort, opened.mechanism, opened.late, opened.marks, opened.digests)
-        fresh.rejected |= {name: "late" for name in opened.late}
-        return fresh
+        server, opened = self.fed.server, self.tally
+        scores = next(iter(opened.cohort.values())).turn.scores
+        total = server._total(server.world.round + 1, scores)
+        return Tally(opened.cohort, total, opened.marks, opened.digests)
+
+    def take(self, tally: Tally, update: Update) -> None:
+        """Count an update, or hear it if all are late."""
+        self.fed.server.take(tally, update, late=self.late)
 
     def closed(self, tally: Tally) -> World:
         """The world after a round, with the others counted; the round stays open."""
         before = self.fed.world
         for name, update in self.updates.items():
             if name != BAD:
-                self.fed.take(tally, update)
+                self.take(tally, update)
         try:
-            self.fed.end(tally)
+            self.fed.server.end(tally)
             return self.fed.world
         finally:
-            self.fed.world = before
+            self.fed.server.world = before
 
 
 PACE = Pace(optimiser="sgd", rate=1e-2, batch=2, steps=2)
@@ -113,13 +118,19 @@ def bits(world: World) -> object:
 
 def state(tally: Tally) -> object:
     """All of a tally but the reasons."""
-    sums = (tally.sums.weights(), tally.riders.weights(), dict(tally.drift.squares))
-    return copy.deepcopy((sums, tally.weight, tally.within, tally.counted, tally.heard))
+    total = {
+        name: held.weights() if isinstance(held, ExactSum) else held
+        for name, held in vars(tally.total).items()
+        if name not in ("agreement", "base", "guard", "mechanism")
+    }
+    return copy.deepcopy((total, tally.counted, tally.heard))
 
 
 def values_with(update: Update, key: str, value: Tensor | None) -> Update:
-    found = {k: v for k, v in update.values.items() if k != key}
-    return replace(update, values=found | ({key: value} if value is not None else {}))
+    sent = {k: v for k, v in {**update.values, **update.riders}.items() if k != key}
+    sent |= {key: value} if value is not None else {}
+    values, riders = split_riders(sent, ("control",) if update.riders else ())
+    return replace(update, values=values, riders=riders)
 
 
 def filled(tensor: Tensor, number: float) -> Tensor:
@@ -130,7 +141,7 @@ def filled(tensor: Tensor, number: float) -> Tensor:
 
 def damaged(update: Update) -> Iterator[tuple[str, Update]]:
     """The update with each of its tensors damaged in each way, and with each field wrong."""
-    for key, tensor in update.values.items():
+    for key, tensor in {**update.values, **update.riders}.items():
         if tensor.is_floating_point():
             for number in (float("nan"), float("inf"), float("-inf"), 3.3e38):
                 yield f"{number} in {key}", values_with(update, key, filled(tensor, number))
@@ -156,7 +167,7 @@ def pulled(found: Round, tally: Tally, what: str, update: Update, *, times: int)
     before = state(tally)
     for _ in range(times):
         tally.rejected.pop(str(update.client), None)
-        found.fed.take(tally, update)
+        found.take(tally, update)
         assert state(tally) == before, what
         assert tally.rejected.get(str(update.client)), what
         assert BAD not in tally.lines, what
@@ -168,7 +179,9 @@ def test_damage_of_any_kind_leaves_the_round_as_it_was(
 ) -> None:
     found = Round(name, wire, tmp_path)
     without, tally = found.closed(found.tallied()), found.tallied()
-    clipped = found.tally.mechanism is not None  # then a change of any length is one of the bound's
+    clipped = isinstance(
+        found.tally.total, PrivateSum
+    )  # then a change of any length is one of the bound's
     changes = [
         each for each in damaged(found.updates[BAD]) if not (clipped and each[0][:7] == "3.3e+38")
     ]
@@ -178,37 +191,36 @@ def test_damage_of_any_kind_leaves_the_round_as_it_was(
         pulled(found, tally, what, update, times=1 if i % 5 else 5)
     assert bits(found.closed(tally)) == bits(without)
     honest = found.tallied()
-    found.fed.take(honest, found.updates[BAD])
+    found.take(honest, found.updates[BAD])
     assert honest.counted == [BAD], honest.rejected
 
 
 def test_damage_between_honest_updates_and_one_that_comes_twice(tmp_path: Path) -> None:
     found = Round("scaffold", "plain()", tmp_path)
     with_it, tally = found.tallied(), found.tallied()
-    found.fed.take(with_it, found.updates[BAD])
+    found.take(with_it, found.updates[BAD])
     for _ in range(5):
-        found.fed.take(tally, found.updates[BAD])
+        found.take(tally, found.updates[BAD])
     for _, update in list(damaged(found.updates["client-1"]))[::9]:
-        found.fed.take(tally, update)
+        found.take(tally, update)
     assert tally.counted == [BAD] and bits(found.closed(tally)) == bits(found.closed(with_it))
 
 
 @pytest.mark.parametrize("name", ["fedper", "scaffold"])
 def test_a_late_answer_is_checked_as_any_other(name: str, tmp_path: Path) -> None:
     found = Round(name, "plain()", tmp_path, late=True)
-    assert found.tally.late == set(found.fed.clients)
     without, tally = found.closed(found.tallied()), found.tallied()
     changes = [*[*damaged(found.updates[BAD])][::5], *forged(found)]
     for what, update in changes:
         before = state(tally)
         for _ in range(2):
-            found.fed.take(tally, update)
+            found.take(tally, update)
             assert state(tally) == before and BAD not in tally.lines, what
     assert tally.rejected[BAD].startswith("late, and ")
     assert bits(found.closed(tally)) == bits(without)
     good = found.tallied()
     for _ in range(2):
-        found.fed.take(good, found.updates[BAD])
+        found.take(good, found.updates[BAD])
     assert good.heard == [BAD] and not good.counted and good.rejected[BAD] == "late"
 
 
@@ -294,7 +306,7 @@ def test_a_forged_line_is_a_rejected_update(name: str, tmp_path: Path) -> None:
     tries = list(forged(found))
     assert len(tries) >= 200
     for what, update in tries:
-        found.fed.take(tally, update)
+        found.take(tally, update)
         assert BAD not in tally.counted, what
         assert tally.rejected.pop(BAD), what
     assert bits(found.closed(tally)) == bits(without)
@@ -304,7 +316,7 @@ def test_a_line_over_a_lossy_wire_is_held_to_the_rest(tmp_path: Path) -> None:
     found = Round("fedper", "bf16()", tmp_path)
     tally = found.tallied()
     for what, update in forged(found):
-        found.fed.take(tally, update)
+        found.take(tally, update)
         assert BAD not in tally.counted, what
 
 
@@ -317,7 +329,7 @@ def carried(message: Message) -> Message:
 def test_a_forged_line_that_flower_carries_is_a_rejected_update(name: str, tmp_path: Path) -> None:
     found = Round(name, "plain()", tmp_path)
     without, tally = found.closed(found.tallied()), found.tallied()
-    carrier = Carrier(None, found.fed)  # type: ignore[arg-type]
+    carrier = Carrier(None, found.fed.server)  # type: ignore[arg-type]
     tried = 0
     for what, update in [*forged(found), *[*damaged(found.updates[BAD])][::11]]:
         try:
@@ -342,7 +354,7 @@ def test_what_is_the_clients_own_word_is_taken_as_such(tmp_path: Path) -> None:
     said = after[: 16 * own] + "0" * 16 + after[16 * own + 16 :]
     for change in ({"steps": 9}, {"loss": None}, {"loss": -1.0}, {"after": said}):
         tally = found.tallied()
-        found.fed.take(tally, replace(update, line={**update.line, **change}))
+        found.take(tally, replace(update, line={**update.line, **change}))
         assert tally.counted == [BAD], tally.rejected
 
 
@@ -362,10 +374,10 @@ def test_a_poll_that_cannot_be_added_is_left_out(kind: str, tmp_path: Path) -> N
     bad = {block: POLLS[kind](block) for block in blocks}
     strange = {type(blocks[0])("elsewhere", 3): 1.0, **good}
     polls = {"client-0": bad, "client-1": good, "client-2": bad, "client-3": strange}
-    found.fed.choose(found.tally, polls)
+    found.fed.server.choose(found.tally, polls)
     assert all(dict(d.turn.scores or {}) == good for d in found.tally.cohort.values())
     with pytest.raises(FedplanError, match="nothing can be chosen"):
-        found.fed.choose(found.tally, {"client-0": bad})
+        found.fed.server.choose(found.tally, {"client-0": bad})
 
 
 def test_lines_are_written_as_they_are_read(tmp_path: Path) -> None:

@@ -148,11 +148,11 @@ def _after(server: Server, count: int) -> None:
     """Have a server end with its so-maniest answer in hand, uncounted."""
     left, calm = [count], server.take
 
-    def take(tally: Tally, update: Update) -> None:
+    def take(tally: Tally, update: Update, **more: bool) -> None:
         left[0] -= 1
         if not left[0]:
             raise KeyboardInterrupt
-        calm(tally, update)
+        calm(tally, update, **more)
 
     server.take = take  # type: ignore[method-assign]
 

@@ -30,7 +30,8 @@ APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
 LENT = {
     "tensors": """
-        DTYPES Digests GRID JSON LARGEST_VALUE at_rest nbytes plain
+        DTYPES Digests GRID JSON LARGEST_VALUE at_rest beside is_rider nbytes param_of plain
+        rider riders_of split_riders
     """,
     "storage": """
         Claim Generation a_study_name alone claimed client_names explained folder_named
@@ -59,12 +60,12 @@ LENT = {
     """,
     "federation": """
         AGREEMENT ANSWERS Account DELTA EXITS Fare FaultLog Identity KEY KINDS LEDGER Limits
-        ROLES ROUND RUN Record RecordError SMALL STUDY WORLD announced by_part changed_rows
-        code_of guard_of joined journal_in keyed last_of last_told mark_of meant own_values
-        parsed parted personal_values place_of read_agreement read_answers read_egress
-        read_faults read_identity read_record read_world records_in request_header
-        request_message require_sound run_of said_of scored told understood update_of
-        world_values
+        PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY WORLD announced by_part
+        changed_rows code_of guard_of joined journal_in keyed last_of last_told mark_of
+        meant own_values parsed parted personal_values place_of read_agreement read_answers
+        read_egress read_faults read_identity read_record read_world records_in
+        request_header request_message require_sound run_of said_of scored told understood
+        update_of world_values
     """,
     "studies": """
         agreed_run file_faults guarantee_of identity_faults laid_over method_of note_task

@@ -117,6 +117,6 @@ def test_a_method_that_leaks_on_purpose_is_caught(tmp_path: Path) -> None:
 
         return leaking
 
-    made = replace(method_named("fedper"), wraps=(leaky,), riders=("#leak",))
+    made = replace(method_named("fedper"), wraps=(leaky,), riders=("leak",))
     tap = Wiretap(made, tmp_path, prompted=False)
     assert tap.hits()

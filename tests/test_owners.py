@@ -194,13 +194,13 @@ class Local(Played):
             self.agreement, model(), rows, loss, self.folder,
             rounds=ROUNDS, participation=Calendar(), replies=replies,
         )  # fmt: skip
-        made.take = self.losing(made.take)  # type: ignore[method-assign]
+        made.server.take = self.losing(made.server.take)  # type: ignore[method-assign]
         return made
 
-    def losing(self, calm: Callable[[Tally, Update], None]) -> Callable[[Tally, Update], None]:
-        def take(tally: Tally, update: Update) -> None:
+    def losing(self, calm: Callable[..., None]) -> Callable[..., None]:
+        def take(tally: Tally, update: Update, **more: bool) -> None:
             if (update.client, self.number) not in LOST:
-                calm(tally, update)
+                calm(tally, update, **more)
 
         return take
 

@@ -106,10 +106,10 @@ def test_the_freeze_ends_the_kernels_state_in_every_optimiser(
 def test_a_late_joiner_gets_the_final_kernel_once(tmp_path: Path) -> None:
     whole = federation(method_named("fedfrozen", {"warmup": 1}), tmp_path, rounds=5, clients=3)
     kernel = {p.key for p in whole.agreement.params if p.kind in ("query", "key")}
-    late, asked = whole.roster.pop("client-2"), list[Tally]()
+    late, asked = whole.server.roster.pop("client-2"), list[Tally]()
     for number in range(1, 6):
         if number == 3:
-            whole.roster["client-2"] = late
+            whole.server.roster["client-2"] = late
         asked.append(whole.round())
         whole.commit(asked[-1])
     came = [kernel & set(t.cohort["client-2"].values) for t in asked[2:]]
@@ -150,13 +150,14 @@ def test_who_did_not_send_counts_as_unchanged_if_absent_counts(tmp_path: Path) -
     }  # fmt: skip
     start = dict(both[True].world.values)
     tallies = {absent: each.round() for absent, each in both.items()}
-    weights = tallies[True].sums.weights()
-    parted = {k for k in weights if weights[k] < tallies[True].weight}
+    total = tallies[True].total
+    weights = total.values.weights()
+    parted = {k for k in weights if weights[k] < total.weight}
     assert parted, "every block was chosen by all: take another seed"
     for key in weights:
         full = both[False].world.values[key] - start[key]
         part = both[True].world.values[key] - start[key]
-        share = weights[key] / tallies[True].weight
+        share = weights[key] / total.weight
         assert torch.allclose(part, full * share, atol=1e-6), key
 
 
@@ -181,7 +182,7 @@ def test_a_vote_that_is_no_number_is_left_out(tmp_path: Path) -> None:
     whole = federation(method_named("safl", {"k": 1, "together": True, "probe": "last"}), tmp_path)
     made = whole.agreement.method
     broken = replace(made, probe=lambda look: {block: float("nan") for block in look.blocks})
-    tally = whole.begin()
+    tally = whole.server.begin()
     whole.ask(tally)
     assert all(d.turn.scores for d in tally.cohort.values())
     whole.agreement = replace(whole.agreement, method=broken)

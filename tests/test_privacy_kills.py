@@ -87,7 +87,11 @@ def test_all_that_was_released_was_charged(
         assert played(run, name, replies=False) == 0
     assert left(run, name, replies=False) == reference
     fed = federation(run, name, replies=False)
-    guards = [fed.guard] if fed.guard else [site.guard for site in fed.clients.values()]
+    guards = (
+        [fed.server.aggregation.guard]
+        if fed.server.aggregation.guard
+        else [site.guard for site in fed.clients.values()]
+    )
     charged = Counter(c.about for guard in guards if guard for c in guard.budget.charges)
     released = {tuple(json.loads(line)) for line in out.read_text().splitlines()}
     assert released

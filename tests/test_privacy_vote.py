@@ -152,11 +152,13 @@ def test_a_vote_that_nobody_came_to_is_held_and_charged(tmp_path: Path) -> None:
         guarantee,
     )
     fed = Federation(agreement, model, few("bert"), loss, tmp_path, rounds=1)
-    tally = fed.begin()
+    tally = fed.server.begin()
     tally.cohort.clear()
     fed.ask(tally)
-    assert fed.guard is not None
-    assert [charge.about for charge in fed.guard.budget.charges] == ["round 1: vote"]
+    assert fed.server.aggregation.guard is not None
+    assert [charge.about for charge in fed.server.aggregation.guard.budget.charges] == [
+        "round 1: vote"
+    ]
     assert fed.world.choice
 
 

@@ -22,6 +22,7 @@ from fedplan.federation.participation import Participation
 from fedplan.methods.registry import method_named
 from fedplan.models.description import describe
 from fedplan.privacy.guard import CHARGES
+from fedplan.runners.faults import Faults
 from fedplan.runners.local import Federation
 from fedplan.storage import failpoints
 from fedplan.storage.failpoints import POINTS, VARIABLE
@@ -44,7 +45,8 @@ def federation(folder: Path, name: str, *, replies: bool) -> Federation:
         loss,
         folder,
         rounds=ROUNDS,
-        participation=None if guarantee else Participation(share=0.7, late=0.2),
+        participation=None if guarantee else Participation(share=0.7),
+        faults=None if guarantee else Faults(late=0.2),
         replies=replies,
     )
 

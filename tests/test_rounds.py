@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedplan import parse
 from fedplan.audits.ledger import verify_lines
+from fedplan.federation.aggregation import PlainSum
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.messages import Refused, Request, Update
 from fedplan.federation.participation import Participation
@@ -27,6 +28,7 @@ from fedplan.methods.method import Method
 from fedplan.methods.registry import method_named
 from fedplan.methods.server_optimiser import RULES, Serve
 from fedplan.models.description import describe
+from fedplan.runners.faults import Faults
 from fedplan.runners.local import Federation
 from fedplan.storage.journal import home_of
 from fedplan.storage.lines import read_lines
@@ -46,8 +48,14 @@ def federation(
     return Federation(agreement, model, rows, loss, folder, rounds=more.pop("rounds", 5), **more)
 
 
+def opened(fed: Federation) -> Tally:
+    """The first round, in which all are asked."""
+    cohort = {n: push(fed.agreement, fed.world, n, {}) for n in fed.clients}
+    return Tally(cohort, PlainSum(fed.agreement, fed.world.values, len(fed.clients)))
+
+
 def asked(fed: Federation) -> tuple[Tally, dict[str, Update]]:
-    tally = Tally({n: push(fed.agreement, fed.world, n, {}) for n in fed.clients})
+    tally = opened(fed)
     return tally, {n: local(fed.agreement, fed.clients[n], d) for n, d in tally.cohort.items()}
 
 
@@ -143,8 +151,8 @@ def test_a_malformed_update_is_rejected_singly(
 ) -> None:
     fed, updates = good
     honest = {n: u for n, u in updates.items() if n != "client-0"}
-    tally = Tally({n: push(fed.agreement, fed.world, n, {}) for n in fed.clients})
-    without = Tally(dict(tally.cohort))
+    tally = opened(fed)
+    without = opened(fed)
     for i, update in enumerate(honest.values()):
         if i == 1:
             pull(fed.agreement, fed.world, tally, MALFORMED[fault](updates["client-0"]))
@@ -154,7 +162,7 @@ def test_a_malformed_update_is_rejected_singly(
     assert reason
     assert sorted(tally.counted) == sorted(honest)
     made, expected = (
-        close(fed.agreement, fed.world, t, roster=4, later=set()) for t in (tally, without)
+        close(fed.agreement, fed.world, t, t.total.close(), later=set()) for t in (tally, without)
     )
     assert digests(made.values) == digests(expected.values)
 
@@ -165,7 +173,7 @@ def test_at_least_forty_faults_are_tried() -> None:
 
 def test_an_update_is_counted_once(good: tuple[Federation, dict[str, Update]]) -> None:
     fed, updates = good
-    tally = Tally({n: push(fed.agreement, fed.world, n, {}) for n in fed.clients})
+    tally = opened(fed)
     for _ in range(2):
         pull(fed.agreement, fed.world, tally, updates["client-0"])
     assert tally.counted == ["client-0"]
@@ -178,10 +186,10 @@ def test_updates_in_any_order_make_the_same_world(
     fed, updates = good
     worlds = set[tuple[str, ...]]()
     for order in (list(updates), list(reversed(updates))):
-        tally = Tally({n: push(fed.agreement, fed.world, n, {}) for n in fed.clients})
+        tally = opened(fed)
         for name in order:
             pull(fed.agreement, fed.world, tally, updates[name])
-        made = close(fed.agreement, fed.world, tally, roster=4, later=set())
+        made = close(fed.agreement, fed.world, tally, tally.total.close(), later=set())
         worlds.add(tuple(digests(made.values).values()))
     assert len(worlds) == 1
 
@@ -211,11 +219,11 @@ def test_another_plan_is_another_agreement() -> None:
 
 
 def test_a_run_with_absences_is_verified_and_repeats_its_bits(tmp_path: Path) -> None:
-    absences = Participation(share=0.75, dropped=0.2, late=0.2)
+    absences = {"participation": Participation(0.75), "faults": Faults(dropped=0.2, late=0.2)}
     worlds = list[dict[str, str]]()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        fed = federation(tmp_path / name, clients=8, participation=absences, rounds=6)
+        fed = federation(tmp_path / name, clients=8, rounds=6, **absences)
         for _ in range(6):
             fed.commit(fed.round())
         worlds.append(digests(fed.world.values))
@@ -323,5 +331,5 @@ def test_a_client_of_any_name_has_one_home_within_the_run(name: str, tmp_path: P
 
 def test_world_starts_with_what_may_travel_only(tmp_path: Path) -> None:
     fed = federation(tmp_path)
-    world = World.start(fed.agreement, fed.start)
+    world = World.start(fed.agreement, fed.server.start)
     assert set(world.values) == {p.key for p in fed.agreement.params if p.kind in ("value", "head")}

@@ -49,7 +49,7 @@ def play(folder: Path, until: int = ROUNDS) -> Federation:
 def left(fed: Federation) -> object:
     """All that a run leaves but its id."""
     homes = {n: digests(s.journal.home()[0]) for n, s in fed.clients.items()}
-    files = [(fed.folder / name).read_bytes() for name in ("ledger.jsonl", "metrics.jsonl")]
+    files = [(fed.server.folder / name).read_bytes() for name in ("ledger.jsonl", "metrics.jsonl")]
     return digests(fed.world.values), homes, files
 
 
@@ -82,7 +82,7 @@ def test_a_ledger_is_opened_whatever_the_last_write_left(
     shutil.copytree(before, tmp_path / "run")
     good, full = (before / name).read_bytes(), (folder / name).read_bytes()
     fed = federation(tmp_path / "run")
-    ledger = fed.ledger if name == "ledger.jsonl" else fed.metrics
+    ledger = fed.server.ledger if name == "ledger.jsonl" else fed.server.metrics
     every = range(len(good), len(full) + 1)
     for cut in {*every[:200], *every[::11], *every[-200:]}:
         (tmp_path / "run" / name).write_bytes(full[:cut])

@@ -13,6 +13,7 @@ from fedplan.language.plan import Role
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.params import Block
+from fedplan.tensors.riders import param_of
 
 
 def verify_lines(agreement: Agreement, lines: Iterable[object], start: str = "") -> list[str]:
@@ -126,7 +127,7 @@ class _Checker:
         where, turns, self.turns, self.round = f"round {line.round}", self.turns, {}, line.round
         movable = {p.key for p in self.agreement.movable}
         for key, mark in line.moved.items():
-            if key.split("#")[0] not in movable:
+            if param_of(key) not in movable:
                 yield f"{where}: {key} moved, and no turn may share it"
             self.world[key] = mark
             self.versions[key] = line.round

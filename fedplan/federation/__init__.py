@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from fedplan.faces import face
 
 if TYPE_CHECKING:
+    from fedplan.federation.aggregation import Aggregation, Plain, Private
     from fedplan.federation.agreement import Agreement
     from fedplan.federation.client import Client
     from fedplan.federation.endpoint import Endpoint
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
     from fedplan.federation.world import World
 
 __all__ = [
+    "Aggregation",
     "Agreement",
     "Client",
     "Endpoint",
     "Lacking",
     "Participation",
+    "Plain",
+    "Private",
     "Refused",
     "Rejected",
     "Request",
@@ -43,6 +47,7 @@ __all__ = [
 __getattr__ = face(
     __name__,
     {
+        "aggregation": "Aggregation Plain Private",
         "agreement": "Agreement",
         "client": "Client",
         "endpoint": "Endpoint",

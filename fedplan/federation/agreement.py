@@ -19,6 +19,7 @@ from fedplan.models.params import ITEMSIZE, Block, Param, Params
 from fedplan.models.schema import written
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
+from fedplan.tensors.riders import param_of, riders_of
 from fedplan.tensors.wire import plain
 from fedplan.training.fit import Pace
 from fedplan.training.probes import is_public
@@ -96,13 +97,14 @@ class Agreement:
         firsts = [(i, p.key, 0 if roles[p].own else -1) for i, p in enumerate(self.movable)]
         found = {key: first for i, key, first in firsts if first or not settled >> i & 1}
         shared = [p.key for p in self.movable if roles[p] is Role.SHARE]
-        return found | {key + rider: 0 for key in shared for rider in self.method.riders}
+        return found | dict.fromkeys(riders_of(shared, self.method.riders), 0)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
         """The bytes of all that may come down, riders included."""
         whole = {p.key: p.nbytes for p in self.movable}
-        return whole | {k + r: n for k, n in whole.items() for r in self.method.riders}
+        beside = riders_of(whole, self.method.riders)
+        return whole | {name: whole[param_of(name)] for name in beside}
 
     def up(self, param: Param) -> int:
         """The bytes that a shared param takes on its way up, its riders included."""

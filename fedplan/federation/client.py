@@ -26,6 +26,7 @@ from fedplan.privacy.guard import ClientGuard
 from fedplan.privacy.mechanisms.secret import secret_of
 from fedplan.storage.journal import Journal
 from fedplan.tensors.named import Digests, Tensors
+from fedplan.tensors.riders import beside, param_of
 from fedplan.training.probes import Look, is_public
 
 KEY = "key"
@@ -36,7 +37,7 @@ KEY = "key"
 class Client:
     """One client: its rows, what it has seen of the world, and the journal of what it keeps.
 
-    `held` are the versions of what it has seen. A `cloak` hides each of its rows in every step. The
+    `held` are the versions of what it has seen. A `guard` hides each of its rows in every step. The
     `account` is of all that it has answered, in other studies too; a simulated client has none.
     """
 
@@ -117,7 +118,7 @@ def settled_by(request: Request, notes: Mapping[str, Any]) -> dict[str, str]:
 
 
 def bits_of(settled: Mapping[str, str]) -> int:
-    """One number with a bit for each param that became the client\'s own."""
+    """One number with a bit for each param that became the client's own."""
     return reduce(lambda found, bits: found | int(bits, 16), settled.values(), 0)
 
 
@@ -128,7 +129,7 @@ def _require_wanted(client: Client, request: Request, wanted: Mapping[str, int])
             f"{client.name} takes no {min(strange)!r} from the server: its plan says so"
         ).coded("values")
     for key, value in request.values.items():
-        own = client.start[key.partition("#")[0]]
+        own = client.start[param_of(key)]
         if value.shape != own.shape or value.dtype != own.dtype:
             raise Refused(
                 f"{client.name} was sent {key!r} as {value.dtype} {tuple(value.shape)}, "
@@ -183,8 +184,7 @@ def content_of(
     """
     if client.guard is None and client.account is None:
         return ""
-    riders = {k: v for k, v in client.seen.items() if "#" in k}
-    memory = {k: v for k, v in home.items() if "#" in k}
+    riders, memory = beside(client.seen), beside(home)
     agreed = [agreement.experiment, agreement.fingerprint, agreement.study, repr(agreement.pace)]
     asked = [turn.round, turn.phase, client.name, client.traits, spelled(roles)]
     made_of = [client.mark(), len(client.rows), model_mark(client.model)]

@@ -37,6 +37,7 @@ from fedplan.storage.journal import Journal
 from fedplan.storage.store import Store
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import nbytes
+from fedplan.tensors.riders import param_of
 from fedplan.tensors.serialization import JSON, packed
 
 HELLO, POLL, TRAIN = "hello", "poll", "train"
@@ -104,8 +105,8 @@ class Endpoint:
 
     def _parts(self, update: Update) -> dict[str, int]:
         found = dict[str, int]()
-        for key, value in update.values.items():
-            kind = self._kinds[key.partition("#")[0]]
+        for key, value in {**update.values, **update.riders}.items():
+            kind = self._kinds[param_of(key)]
             found[kind] = found.get(kind, 0) + nbytes({key: value})
         return found
 

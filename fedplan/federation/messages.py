@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from fedplan.language.turn import Turn
 from fedplan.models.params import Block
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import nbytes
+from fedplan.tensors.riders import split_riders
 from fedplan.tensors.serialization import JSON, SerializationError, packed, unpacked
 
 
@@ -60,7 +61,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Update:
-    """What a client hands back: coded values, its weight, and its line of the ledger."""
+    """What a client hands back: coded values, riders, its weight, and its line of the ledger."""
 
     client: str
     request: str
@@ -68,10 +69,11 @@ class Update:
     values: dict[str, Tensor]
     weight: int
     line: dict[str, Any]
+    riders: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @property
     def nbytes(self) -> int:
-        return nbytes(self.values)
+        return nbytes(self.values) + nbytes(self.riders)
 
 
 def listed(scores: Mapping[Block, float]) -> list[Any]:
@@ -151,12 +153,15 @@ def update_message(update: Update) -> Message:
         "weight": update.weight,
         "line": update.line,
     }
-    return packed(update.values, said)
+    return packed({**update.values, **update.riders}, said)
 
 
-def update_of(message: Message, *, limit: int | None = None) -> Update:
-    """An answer from its parcel."""
-    values, said = unpacked(message, limit=limit)
+def update_of(
+    message: Message, *, riders: tuple[str, ...] = (), limit: int | None = None
+) -> Update:
+    """An answer from its message; beside its values may be riders of these kinds."""
+    tensors, said = unpacked(message, limit=limit)
+    values, beside = split_riders(tensors, riders)
     return Update(
         client=_read(said, "client", str),
         request=_read(said, "request", str),
@@ -164,6 +169,7 @@ def update_of(message: Message, *, limit: int | None = None) -> Update:
         values=values,
         weight=_read(said, "weight", int),
         line=_read(said, "line", dict),
+        riders=beside,
     )
 
 

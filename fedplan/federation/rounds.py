@@ -3,29 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import fsum
 
-import torch
 from torch import Tensor
 
 from fedplan.errors import FedplanError
+from fedplan.federation.aggregation import OpenSum, Outcome
 from fedplan.federation.agreement import Agreement, basis
 from fedplan.federation.claims import require_marks, require_turn
-from fedplan.federation.drift import Drift
 from fedplan.federation.messages import Rejected, Request, Update
-from fedplan.federation.record import LARGEST_SCORE, TurnRecord, read_turn
+from fedplan.federation.record import TurnRecord, read_turn
 from fedplan.federation.world import World
 from fedplan.language.plan import Role
 from fedplan.language.resolution import certain, permitted
 from fedplan.language.turn import Turn
 from fedplan.methods.phases import Sign
 from fedplan.models.params import Block
-from fedplan.privacy.mechanisms.gaussian import Mechanism
 from fedplan.storage.failpoints import reach
 from fedplan.tensors.named import Digests, Tensors, nbytes
-from fedplan.tensors.sums import ExactSum
+from fedplan.tensors.riders import param_of, riders_of
 
 
 def announced(agreement: Agreement, world: World) -> World:
@@ -64,29 +61,26 @@ def push(
 
 @dataclass
 class Tally:
-    """An open round: the running sums, and who was counted or rejected, with the reason.
+    """An open round: its sum, and who was counted or rejected, with the reason.
 
-    `vain` are bytes that went down to sites that could not use them; what `late` clients say is
-    heard and counts nowhere. A `mechanism` hides each client: what is summed are then clipped
-    changes, and every client counts alike; `within` are those that were short enough. `marks` are
-    the digests of what the model starts with.
+    `vain` are bytes that went down to sites that could not use them; `marks` are the digests of
+    what the model starts with.
     """
 
     cohort: dict[str, Request]
-    mechanism: Mechanism | None = None
-    late: frozenset[str] = frozenset()
+    total: OpenSum
     marks: Mapping[str, str] = field(default_factory=dict[str, str])
     digests: Digests = field(default_factory=Digests)
-    sums: ExactSum = field(default_factory=ExactSum)
-    drift: Drift = field(default_factory=Drift)
-    riders: ExactSum = field(default_factory=ExactSum)
-    weight: int = 0
     vain: int = 0
-    within: int = 0
     counted: list[str] = field(default_factory=list[str])
     heard: list[str] = field(default_factory=list[str])
     rejected: dict[str, str] = field(default_factory=dict[str, str])
     lines: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
+
+    def choose(self, scores: Mapping[Block, float]) -> None:
+        """Have all clients of the round choose by the same scores."""
+        for client, request in self.cohort.items():
+            self.cohort[client] = replace(request, turn=replace(request.turn, scores=scores))
 
 
 @dataclass(frozen=True)
@@ -98,57 +92,29 @@ class Sound:
     record: TurnRecord
 
 
-def summed(polled: Iterable[Mapping[Block, float]]) -> dict[Block, float]:
-    """The sum of clients' scores; those that are not numbers, or too large to add, are left out."""
-    sound = [s for s in polled if all(abs(score) <= LARGEST_SCORE for score in s.values())]
-    blocks = dict.fromkeys(block for scores in sound for block in scores)
-    return {block: fsum(s[block] for s in sound if block in s) for block in blocks}
+def pull(
+    agreement: Agreement, world: World, tally: Tally, update: Update, *, late: bool = False
+) -> None:
+    """Count one update, or write down why not: all of it is checked before any of it is added.
 
-
-def settle(tally: Tally, scores: Mapping[Block, float]) -> None:
-    """Have all clients of a round choose by the same scores."""
-    for client, request in tally.cohort.items():
-        tally.cohort[client] = replace(request, turn=replace(request.turn, scores=scores))
-
-
-def pull(agreement: Agreement, world: World, tally: Tally, update: Update) -> None:
-    """Count one update, or write down why not: all of it is checked before any of it is added."""
+    A `late` one is checked and heard, and counts nowhere.
+    """
     client = str(update.client)
     try:
         sound = _checked(agreement, world, tally, update)
-        if client not in tally.late:
-            _add(world, tally, sound, update.weight)
+        if not late:
+            tally.total.add(sound.values, sound.riders, update.weight)
     except FedplanError as error:
-        _reject(tally, client, str(error).splitlines()[0][:300])
+        reason = str(error).splitlines()[0][:300]
+        tally.rejected.setdefault(client, f"late, and {reason}" if late else reason)
         return
     tally.heard.append(client)
     tally.lines[client] = sound.record
-    if client not in tally.late:
+    if late:
+        tally.rejected[client] = "late"
+    else:
         tally.counted.append(client)
-        tally.weight += update.weight
     reach("round.pulled")
-
-
-def _reject(tally: Tally, client: str, reason: str) -> None:
-    if client in tally.late and client not in tally.heard:
-        tally.rejected[client] = f"late, and {reason}"
-    else:
-        tally.rejected.setdefault(client, reason)
-
-
-def _add(world: World, tally: Tally, sound: Sound, weight: int) -> None:
-    """Add values and riders, or neither: only the first of these calls can refuse anything."""
-    if tally.mechanism is not None:
-        tally.within += tally.mechanism.add(tally.sums, _change(sound.values, world.values))
-    else:
-        tally.sums.add(sound.values, weight)
-        tally.drift.add(sound.values, world.values, weight)
-    if sound.riders:
-        tally.riders.add(sound.riders, 1)
-
-
-def _change(values: Tensors, world: Tensors) -> dict[str, Tensor]:
-    return {key: value.double() - world[key].double() for key, value in values.items()}
 
 
 def _checked(agreement: Agreement, world: World, tally: Tally, update: Update) -> Sound:
@@ -165,22 +131,17 @@ def _checked(agreement: Agreement, world: World, tally: Tally, update: Update) -
     budget = 2 * nbytes(world.values) + 2**20
     if update.nbytes > budget:
         raise Rejected(f"{update.nbytes} bytes are more than the {budget} that can be asked for")
-    values, riders = _decoded(agreement, world, update)
-    _require_asked(agreement, world, request.turn, values, riders)
-    _require_added(world, tally, values, riders, update.weight)
-    return Sound(values, riders, _record(agreement, world, tally, update, values))
+    values = _decoded(agreement, world, update)
+    _require_asked(agreement, world, request.turn, values, update.riders)
+    tally.total.require(values, update.riders, update.weight)
+    return Sound(values, update.riders, _record(agreement, world, tally, update, values))
 
 
-def _decoded(
-    agreement: Agreement, world: World, update: Update
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    suffixes = agreement.method.riders
-    riders = {k: v for k, v in update.values.items() if k.endswith(suffixes) and suffixes}
-    coded = {k: v for k, v in update.values.items() if k not in riders}
-    sent = {k.partition("#")[0] for k in coded}
-    if strange := sent - {k for k in world.values if "#" not in k}:
+def _decoded(agreement: Agreement, world: World, update: Update) -> dict[str, Tensor]:
+    sent = {param_of(name) for name in update.values}
+    if strange := sent - {p.key for p in agreement.movable}:
         raise Rejected(f"{min(strange)!r} is not among what travels")
-    return agreement.method.wire.decode(coded, {k: world.values[k] for k in sent}), riders
+    return agreement.method.wire.decode(update.values, {k: world.values[k] for k in sent})
 
 
 def _record(
@@ -216,7 +177,7 @@ def _require_asked(
         raise Rejected(f"{min(extra)!r} is not among what this client may share")
     if missing := must - values.keys():
         raise Rejected(f"{min(missing)!r} is missing")
-    if set(riders) != {k + r for k in values for r in agreement.method.riders}:
+    if set(riders) != set(riders_of(values, agreement.method.riders)):
         raise Rejected("the riders are not those of the shared params")
     for key, value in {**values, **riders}.items():
         wanted = world.values[key]
@@ -227,72 +188,48 @@ def _require_asked(
             )
 
 
-def _require_added(
-    world: World, tally: Tally, values: Tensors, riders: Tensors, weight: int
-) -> None:
-    """Refuse what cannot be summed, or would make a rider of the world that is no number."""
-    if tally.mechanism is None:
-        tally.sums.require(values, weight)
-    tally.riders.require(riders, 1)
-    for key, change in riders.items():
-        if not bool((world.values[key] + change).isfinite().all()):
-            raise Rejected(f"{key!r} is too large to be added to what it was")
-
-
 def close(
-    agreement: Agreement,
-    world: World,
-    tally: Tally,
-    *,
-    roster: int,
-    later: set[str],
-    released: Tensors | None = None,
-    clip: float = 0.0,
+    agreement: Agreement, world: World, tally: Tally, outcome: Outcome, *, later: set[str]
 ) -> World:
-    """The world after a round: each param is the mean over its senders, then served.
+    """The world after a round: each param as the server's optimiser makes it of the clients' mean.
 
-    `later` are the keys that some later round may move: of others the serve remembers nothing.
-    `released` are the changes of a round that hides its clients, and `clip` the next one's bound.
+    `later` are the keys that some later round may move: of others nothing is remembered.
     """
     number = world.round + 1
     values, versions = dict(world.values), dict(world.versions)
-    memory = {k: m for k, m in world.memory.items() if k in later}
-    if released is not None:
-        means, weights = {k: values[k] + change for k, change in released.items()}, {}
-    else:
-        means, weights = tally.sums.mean(), tally.sums.weights()
-    for key, mean in means.items():
-        if agreement.method.absent and weights.get(key, tally.weight) < tally.weight:
-            mean = torch.lerp(values[key], mean, weights[key] / tally.weight)
-        values[key], fresh = agreement.method.serve.step(
-            values[key], mean, world.memory.get(key, {})
-        )
+    memory = {key: held for key, held in world.memory.items() if key in later}
+    for key, mean in outcome.means.items():
+        step = agreement.method.serve.step
+        values[key], fresh = step(values[key], mean, world.memory.get(key, {}))
         versions[key] = number
         if fresh and key in later:
             memory[key] = fresh
-    over = dict.fromkeys(tally.riders.weights(), roster)
-    for key, change in tally.riders.mean(over).items():
+    for key, change in outcome.riders.items():
         values[key], versions[key] = values[key] + change, number
+    known, settled = _heard(agreement, world, tally)
+    return replace(
+        world,
+        values=values,
+        versions=versions,
+        round=number,
+        known=known,
+        memory=memory,
+        drift=outcome.drift,
+        heard=world.heard | dict.fromkeys(tally.heard, number),
+        clip=outcome.clip,
+        settled=settled,
+    )
+
+
+def _heard(
+    agreement: Agreement, world: World, tally: Tally
+) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """What each client now has of the world, and which params are its own."""
     known, settled = dict(world.known), dict(world.settled)
     for client in tally.heard:
         request = tally.cohort[client]
         anew = request.anew or tally.lines[client].anew
         known[client] = {**({} if anew else known.get(client, {})), **request.versions}
-        settled[client] = (0 if anew else settled.get(client, 0)) | agreement.owned(request.turn)
-    heard = world.heard | dict.fromkeys(tally.heard, number)
-    # How far clients were apart is a release of its own, that nobody has paid for.
-    hidden = released is not None
-    drift = {} if hidden else tally.drift.by_kind(agreement.params, world.values, means, weights)
-    return World(
-        values,
-        versions,
-        number,
-        world.phase,
-        known,
-        memory,
-        drift,
-        heard,
-        world.choice,
-        clip,
-        settled,
-    )
+        own = agreement.owned(request.turn)
+        settled[client] = (0 if anew else settled.get(client, 0)) | own
+    return known, settled

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from fedplan import seeds
 from fedplan.errors import FedplanError
+from fedplan.federation.aggregation import OpenSum, aggregation_of
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.identity import RUN, Identity, identified, read_identity
 from fedplan.federation.messages import Update
 from fedplan.federation.participation import Participation
 from fedplan.federation.record import RoundRecord, joined, read_round
 from fedplan.federation.remains import require_newest, require_secrets
-from fedplan.federation.rounds import Tally, announced, close, pull, push, settle, summed
+from fedplan.federation.rounds import Tally, announced, close, pull, push
 from fedplan.federation.world import (
     LEDGER,
     METRICS,
@@ -33,7 +34,7 @@ from fedplan.language.plan import Role
 from fedplan.language.resolution import permitted, resolve
 from fedplan.language.turn import Turn
 from fedplan.models.params import Block
-from fedplan.privacy.guard import CHARGES, SECRET, ServerGuard
+from fedplan.privacy.guard import CHARGES, SECRET
 from fedplan.storage.failpoints import reach
 from fedplan.storage.files import mark_of_file
 from fedplan.storage.generations import Generation
@@ -71,7 +72,6 @@ class Server:
         rows: Mapping[str, str] | None = None,
     ) -> None:
         self.start, self.folder, self.rounds = start, folder, rounds
-        self.participation = participation or Participation()
         self.roster: dict[str, Mapping[str, str]] = dict(roster)
         self.digests = Digests()
         self.marks = dict(marks) if marks is not None else digests(start)
@@ -82,15 +82,15 @@ class Server:
         self.agreement = agreement = replace(agreement, run=self.identity.id)
         files: dict[str, Any] = found.meta["files"] if found else {}
         require_secrets(folder, files)
-        guarantee, place = agreement.guarantee, folder / "privacy"
-        self.guard = (
-            ServerGuard(guarantee, place) if guarantee and guarantee.unit == "client" else None
-        )
         self.world = (
             World.loaded(found.tensors, found.meta) if found else World.start(agreement, start)
         )
-        if self.guard is not None:
-            self.guard.require_paid(found.meta["charges"] if found else 0)
+        self.aggregation = aggregation_of(
+            agreement,
+            folder / "privacy",
+            participation or Participation(),
+            found.meta if found else {},
+        )
         self._agreed: list[int | str] | None = files.get(STUDY)
         require_newest(folder / LEDGER, self.world.round, files.get(LEDGER, (0, ""))[0])
         self.ledger = _ledger(folder / LEDGER, files)
@@ -107,21 +107,14 @@ class Server:
     def begin(self) -> Tally:
         """Announce the phase of the next round, and say who is asked for what."""
         self.world = announced(self.agreement, self.world)
-        number, experiment = self.world.round + 1, self.agreement.experiment
-        if self.guard is not None:
-            self.guard.require_room(number, _about(number))
-            cohort = self.guard.cohort(self.roster, number)
-        else:
-            cohort = self.participation.cohort(experiment, number, list(self.roster))
-        fates = {name: self.participation.fate(experiment, number, name) for name in cohort}
-        asked = [name for name in cohort if fates[name] != "dropped"]
+        number = self.world.round + 1
+        cohort = self.aggregation.cohort(number, list(self.roster))
         tally = Tally(
-            {n: push(self.agreement, self.world, n, self.roster[n]) for n in asked},
-            late=frozenset(name for name in asked if fates[name] == "late"),
+            {n: push(self.agreement, self.world, n, self.roster[n]) for n in cohort},
+            self._total(number, None),
             marks=self.marks,
             digests=self.digests,
         )
-        tally.rejected |= {n: fate for n, fate in fates.items() if fate != "answers"}
         self._settle(tally, self._standing(number))
         return tally
 
@@ -132,7 +125,8 @@ class Server:
         a poll, who is there would decide what is released.
         """
         agreement, turns = self.agreement, self._turns(number, self.world.phase)
-        alone = self.guard is None or self.guard.guarantee.vote or not agreement.method.together
+        guarantee, together = agreement.guarantee, agreement.method.together
+        alone = not self.aggregation.hides or (guarantee and guarantee.vote) or not together
         if alone or not any(map(agreement.chooses, turns)):
             return self.world.choice or None
         seed = seeds.seed(agreement.experiment, "probe", number)
@@ -146,7 +140,7 @@ class Server:
         guarantee, agreement = self.agreement.guarantee, self.agreement
         if guarantee is not None and guarantee.vote:
             return list(tally.cohort) if guarantee.votes(self.world.round + 1) else None
-        if not agreement.method.together or self.guard is not None:
+        if not agreement.method.together or self.aggregation.hides:
             return None
         return [n for n, request in tally.cohort.items() if agreement.chooses(request.turn)] or None
 
@@ -155,30 +149,27 @@ class Server:
         guarantee, number = self.agreement.guarantee, self.world.round + 1
         there = set(self.agreement.blocks)
         polled = {name: said for name, said in polled.items() if said.keys() <= there}
-        if guarantee is None or not guarantee.vote:
-            scores = summed(polled.values())
-            if not scores:
-                raise FedplanError(
-                    f"round {number}: nobody who was asked gave scores that are numbers, so "
-                    "nothing can be chosen; start the run again to go on with this round"
-                )
-            return self._settle(tally, scores)
-        if self.guard is not None:
-            ballots = [{b for b, named in each.items() if named} for each in polled.values()]
-            blocks, most = self.agreement.blocks, self.agreement.most
-            choice = self.guard.vote(ballots, blocks, most, _about(number))
-        else:
-            choice = summed(polled.values())
-        self.world = replace(self.world, choice=choice)
-        self._settle(tally, choice)
+        scores = self.aggregation.chosen(number, polled)
+        if guarantee is not None and guarantee.vote:
+            self.world = replace(self.world, choice=scores)
+        elif not scores:
+            raise FedplanError(
+                f"round {number}: nobody who was asked gave scores that are numbers, so "
+                "nothing can be chosen; start the run again to go on with this round"
+            )
+        self._settle(tally, scores)
 
     def _settle(self, tally: Tally, scores: Mapping[Block, float] | None) -> None:
-        """Have all choose by these scores, if any; what may then be shared is what is hidden."""
+        """Have all choose by these scores, if any; what may then be shared is what is summed."""
         if scores is not None:
-            settle(tally, scores)
-        if self.guard is not None:
-            shared = self._shared(self.world.round + 1, scores)
-            tally.mechanism = self.guard.mechanism(shared, len(self.roster), self.world.clip)
+            tally.choose(scores)
+            tally.total = self._total(self.world.round + 1, scores)
+
+    def _total(self, number: int, scores: Mapping[Block, float] | None) -> OpenSum:
+        """The open sum of a round, over all that anybody may share in it."""
+        return self.aggregation.begin(
+            self.world, lambda: self._shared(number, scores), len(self.roster)
+        )
 
     def _shared(self, number: int, scores: Mapping[Block, float] | None) -> dict[str, Tensor]:
         """What any client may share in a round, whoever is asked: that is public."""
@@ -200,29 +191,15 @@ class Server:
         request = push(self.agreement, self.world, client, self.roster[client], anew=True)
         tally.cohort[client] = replace(request, turn=replace(request.turn, scores=vain.turn.scores))
 
-    def take(self, tally: Tally, update: Update) -> None:
-        """Count an update, or write down why not."""
-        pull(self.agreement, self.world, tally, update)
+    def take(self, tally: Tally, update: Update, *, late: bool = False) -> None:
+        """Count an update, or write down why not; a late one is heard, and not counted."""
+        pull(self.agreement, self.world, tally, update, late=late)
 
     def end(self, tally: Tally) -> None:
         """Close a round with what has come; `commit` makes it last."""
         reach("round.before_close")
-        number = self.world.round + 1
-        released, clip = None, 0.0
-        if self.guard is not None and tally.mechanism is not None:
-            about, made = _about(number), tally.mechanism
-            within = f"{tally.within} of {len(tally.counted)}"
-            released = self.guard.release(made, tally.sums, number, about, within)
-            clip = self.guard.moved(made, tally.within, len(tally.counted), about)
-        self.world = close(
-            self.agreement,
-            self.world,
-            tally,
-            roster=len(self.roster),
-            later=self._later(number),
-            released=released,
-            clip=clip,
-        )
+        outcome, later = tally.total.close(), self._later(self.world.round + 1)
+        self.world = close(self.agreement, self.world, tally, outcome, later=later)
 
     def _later(self, number: int) -> set[str]:
         """Keys that some later round may move, in this phase or in one that may still come."""
@@ -276,18 +253,15 @@ class Server:
         self.metrics.append([{"round": self.world.round, **scores}] if scores else [])
         reach("round.before_commit")
         tensors, meta = self.world.saved()
-        meta |= {"run": self.identity.id, "files": self._files()}
-        if self.guard is not None:
-            meta["charges"] = len(self.guard.budget.charges)
+        meta |= {"run": self.identity.id, "files": self._files(), **self.aggregation.saved()}
         self.store.write(tensors, meta, number=self.world.round)
         reach("round.committed")
 
     def _lines(self, tally: Tally) -> list[dict[str, Any]]:
         self.digests.only(self.world.values.values())
         moved = {k for k, v in self.world.versions.items() if v == self.world.round}
-        request = (
-            self.agreement.sizes[k] for request in tally.cohort.values() for k in request.versions
-        )
+        asked, sizes = tally.cohort.values(), self.agreement.sizes
+        down = sum(sizes[key] for request in asked for key in request.versions)
         whole = RoundRecord(
             round=self.world.round,
             phase=self.world.phase,
@@ -296,7 +270,7 @@ class Server:
             moved={k: self.digests.of(self.world.values[k]) for k in sorted(moved)},
             drift=self.world.drift,
             up=sum(record.up for record in tally.lines.values()),
-            down=tally.vain + sum(request),
+            down=tally.vain + down,
         )
         return [*(tally.lines[client].json() for client in sorted(tally.lines)), whole.json()]
 
@@ -334,7 +308,3 @@ def _identity(
 def _ledger(file: Path, files: Mapping[str, Any]) -> Lines:
     length, sha256 = files.get(file.name, (0, ""))
     return Lines(file, length=length, sha256=sha256)
-
-
-def _about(number: int) -> str:
-    return f"round {number}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedplan import seeds
 from fedplan.errors import FedplanError
 from fedplan.federation.account import Answer
+from fedplan.federation.aggregation import contributed
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import (
     Client,
@@ -27,15 +28,15 @@ from fedplan.federation.client import (
     start_values,
 )
 from fedplan.federation.marks import keyed
-from fedplan.federation.messages import Refused, Request, Update, listed
-from fedplan.federation.record import TURN, VERSION, joined, spelled
+from fedplan.federation.messages import Refused, Request, Update
+from fedplan.federation.record import TurnRecord, joined, spelled
 from fedplan.language.plan import Role, Roles
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.buffers import buffers_of, require_rest
 from fedplan.models.values import take
-from fedplan.privacy.mechanisms.clipping import capped
 from fedplan.tensors.named import Tensors, digest, nbytes
+from fedplan.tensors.riders import beside, split_riders
 from fedplan.training.fit import Done, Job
 
 
@@ -49,61 +50,99 @@ def local(agreement: Agreement, client: Client, request: Request) -> Update:
         admit(agreement, client, request, Answer("update", request.name, "", nbytes(values)))
     else:
         values, line = _train(agreement, client, request, home, notes)
-    return Update(client.name, request.name, agreement.fingerprint, values, line["weight"], line)
+    coded, riders = split_riders(values, agreement.method.riders)
+    agreed, weight = agreement.fingerprint, line["weight"]
+    return Update(client.name, request.name, agreed, coded, weight, line, riders)
 
 
 def _train(
     agreement: Agreement, client: Client, request: Request, home: Tensors, notes: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Check, choose, pay, train, check what rested, code what is shared, commit."""
     _require_forward(client, request.turn.round, notes)
     if client.guard is not None:
         client.guard.require_paid(notes.get("charges", 0))
     turn, still = own_turn(client, request), buffers_of(client.model)
     before = start_values(agreement, client, turn, home)
-    if agreement.chooses(turn):
-        alone = (
-            None
-            if agreement.method.together
-            else agreement.method.probe(look_of(agreement, client, turn))
-        )
-        turn = replace(turn, scores=alone or request.turn.scores)
+    turn = _chosen(agreement, client, request, turn)
     roles = resolve(agreement.method.plan, agreement.params, turn)
     content = content_of(agreement, client, turn, roles, before, home)
-    if client.guard is not None:
-        client.guard.require_turn(turn.round, request.name, content)
-    up = sum(agreement.up(p) for p in agreement.params if roles[p] is Role.SHARE)
-    admit(agreement, client, request, Answer("update", request.name, content, up))
+    _require_paid(agreement, client, request, roles, content)
     done = _fit(agreement, client, turn, roles, before, home, content)
     require_rest(client.model, still)
     after = take(client.model, agreement.trainable)
-    marks = _require_still(agreement, client, roles, before, after, notes.get("marks", {}))
-    shared = {p.key: after[p.key] for p in agreement.trainable if roles[p] is Role.SHARE}
-    if agreement.guarantee is not None and agreement.guarantee.cap:
-        weight = capped(len(client.rows), agreement.guarantee.cap)
-        shared = {k: torch.lerp(before[k], value, weight) for k, value in shared.items()}
+    was, now = _require_still(agreement, client, roles, before, after, notes.get("marks", {}))
+    coded, weight = _coded(agreement, client, turn, roles, before, after, now)
+    reply = {**coded, **done.riders}
+    line = _line(agreement, client, request, turn, roles, (was, now), done, weight, nbytes(reply))
+    own = {p.key: after[p.key] for p in agreement.trainable if roles[p].own}
+    kept = {k: v for k, v in home.items() if k not in own and k not in done.memory}
+    fresh = _notes(agreement, client, request, turn, notes, line, {k: now[k] for k in own})
+    line = line | {"missed": fresh["lines"][:-1]}
+    client.journal.commit(request.name, {**kept, **own, **done.memory}, fresh, reply, line)
+    return reply, line
+
+
+def _chosen(agreement: Agreement, client: Client, request: Request, turn: Turn) -> Turn:
+    """The turn with the scores that it chooses by, if its plan does: its own, or all clients'."""
+    if not agreement.chooses(turn):
+        return turn
+    probe, together = agreement.method.probe, agreement.method.together
+    own = None if together else probe(look_of(agreement, client, turn))
+    return replace(turn, scores=own or request.turn.scores)
+
+
+def _require_paid(
+    agreement: Agreement, client: Client, request: Request, roles: Roles, content: str
+) -> None:
+    """Refuse a turn that neither the budget nor the site's own limits pay for."""
+    if client.guard is not None:
+        client.guard.require_turn(request.turn.round, request.name, content)
+    up = sum(agreement.up(p) for p in agreement.params if roles[p] is Role.SHARE)
+    admit(agreement, client, request, Answer("update", request.name, content, up))
+
+
+def _coded(
+    agreement: Agreement,
+    client: Client,
+    turn: Turn,
+    roles: Roles,
+    before: Tensors,
+    after: Tensors,
+    marks: dict[str, str],
+) -> tuple[dict[str, Tensor], int]:
+    """What is shared, as it travels, and its weight; `marks` then tells of what was sent."""
+    trained = {p.key: after[p.key] for p in agreement.trainable if roles[p] is Role.SHARE}
+    shared, weight = contributed(agreement, len(client.rows), before, trained)
     stream = seeds.generator(agreement.experiment, "wire", turn.round, client.name)
-    base = {k: before[k] for k in shared}
+    base = {key: before[key] for key in shared}
     coded = agreement.method.wire.encode(shared, base, stream)
     sent = agreement.method.wire.decode(coded, base)
     # A digest of more than was sent would tell what the wire, or the weight, left out.
     other = {k: v for k, v in sent.items() if v.data_ptr() != after[k].data_ptr()}
-    marks[1].update({k: digest(v) for k, v in other.items()})
-    reply = {**coded, **done.riders}
-    own = {p.key: after[p.key] for p in agreement.trainable if roles[p].own}
-    line = _line(agreement, client, request, roles, marks, done)
-    line |= {"up": nbytes(reply), "scores": listed(turn.scores) if turn.scores else None}
+    marks.update({k: digest(v) for k, v in other.items()})
+    return coded, weight
+
+
+def _notes(
+    agreement: Agreement,
+    client: Client,
+    request: Request,
+    turn: Turn,
+    notes: Mapping[str, Any],
+    line: Mapping[str, Any],
+    own: Mapping[str, str],
+) -> dict[str, Any]:
+    """What a client remembers of a turn beside its values, until the server has heard of it."""
     missed = [each for each in notes.get("lines", []) if each["round"] > request.heard]
-    own_marks = notes.get("marks", {}) | {k: marks[1][k] for k in own}
     settled = settled_by(request, notes)
     if fresh := agreement.owned(turn) & ~bits_of(settled):
         settled |= {str(turn.round): hex(fresh)}
-    notes = {"marks": own_marks, "lines": [*missed, line], "settled": settled}
+    marks = {**notes.get("marks", {}), **own}
+    said: dict[str, Any] = {"marks": marks, "lines": [*missed, line], "settled": settled}
     if client.guard is not None:
-        notes["charges"] = len(client.guard.budget.charges)
-    line = line | {"missed": missed}
-    kept = {k: v for k, v in home.items() if k not in own and k not in done.memory}
-    client.journal.commit(request.name, {**kept, **own, **done.memory}, notes, reply, line)
-    return reply, line
+        said["charges"] = len(client.guard.budget.charges)
+    return said
 
 
 def _require_forward(client: Client, number: int, notes: Mapping[str, Any]) -> None:
@@ -133,8 +172,8 @@ def _fit(
         pace=agreement.pace,
         seed=seeds.seed(agreement.experiment, "fit", turn.round, client.name),
         start=before,
-        riders={k: v for k, v in client.seen.items() if "#" in k},
-        memory={k: v for k, v in home.items() if "#" in k},
+        riders=beside(client.seen),
+        memory=beside(home),
     )
     if client.guard is not None:
         about = agreement.request(turn.round, client.name)
@@ -177,33 +216,36 @@ def _line(
     agreement: Agreement,
     client: Client,
     request: Request,
+    turn: Turn,
     roles: Roles,
-    marks: tuple[dict[str, str], dict[str, str]],
+    marks: tuple[Mapping[str, str], Mapping[str, str]],
     done: Done,
+    weight: int,
+    up: int,
 ) -> dict[str, Any]:
     """One turn of one client, as the ledger says it.
 
     What is its own is told by keyed digests: whether it moved can be seen, what it is cannot be
-    guessed. Under a promise no number follows from the rows.
+    guessed. Under a guarantee no number follows from the rows.
     """
     before, after = (
         {p.key: keyed(client.key, p.key, of[p.key]) if roles[p].own else of[p.key] for p in roles}
         for of in marks
     )
-    return {
-        "kind": TURN,
-        "version": VERSION,
-        "round": request.turn.round,
-        "client": client.name,
-        "phase": request.turn.phase,
-        "traits": client.traits,
-        "roles": spelled(roles),
-        "before": joined(agreement.params, before),
-        "after": joined(agreement.params, after),
-        "down": sum(agreement.sizes[key] for key in request.versions),
-        "weight": 1 if agreement.guarantee else len(client.rows),
-        "steps": agreement.pace.steps if agreement.guarantee else done.steps,
-        "loss": done.loss if isfinite(done.loss) and not agreement.guarantee else None,
-        "anew": request.anew,
-        "missed": [],
-    }
+    hidden, scores = agreement.guarantee is not None, turn.scores or {}
+    return TurnRecord(
+        round=turn.round,
+        client=client.name,
+        phase=turn.phase,
+        traits=client.traits,
+        roles=spelled(roles),
+        before=joined(agreement.params, before),
+        after=joined(agreement.params, after),
+        down=sum(agreement.sizes[key] for key in request.versions),
+        up=up,
+        weight=weight,
+        steps=agreement.pace.steps if hidden else done.steps,
+        loss=done.loss if isfinite(done.loss) and not hidden else None,
+        scores=tuple((b.stack, b.number, s) for b, s in scores.items()) if scores else None,
+        anew=request.anew,
+    ).json()

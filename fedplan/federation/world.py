@@ -18,6 +18,7 @@ from fedplan.language.turn import Turn
 from fedplan.models.params import Block
 from fedplan.storage.store import Store
 from fedplan.tensors.named import Tensors
+from fedplan.tensors.riders import param_of, riders_of
 
 WORLD, LEDGER, METRICS = "world", "ledger.jsonl", "metrics.jsonl"
 """What a run's folder holds of its rounds."""
@@ -50,9 +51,8 @@ class World:
     def start(agreement: Agreement, values: Tensors) -> World:
         """The world as a model starts it: of its values, those that may travel."""
         values = {p.key: values[p.key] for p in agreement.movable}
-        riders = {
-            k + r: torch.zeros_like(v) for k, v in values.items() for r in agreement.method.riders
-        }
+        beside = riders_of(values, agreement.method.riders)
+        riders = {name: torch.zeros_like(values[param_of(name)]) for name in beside}
         return World(values | riders, dict.fromkeys(values | riders, 0))
 
     def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

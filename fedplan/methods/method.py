@@ -22,7 +22,7 @@ class Method:
     """What is trained and whose it is (plan), how (wraps), how it travels (wire), how it is served.
 
     `probe` gives the scores that a plan with `best` chooses by, each client by its own or all of
-    them `together` by the sum; `announce` names the phases; `riders` are the suffixes of what
+    them `together` by the sum; `announce` names the phases; `riders` are the kinds of what
     travels beside each shared param; `adapt` adds to the model what the method trains, before it is
     described. A param that only some clients sent is the mean over its senders, or, if `absent`
     counts, over all who took part: those who did not send it count as not having changed it.

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 from fedplan.faces import face
 
 if TYPE_CHECKING:
+    from fedplan.runners.faults import Faults
     from fedplan.runners.local import Federation
     from fedplan.runners.simulation import Simulation
 
-__all__ = ["Federation", "Simulation"]
+__all__ = ["Faults", "Federation", "Simulation"]
 
-__getattr__ = face(__name__, {"local": "Federation", "simulation": "Simulation"})
+__getattr__ = face(
+    __name__, {"faults": "Faults", "local": "Federation", "simulation": "Simulation"}
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,19 +18,21 @@ from fedplan.federation.polls import poll
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
 from fedplan.federation.turns import local
-from fedplan.federation.world import personal_values
+from fedplan.federation.world import World, personal_values
 from fedplan.language.turn import Turn
 from fedplan.models.values import take
+from fedplan.runners.faults import Faults
 from fedplan.storage.failpoints import reach
 from fedplan.storage.journal import Journal, home_of
 
 Said = TypeVar("Said")
 
 
-class Federation(Server):
-    """A server and its sites in one process; `marks` are the digests of the clients' rows.
+class Federation:
+    """A server and its clients in one process; `marks` are the digests of the clients' rows.
 
-    `names` are all who may take part; those without rows never answer.
+    `names` are all who may take part; those without rows never answer. `faults` says who drops out
+    and who is late.
     """
 
     def __init__(
@@ -43,14 +45,16 @@ class Federation(Server):
         *,
         rounds: int,
         participation: Participation | None = None,
+        faults: Faults | None = None,
         traits: Mapping[str, Mapping[str, str]] | None = None,
         names: Iterable[str] = (),
         replies: bool = False,
         marks: Mapping[str, str] | None = None,
     ) -> None:
         self.model, start = model.eval(), take(model, agreement.params)
+        self.faults = faults or Faults()
         roster = {name: dict((traits or {}).get(name, {})) for name in names or rows}
-        super().__init__(
+        self.server = Server(
             agreement,
             start,
             folder,
@@ -59,7 +63,6 @@ class Federation(Server):
             participation=participation,
             rows=marks,
         )
-        agreement = self.agreement
         self.clients = {
             name: Client(
                 name=name,
@@ -67,11 +70,11 @@ class Federation(Server):
                 journal=Journal(home_of(folder, name), replies=replies),
                 model=model,
                 start=start,
-                marks=self.marks,
+                marks=self.server.marks,
                 loss=loss,
-                digests=self.digests,
+                digests=self.server.digests,
                 traits=roster[name],
-                guard=guard_of(agreement, folder / "privacy" / home_of(folder, name).name),
+                guard=guard_of(self.agreement, folder / "privacy" / home_of(folder, name).name),
             )
             for name, held in rows.items()
         }
@@ -80,47 +83,70 @@ class Federation(Server):
             self.clients[name].seen = {k: self.world.values[k] for k in current}
             self.clients[name].held = current
 
+    @property
+    def agreement(self) -> Agreement:
+        """What all have agreed on."""
+        return self.server.agreement
+
+    @property
+    def world(self) -> World:
+        """The federation's values as they now are."""
+        return self.server.world
+
     def round(self) -> Tally:
         """Play the next round up to its end; `commit` makes it last."""
-        tally = self.begin()
+        tally = self.server.begin()
+        late = self.faults.play(self.server, tally)
         self.ask(tally)
         absent = tally.cohort.keys() - self.clients.keys()
         tally.rejected |= {name: "no answer" for name in absent}
-        for name in self._there(tally):
+        for name in [name for name in tally.cohort if name in self.clients]:
             update = self._asked(local, tally, name)
             reach("round.answered")
-            self.take(tally, update)
-        self.end(tally)
+            self.server.take(tally, update, late=name in late)
+        self.server.end(tally)
         return tally
+
+    def commit(
+        self,
+        tally: Tally,
+        scores: Mapping[str, Any] | None = None,
+        signs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a round down for good."""
+        self.server.commit(tally, scores, signs)
 
     def ask(self, tally: Tally) -> None:
         """Where all choose together, hear first what each one would choose."""
-        voters = self.voters(tally)
+        voters = self.server.voters(tally)
         if voters is not None:
             there = [name for name in voters if name in self.clients]
-            self.choose(tally, {name: self._asked(poll, tally, name) for name in there})
+            polled = {name: self._asked(poll, tally, name) for name in there}
+            self.server.choose(tally, polled)
 
     def _asked(
         self, turn: Callable[[Agreement, Client, Request], Said], tally: Tally, name: str
     ) -> Said:
-        """What a site says; one that has lost what it had is asked anew."""
+        """What a client says; one that has lost what it had is asked anew."""
         try:
             return turn(self.agreement, self.clients[name], tally.cohort[name])
         except Lacking:
-            self.anew(tally, name)
+            self.server.anew(tally, name)
             return turn(self.agreement, self.clients[name], tally.cohort[name])
-
-    def _there(self, tally: Tally) -> dict[str, Request]:
-        return {name: request for name, request in tally.cohort.items() if name in self.clients}
 
     @property
     def spent(self) -> float | None:
-        """The epsilon of whoever has spent most, if anything was promised."""
-        guards = [self.guard, *(client.guard for client in self.clients.values())]
+        """The epsilon of whoever has spent most, if anything is hidden."""
+        own = (client.guard for client in self.clients.values())
+        guards = [self.server.aggregation.guard, *own]
         return max((guard.spent for guard in guards if guard), default=None)
+
+    def world_values(self) -> dict[str, Tensor]:
+        """The federation's model: its values, and the start's for what each client keeps."""
+        return self.server.world_values()
 
     def personal_values(self, name: str) -> dict[str, Tensor]:
         """One client's model: its own values over the federation's."""
         home, _ = self.clients[name].journal.home()
         turn = Turn(self.world.round, name, self.world.phase, self.clients[name].traits)
-        return personal_values(self.agreement, self.world, self.start, turn, home)
+        return personal_values(self.agreement, self.world, self.server.start, turn, home)

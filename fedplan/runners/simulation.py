@@ -13,6 +13,7 @@ from fedplan.data.metrics import spread
 from fedplan.federation.rounds import Tally
 from fedplan.models.attention import moved
 from fedplan.models.values import put
+from fedplan.runners.faults import faults_of
 from fedplan.runners.local import Federation
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.tensors.named import Tensors
@@ -49,11 +50,12 @@ class Simulation:
             folder,
             rounds=study.train.rounds,
             participation=participation_of(study),
+            faults=faults_of(study),
             traits=study.clients.traits,
             names=names,
             marks=self.shares.marks,
         )
-        agreed_run(self.federation, study, self.shares)
+        agreed_run(self.federation.server, study, self.shares)
 
     def run(self, watch: Watch) -> None:
         """Play every round that is left, committing each before the next."""

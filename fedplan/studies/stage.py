@@ -109,8 +109,7 @@ def require_fitting(stage: Stage, batch: int) -> None:
 
 def participation_of(study: Study) -> Participation:
     """Who takes part in a study's rounds."""
-    said = study.clients
-    return Participation(said.share, said.dropped, said.late)
+    return Participation(study.clients.share)
 
 
 def method_of(study: Study) -> Method:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedplan.errors import FedplanError
+from fedplan.tensors.riders import is_rider
 
 Tensors = Mapping[str, Tensor]
 
@@ -301,7 +302,7 @@ def _about(name: str) -> Generator[None]:
 
 def _wholes(base: Tensors) -> dict[str, Form]:
     for name in base:
-        if "#" in name:
+        if is_rider(name):
             raise WireError(f"{name!r} has a '#', which sets the parts of a name apart: rename it")
     return {name: Form.of(tensor) for name, tensor in base.items()}
 

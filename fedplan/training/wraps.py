@@ -12,6 +12,7 @@ from fedplan.language.plan import Role
 from fedplan.models.params import Param
 from fedplan.models.values import take
 from fedplan.tensors.named import Tensors
+from fedplan.tensors.riders import rider
 from fedplan.training.fit import Done, Fit, Job, Wrap
 
 
@@ -51,7 +52,7 @@ def _rest(role: Role, awake: Role, at_rest: Role) -> Role:
     return at_rest if role is awake else role
 
 
-CONTROL = "#control"
+CONTROL = "control"
 """The rider of SCAFFOLD: an estimate of each shared param's gradient."""
 
 
@@ -76,8 +77,8 @@ def controlled(fit: Fit) -> Fit:
         fresh = {k: mine[k] - world[k] + (job.start[k] - ends[k]) * scale for k in ends}
         return replace(
             done,
-            riders={k + CONTROL: fresh[k] - mine[k] for k in fresh},
-            memory={**job.memory, **{k + CONTROL: fresh[k] for k in fresh}},
+            riders={rider(k, CONTROL): fresh[k] - mine[k] for k in fresh},
+            memory={**job.memory, **{rider(k, CONTROL): fresh[k] for k in fresh}},
         )
 
     return controlled_fit
@@ -85,5 +86,5 @@ def controlled(fit: Fit) -> Fit:
 
 def _control(held: Tensors, param: Param, start: Tensors) -> Tensor:
     """A control as it is held; both ends know that it starts at zero."""
-    found = held.get(param.key + CONTROL)
+    found = held.get(rider(param.key, CONTROL))
     return torch.zeros_like(start[param.key]) if found is None else found

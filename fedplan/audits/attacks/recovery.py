@@ -157,7 +157,7 @@ def updates(
         sent = [federation.clients[name].journal.answered(asked[name]) for name in clients]
     values = [answer[0] for answer in sent if answer is not None]
     return [
-        {p: each[p.key] - federation.start[p.key] for p in agreement.params if p.key in each}
+        {p: each[p.key] - federation.server.start[p.key] for p in agreement.params if p.key in each}
         for each in values
     ]
 

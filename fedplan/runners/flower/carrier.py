@@ -18,6 +18,7 @@ from fedplan.federation.messages import Request, request_header, request_message
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
 from fedplan.privacy.errors import PrivacyError
+from fedplan.runners.faults import Faults, faults_of
 from fedplan.runners.flower.calls import Calls, Guest, Letter, Patience
 from fedplan.runners.flower.records import arrays_of
 from fedplan.runners.flower.submit import FAULT
@@ -61,7 +62,8 @@ def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
     )
     agreed_run(server, study, stage.shares)
     patience = Patience(**study.patience.model_dump())
-    Carrier(grid, server, patience, quorum=study.clients.quorum).carry()
+    quorum, faults = study.clients.quorum, faults_of(study)
+    Carrier(grid, server, patience, quorum=quorum, faults=faults).carry()
     del claim
 
 
@@ -79,15 +81,17 @@ class Carrier:
         patience: Patience | None = None,
         *,
         quorum: int = 1,
+        faults: Faults | None = None,
     ) -> None:
-        if server.guard is not None and quorum > 1:
+        if server.aggregation.hides and quorum > 1:
             raise PrivacyError(
                 f"the quorum is {quorum}, and this run hides its clients: a round that stops for "
                 "want of answers tells who was away; leave clients.quorum out"
             )
         # A round of hidden clients closes with whatever came, and be it nothing.
-        self.server, self.quorum = server, quorum if server.guard is None else 0
+        self.server, self.quorum = server, 0 if server.aggregation.hides else quorum
         self.calls = Calls(grid, server.roster, patience or Patience(), server.agreement.run)
+        self.faults, self._late = faults or Faults(), set[str]()
         self._unfit: dict[str, str] = {}
         self._packed: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
 
@@ -99,6 +103,7 @@ class Carrier:
         while server.world.round < server.rounds:
             self._greet()
             tally = server.begin()
+            self._late = self.faults.play(server, tally)
             for name in tally.cohort.keys() & self._unfit.keys():
                 tally.rejected[name] = f"not asked: it {self._unfit[name]}"
             self._choose_together(tally)
@@ -128,7 +133,7 @@ class Carrier:
         would tell that it is there.
         """
         agreement, said = self.server.agreement, dict(self.server.roster[name])
-        if self.server.guard is not None and guest.traits != said:
+        if self.server.aggregation.hides and guest.traits != said:
             return "has traits of its own, and this run hides its clients: see clients.traits"
         if agreement.start and guest.start != agreement.start:
             return (
@@ -197,14 +202,15 @@ class Carrier:
             return
         limit = 2 * nbytes(self.server.world.values) + 2**22
         try:
-            update = update_of(answer, limit=limit)
+            riders = self.server.agreement.method.riders
+            update = update_of(answer, riders=riders, limit=limit)
             if update.client != name:
                 raise FedplanError(f"{name} answers for {update.client[:80]!r}")
         except FedplanError as error:
             tally.rejected[name] = str(error).splitlines()[0]
             log.warning("%s is not counted: %s", name, tally.rejected[name])
             return
-        self.server.take(tally, update)
+        self.server.take(tally, update, late=name in self._late)
 
     def _choose_together(self, tally: Tally) -> None:
         voters = self.server.voters(tally)
@@ -237,11 +243,11 @@ def _said(answer: Message) -> dict[str, Any]:
 
 def _told(server: Server, tally: Tally) -> str:
     lines = list(tally.lines.values())
-    up, request = sum(line.up for line in lines), sum(line.down for line in lines)
+    up, down = sum(line.up for line in lines), sum(line.down for line in lines)
     weight = sum(line.weight for line in lines) or 1
     loss = sum((line.loss or 0) * line.weight for line in lines) / weight
     missing = f", not counted: {', '.join(sorted(tally.rejected))}" if tally.rejected else ""
     return (
         f"round {server.world.round} of {server.rounds}: loss {loss:.3f}, "
-        f"{len(tally.counted)} counted{missing}, {up} bytes up, {request} down"
+        f"{len(tally.counted)} counted{missing}, {up} bytes up, {down} down"
     )
