@@ -15,11 +15,13 @@ import pytest
 import torch
 from commands import STUDY
 from hypothesis import settings
+from often import AT_NIGHT, DAY, NIGHT
 
 torch.set_num_threads(1)
-for profile, examples in (("day", 300), ("night", 2000)):
-    settings.register_profile(profile, max_examples=examples, deadline=None, derandomize=True)
-settings.load_profile(os.environ.get("FEDPLAN_LAWS", "day"))
+settings.register_profile(
+    "laws", max_examples=NIGHT if AT_NIGHT else DAY, deadline=None, derandomize=True
+)
+settings.load_profile("laws")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import zoo
 from attention import fresh, look, stir, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import often
 from torch import Tensor, nn
 
 import fedplan
@@ -165,7 +166,7 @@ def maps(seed: int, rows: int, tokens: int, sharp: float) -> Tensor:
     return (noise * sharp).softmax(-1)
 
 
-@settings(max_examples=200)
+@settings(max_examples=often(200))
 @given(st.data(), st.integers(1, 3), st.integers(1, 5), st.sampled_from([0.0, 1.0, 100.0]))
 def test_the_distance_is_the_mean_total_variation(
     data: st.DataObject, rows: int, tokens: int, sharp: float

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import often
 
 from fedplan.language.parts import named
 from fedplan.language.plan import chain, hold
@@ -50,7 +51,7 @@ def studies(draw: st.DrawFn) -> dict[str, Any]:
     return said
 
 
-@settings(max_examples=5000)
+@settings(max_examples=often(5000))
 @given(studies())
 def test_any_values_are_a_study_or_an_error_that_names_the_field(said: dict[str, Any]) -> None:
     try:
@@ -64,7 +65,7 @@ def test_any_values_are_a_study_or_an_error_that_names_the_field(said: dict[str,
         assert study_of(study.model_dump()) == study
 
 
-@settings(max_examples=500)
+@settings(max_examples=often(500))
 @given(st.text(max_size=60))
 def test_any_file_is_a_study_or_an_error(text: str) -> None:
     from tempfile import TemporaryDirectory

@@ -19,6 +19,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import often
 
 from fedplan.data.content import contents
 from fedplan.data.partition import Partition, divide, halve
@@ -60,7 +61,7 @@ PARTITIONS = st.one_of(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=often(60))
 @given(LABELS, PARTITIONS, st.integers(0, 2**31))
 def test_a_division_has_every_row_once(labels: list[str], partition: Partition, seed: int) -> None:
     table = numbered(labels)
@@ -88,7 +89,7 @@ def of_domains(pairs: list[tuple[str, str]]) -> Dataset:
     return numbered([label for _, label in pairs]).add_column("domain", [d for d, _ in pairs])
 
 
-@settings(max_examples=60)
+@settings(max_examples=often(60))
 @given(DOMAINS, st.integers(2, 4), st.floats(0.05, 100), st.integers(1, 3), st.integers(0, 2**31))
 def test_each_value_of_a_column_is_divided_in_itself(
     pairs: list[tuple[str, str]], each: int, alpha: float, least: int, seed: int
@@ -130,7 +131,7 @@ def test_what_names_no_client_is_told_and_no_row_is_lost(values: list[object]) -
         divide(Dataset.from_dict({"kind": values}), Partition("column", column="kind"), seed=0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=often(60))
 @given(st.lists(st.integers(0, 9), max_size=30), st.floats(0.01, 0.99), st.integers(0, 2**31))
 def test_a_half_and_the_other_are_all(words: list[int], share: float, seed: int) -> None:
     table = numbered(words)

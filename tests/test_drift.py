@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import often
 
 from fedplan.federation.drift import Drift
 from fedplan.models.params import Kind, Param
@@ -22,7 +23,7 @@ PARAMS = (
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 2**32)), min_size=1, max_size=6),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=300)
+@settings(max_examples=often(300))
 def test_drift_is_the_spread_around_the_mean_whatever_the_order(
     clients: list[tuple[int, int]], chance: object
 ) -> None:

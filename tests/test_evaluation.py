@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import often
 from sklearn.metrics import f1_score
 
 from fedplan.data.metrics import macro_f1, spread
@@ -18,7 +19,7 @@ SCORES = st.dictionaries(st.text(max_size=3), st.floats(-1e6, 1e6), min_size=1, 
 PAIRS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=30)
 
 
-@settings(max_examples=200)
+@settings(max_examples=often(200))
 @given(SCORES)
 def test_a_spread_is_what_numpy_says(scores: dict[str, float]) -> None:
     found, values = spread(scores), np.sort(list(scores.values()))
@@ -40,7 +41,7 @@ def test_a_client_that_diverged_is_the_worst() -> None:
         assert isnan(found["worst"]) and isnan(found["mean"]) and found["best"] == 1.0
 
 
-@settings(max_examples=200)
+@settings(max_examples=often(200))
 @given(PAIRS)
 def test_macro_f1_is_what_scikit_learn_says(pairs: list[tuple[int, int]]) -> None:
     truth, guess = [t for t, _ in pairs], [g for _, g in pairs]

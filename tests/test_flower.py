@@ -19,6 +19,7 @@ from flwr.app import Context
 from grids import InProcess
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import often
 
 from fedplan.audits.ledger import verify_lines
 from fedplan.errors import FedplanError
@@ -392,7 +393,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float6
     ),
     st.integers(1, 64),
 )
-@settings(max_examples=300)
+@settings(max_examples=often(300))
 def test_what_is_wrapped_comes_out(
     shapes: dict[str, tuple[torch.dtype, list[int]]], size: int
 ) -> None:

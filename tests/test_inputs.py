@@ -15,6 +15,7 @@ import pytest
 from commands import STUDY, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from often import often
 from typer.testing import CliRunner
 
 from fedplan.cli import app
@@ -226,7 +227,7 @@ def _value_replaced(path: Path, where: float, odd: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=often(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(damages())
 def test_a_damaged_file_is_an_answer_or_a_message(
     made: Path, tmp_path: Path, damaged: tuple[str, str, Callable[[Path], None]]
@@ -285,7 +286,7 @@ FIELDS = st.sampled_from(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=often(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(FIELDS, VALUES)
 def test_set_with_any_value_is_a_study_or_a_message(made: Path, field: str, value: str) -> None:
     from fedplan.studies.schema import ConfigError, read_study, study_of

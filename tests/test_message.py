@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import often
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
@@ -273,7 +274,7 @@ def forgeries(draw: st.DrawFn) -> bytes:
     return forged(head, bytes(draw(st.integers(0, 24))))
 
 
-@settings(max_examples=20_000)
+@settings(max_examples=often(20_000))
 @given(st.one_of(st.binary(max_size=80), mutated(), forgeries(), st.binary().map(forged)))
 def test_any_bytes_are_a_message_or_a_message_error(data: bytes) -> None:
     try:

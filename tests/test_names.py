@@ -13,6 +13,7 @@ import pytest
 from commands import STUDY, run
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from often import often
 
 from fedplan.errors import FedplanError
 from fedplan.runners.worker import folder_of
@@ -57,7 +58,7 @@ def below(folder: Path) -> set[str]:
     return {str(p.relative_to(folder)) for p in folder.rglob("*")}
 
 
-@settings(max_examples=500)
+@settings(max_examples=often(500))
 @given(st.lists(NAMES, unique=True, max_size=6))
 @example(list(ODD))
 def test_each_name_makes_one_folder_of_its_own(names: list[str]) -> None:
@@ -86,7 +87,7 @@ def test_a_study_is_called_by_what_every_system_takes_for_a_folder(name: str) ->
             assert "name" in out or "cannot be read" in out, out
 
 
-@settings(max_examples=200)
+@settings(max_examples=often(200))
 @given(NAMES, NAMES, st.integers(0, 9))
 def test_a_sites_folders_lie_in_its_home(study: str, site: str, seed: int) -> None:
     base = study_of(

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from often import often
 from scipy.special import ndtr
 
 from fedplan.privacy.accounting.accountant import ACCOUNTANTS, calibrate, epsilon, version
@@ -142,14 +143,14 @@ def never_below(run: Run) -> None:
 
 
 @given(RUNS)
-@settings(max_examples=60)
+@settings(max_examples=often(60))
 def test_never_below_an_accountant_of_our_own(run: Run) -> None:
     never_below(run)
 
 
 @pytest.mark.nightly
 @given(RUNS)
-@settings(max_examples=2000)
+@settings(max_examples=often(2000))
 def test_never_below_an_accountant_of_our_own_at_size(run: Run) -> None:
     never_below(run)
 
@@ -183,13 +184,13 @@ def test_more_steps_a_higher_rate_and_less_noise_cost_more(run: Run, more: float
 
 @pytest.mark.nightly
 @given(RUNS, st.floats(1, 1.5))
-@settings(max_examples=500)
+@settings(max_examples=often(500))
 def test_more_steps_a_higher_rate_and_less_noise_cost_more_at_size(run: Run, more: float) -> None:
     monotone(run, more)
 
 
 @given(st.lists(powers(0.3, 30), min_size=1, max_size=5), DELTAS, st.randoms(use_true_random=False))
-@settings(max_examples=100)
+@settings(max_examples=often(100))
 def test_order_makes_no_difference_and_sums_over_one_cohort_are_one(
     noises: list[float], delta: float, dice: Any
 ) -> None:
@@ -238,7 +239,7 @@ def test_calibration_never_passes_the_target(accountant: str, noise: float) -> N
 
 
 @given(powers(0.05, 50), DELTAS, st.integers(1, 10**6))
-@settings(max_examples=60)
+@settings(max_examples=often(60))
 def test_calibration_of_plain_sums(target: float, delta: float, rounds: int) -> None:
     noise = calibrate(target, delta, lambda z: [Steps(z, 1.0, rounds)])
     assert target * 0.999 <= epsilon([Steps(noise, 1.0, rounds)], delta) <= target
@@ -280,7 +281,7 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 
 
 @given(EVENTS, st.text(), st.text())
-@settings(max_examples=500)
+@settings(max_examples=often(500))
 def test_events_are_json_both_ways(event: Event, about: str, digest: str) -> None:
     assert read(json.loads(json.dumps(written(event)))) == event
     spent = Spent(event, about, digest)
@@ -288,7 +289,7 @@ def test_events_are_json_both_ways(event: Event, about: str, digest: str) -> Non
 
 
 @given(EVENTS, st.data())
-@settings(max_examples=500)
+@settings(max_examples=often(500))
 def test_foreign_json_is_read_strictly(event: Event, data: st.DataObject) -> None:
     doctored: Any = written_spent(Spent(event, "round 1"))
     place = data.draw(st.sampled_from([doctored, doctored["event"]]))

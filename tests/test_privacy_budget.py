@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import often
 
 from fedplan.errors import FedplanError
 from fedplan.privacy.accounting.accountant import epsilon
@@ -176,7 +177,7 @@ def test_no_lost_or_moved_line_is_overlooked(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=60), st.integers(0, 700), st.integers(0, 700))
-@settings(max_examples=500)
+@settings(max_examples=often(500))
 def test_whatever_a_file_holds_only_a_privacy_error_comes(
     tmp_path_factory: pytest.TempPathFactory, new: bytes, start: int, stop: int
 ) -> None:

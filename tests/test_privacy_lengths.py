@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import often
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -155,7 +156,7 @@ def added(subject: Subject, rows: list[int], clip: float, way: Any) -> tuple[Ten
     return views(subject, total.totals), total.lengths
 
 
-@settings(max_examples=300)
+@settings(max_examples=often(300))
 @given(
     layer=st.sampled_from(sorted(LAYERS)),
     pattern=st.sampled_from(PATTERNS),
@@ -205,7 +206,7 @@ def test_wide_layers_whose_tokens_cancel_are_not_taken_for_short(width: int) -> 
                 assert 1 <= float(found / exact) <= 2
 
 
-@settings(max_examples=200)
+@settings(max_examples=often(200))
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(8, 300), st.integers(8, 300))
 def test_bounds_are_hardly_longer_than_gradients(
     seed: int, tokens: int, width: int, height: int

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import often
 from torch import Tensor
 
 from fedplan.audits.bounds import Aggregate, Draws, draws, flat, gaussian_lower_bound, lower_bound
@@ -95,14 +96,14 @@ COHORTS = (st.integers(0, 2**32), st.integers(0, 5), st.floats(-4, 4).map(lambda
 
 
 @given(*COHORTS)
-@settings(max_examples=400)
+@settings(max_examples=often(400))
 def test_one_client_moves_the_sum_by_the_bound_at_most(s: int, others: int, bound: float) -> None:
     one_client_moves_the_sum_by_the_bound_at_most(s, others, bound)
 
 
 @pytest.mark.nightly
 @given(*COHORTS)
-@settings(max_examples=5000)
+@settings(max_examples=often(5000))
 def test_one_client_moves_the_sum_by_the_bound_at_size(s: int, others: int, bound: float) -> None:
     one_client_moves_the_sum_by_the_bound_at_most(s, others, bound)
 
@@ -116,7 +117,7 @@ def test_a_change_at_the_bound_moves_the_sum_by_just_that() -> None:
 
 
 @given(st.integers(0, 2**32), st.floats(-4, 4), st.floats(0, 1))
-@settings(max_examples=500)
+@settings(max_examples=often(500))
 def test_what_is_clipped_is_within_and_points_the_same_way(
     seed: int, power: float, weight: float
 ) -> None:

@@ -14,6 +14,7 @@ import zoo
 from attention import fresh, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import often
 from torch import Tensor, nn
 
 from fedplan import seeds
@@ -121,7 +122,7 @@ def require_formula(name: str, rows: Any, to: str, by: str, bounded: bool) -> No
     assert not bounded or all(0 <= score <= 1 + 1e-6 for score in found.values())
 
 
-@settings(max_examples=60)
+@settings(max_examples=often(60))
 @given(
     st.sampled_from(TEXTS),
     st.lists(st.integers(1, 8), min_size=1, max_size=4),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from often import often
 from torch import Tensor
 
 from fedplan.errors import FedplanError
@@ -110,7 +111,7 @@ def on_grid(tensor: Tensor) -> Tensor:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 8))
-@settings(max_examples=500)
+@settings(max_examples=often(500))
 def test_order_and_tree_do_not_matter(seed: int, count: int) -> None:
     dice = random.Random(seed)
     arrivals = updates(dice, count)
@@ -131,7 +132,7 @@ def test_a_thousand_orders_and_trees(chunk: None) -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6), st.booleans())
-@settings(max_examples=1000)
+@settings(max_examples=often(1000))
 def test_mean_against_fractions(seed: int, count: int, tiny: bool) -> None:
     arrivals = updates(random.Random(seed), count)
     if not tiny:
@@ -242,7 +243,7 @@ def test_a_refused_update_leaves_the_sum_as_it_was(case: str) -> None:
 
 
 @given(st.floats(1, 2.0**40), st.integers(1, LARGEST_WEIGHT))
-@settings(max_examples=100)
+@settings(max_examples=often(100))
 def test_a_sum_is_exact_up_to_the_moment_it_refuses(value: float, weight: int) -> None:
     total, tensor, count = ExactSum(), torch.tensor(value, dtype=torch.float64), 0
     try:
@@ -291,7 +292,7 @@ def test_a_mean_that_its_dtype_cannot_hold_is_refused() -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6))
-@settings(max_examples=200)
+@settings(max_examples=often(200))
 def test_written_and_read_it_is_the_same_sum(seed: int, count: int) -> None:
     dice = random.Random(seed)
     arrivals = updates(dice, 2 * count)

@@ -14,6 +14,7 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import often
 from test_description import require_partition
 from torch import Tensor, nn
 
@@ -175,7 +176,7 @@ def known(name: str) -> Params:
     return describe(zoo.build(name))
 
 
-@settings(max_examples=400)
+@settings(max_examples=often(400))
 @given(st.sampled_from(FORGOTTEN), sentences.ANY_PART)
 def test_what_is_said_without_a_row_stays_true_with_it(
     case: tuple[str, frozenset[str]], part: parts.Part

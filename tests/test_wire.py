@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import often
 from torch import Tensor
 
 from fedplan.tensors.codecs import Wire, WireError
@@ -221,7 +222,7 @@ def test_more_items_than_an_index_holds_are_refused(fraction: float) -> None:
 
 
 @given(wires(), pairs(), st.integers(0, 2**32))
-@settings(max_examples=300)
+@settings(max_examples=often(300))
 def test_the_same_seed_gives_the_same_bytes_in_any_order_of_names(
     wire: Wire, pair: tuple[dict[str, Tensor], dict[str, Tensor]], seed: int
 ) -> None:
@@ -395,7 +396,7 @@ SOUP = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=5000)
+@settings(max_examples=often(5000))
 @given(st.one_of(st.text(max_size=60), SOUP))
 def test_any_string_is_a_wire_or_a_wire_error(text: str) -> None:
     try:

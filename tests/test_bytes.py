@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forecast, messages and ledger say the same bytes: for every method, wire and runner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import duals
+import pytest
+import torch
+import zoo
+from clients import few, loss
+from flwr.app import Context
+from grids import InProcess
+from test_methods import PROMPTED, SETTINGS
+
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import Client
+from fedplan.federation.endpoint import Endpoint
+from fedplan.federation.identity import read_identity
+from fedplan.federation.record import RoundRecord, TurnRecord, read_records
+from fedplan.federation.server import Server
+from fedplan.language.crowds import Crowd
+from fedplan.methods.method import Method
+from fedplan.methods.phases import Planned
+from fedplan.methods.registry import METHODS, method_named
+from fedplan.models.catalog import params_of
+from fedplan.models.description import describe
+from fedplan.models.values import take
+from fedplan.reports.forecasts import forecast
+from fedplan.reports.views import Span, View
+from fedplan.runners.flower.calls import Patience
+from fedplan.runners.flower.carrier import Carrier
+from fedplan.runners.flower.client import client_app
+from fedplan.runners.local import Federation
+from fedplan.storage.journal import Journal, home_of
+from fedplan.tensors.message import Message
+from fedplan.tensors.named import digests, nbytes
+from fedplan.tensors.serialization import unpacked
+from fedplan.tensors.wire import parse_wire
+from fedplan.training.fit import Pace
+
+WIRES = ("plain()", "delta()", "bf16()", "int8()", "pipe(delta(), topk(0.3), int8())")
+ROUNDS, NAMES = 3, ("client-0", "client-1")
+PACE = Pace(optimiser="sgd", rate=1e-2, batch=2, steps=1)
+SOON = Patience(sites=2.0, answers=60.0, absent=1.0, look=0.001)
+
+
+class Played:
+    """A method over a wire: its forecast, and each message that its run has really sent."""
+
+    def __init__(self, name: str, wire: str, folder: Path) -> None:
+        made = replace(method_named(name, SETTINGS.get(name)), wire=parse_wire(wire))
+        self.made, self.folder, self.prompted = made, folder, name in PROMPTED
+        self.agreement = Agreement("bytes", describe(self.model()), made, PACE)
+        rows = duals.pictures_of(*NAMES) if self.prompted else few("bert", 2)
+        self.rows, self.loss = rows, duals.ASKED.loss if self.prompted else loss
+
+    def model(self) -> Any:
+        torch.manual_seed(0)
+        model = duals.build("clip") if self.prompted else zoo.build("bert")
+        return self.made.adapt(model) if self.made.adapt else model
+
+    def view(self) -> View:
+        announce = self.made.announce
+        assert isinstance(announce, Planned)
+        phases = {name: number for name, number in announce.after.items() if number < ROUNDS}
+        found = forecast(
+            self.made.plan, self.agreement.params, rounds=ROUNDS, phases=phases,
+            crowd=Crowd({name: {} for name in NAMES}), fare=self.agreement.fare,
+        )  # fmt: skip
+        (view,) = found.views
+        return view
+
+    def local(self) -> dict[tuple[str, int], tuple[int, int]]:
+        whole = Federation(
+            self.agreement, self.model(), self.rows, self.loss, self.folder,
+            rounds=ROUNDS, replies=True,
+        )  # fmt: skip
+        sent = dict[tuple[str, int], tuple[int, int]]()
+        for number in range(1, ROUNDS + 1):
+            tally = whole.round()
+            assert not tally.rejected, tally.rejected
+            for name, request in tally.cohort.items():
+                answered = whole.clients[name].journal.answered(request.name)
+                assert answered is not None
+                sent[name, number] = nbytes(answered[0]), nbytes(request.values)
+            whole.commit(tally)
+        return sent
+
+    def flower(self) -> dict[tuple[str, int], tuple[int, int]]:
+        start = take(self.model(), self.agreement.params)
+        server = Server(
+            self.agreement, start, self.folder, rounds=ROUNDS, roster={n: {} for n in NAMES}
+        )
+        agreed = replace(self.agreement, run=read_identity(self.folder).id)
+        endpoints = {name: self._endpoint(agreed, name) for name in NAMES}
+        up, down = dict[tuple[str, int], int](), dict[tuple[str, int], int]()
+
+        def answer(context: Context, kind: str, message: Message) -> Message:
+            name, number = str(context.node_config["name"]), server.world.round + 1
+            reply = endpoints[name].answer(kind, message)
+            came = nbytes(unpacked(message)[0])
+            down[name, number] = down.get((name, number), 0) + came
+            if kind == "train":
+                up[name, number] = nbytes(unpacked(reply)[0])
+            return reply
+
+        grid = InProcess(client_app(answer), [{"name": name} for name in NAMES])
+        Carrier(grid, server, SOON).carry()
+        return {each: (up[each], down[each]) for each in up}
+
+    def _endpoint(self, agreed: Agreement, name: str) -> Endpoint:
+        model = self.model()
+        start = take(model, agreed.params)
+        journal = Journal(home_of(self.folder, name), replies=True)
+        client = Client(name, self.rows[name], journal, model, start, digests(start), self.loss)
+        return Endpoint(agreed, client, self.folder / "sites" / name)
+
+
+def within(span: Span, said: int) -> bool:
+    """Whether bytes are those forecast: all of them, where nothing is left to choose."""
+    return span[0] <= said <= span[1]
+
+
+# By day each method goes over the plain wire and one more, at night over all of them.
+DAILY = {name: (WIRES[0], WIRES[1 + i % 4]) for i, name in enumerate(METHODS)}
+CASES = [
+    pytest.param(name, wire, marks=[] if wire in DAILY[name] else [pytest.mark.nightly])
+    for name in METHODS
+    for wire in WIRES
+]
+
+
+@pytest.mark.parametrize("runner", ["local", "flower"])
+@pytest.mark.parametrize(("name", "wire"), CASES)
+def test_forecast_messages_and_ledger_say_the_same_bytes(
+    name: str, wire: str, runner: str, tmp_path: Path
+) -> None:
+    played = Played(name, wire, tmp_path)
+    sent, view = getattr(played, runner)(), played.view()
+    assert sent.keys() == {(client, n) for client in NAMES for n in range(1, ROUNDS + 1)}
+    for (_, turn), (up, down) in sent.items():
+        assert within(view.ups[turn - 1], up), (wire, turn, view.ups, up)
+        assert within(view.downs[turn - 1], down), (wire, turn, view.downs, down)
+    lines = read_records(tmp_path / "ledger.jsonl")
+    turns = {(t.client, t.round): (t.up, t.down) for t in lines if isinstance(t, TurnRecord)}
+    assert turns == sent, wire
+    for line in lines:
+        if isinstance(line, RoundRecord):
+            here = [both for (_, n), both in sent.items() if n == line.round]
+            assert (line.up, line.down) == tuple(map(sum, zip(*here, strict=True)))
+
+
+def test_riders_and_codecs_are_in_the_forecast() -> None:
+    """A model of 22.1 MB: SCAFFOLD doubles that, and int8 takes a quarter."""
+    params = params_of("vit-tiny-16")
+
+    def up(made: Method) -> float:
+        agreed = Agreement("two numbers", params, made, PACE)
+        (view,) = forecast(made.plan, params, rounds=2, fare=agreed.fare).views
+        return round(view.ups[0][1] / 1e6, 1)
+
+    plain, int8 = method_named("fedavg"), parse_wire("int8()")
+    assert up(plain) == 22.1
+    assert up(method_named("scaffold")) == 44.2
+    assert up(replace(plain, wire=int8)) == 5.5
