@@ -44,7 +44,8 @@ LENT = {
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter bias
         blocks body candidates certain common conditions fusion head key kinds_of lora_a
-        lora_b mlp norm own phases_in prompt query require_told rounds_ahead touched value
+        lora_b mlp norm own phases_in phrase prompt query require_told rounds_ahead spelled_out stated
+        text_of touched value
     """,
     "data": """
         Seeded contents division is_among label_text labels_in names_in require_sight rows

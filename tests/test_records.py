@@ -122,7 +122,7 @@ def test_a_request_of_another_run_is_refused(here: Path) -> None:
     down = push(agreement, simulation.federation.world, "client-00", {})
     endpoint = worker._desk  # pyright: ignore[reportPrivateUsage]
     assert endpoint is not None
-    for change in ({"run": "0" * 16}, {"request": down.name.replace(agreement.run, "0" * 16)}):
+    for change in ({"run": "0" * 16}, {"name": down.name.replace(agreement.run, "0" * 16)}):
         answer = endpoint.answer("train", request_message(replace(down, **change)))
         assert "refused" in unpacked(answer)[1]
     assert "line" in unpacked(endpoint.answer("train", request_message(down)))[1]
