@@ -133,6 +133,7 @@ def law_a_param_is_the_mean_over_its_own_senders(case: _Case) -> None:
     agreement = replace(
         federation.agreement, method=replace(case.method, serve=type(case.method.serve)())
     )
+    federation.agreement = agreement  # both ends agree on how it is served, too
     world = World.start(agreement, federation.start)
     tally = Tally({one: push(agreement, world, one, {})})
     federation.ask(tally)
