@@ -27,6 +27,7 @@ from fedplan.reports.explanation import explain
 
 if TYPE_CHECKING:
     from fedplan.models.description import describe
+    from fedplan.studies.run import open_run
     from fedplan.training.freezing import mark
 
 __version__ = "0.1.0"
@@ -52,6 +53,7 @@ __all__ = [
     "hold",
     "keep",
     "mark",
+    "open_run",
     "params_of",
     "parse",
     "permitted",
@@ -63,7 +65,11 @@ __all__ = [
     "when",
 ]
 
-_WITH_TORCH = {"describe": "fedplan.models.description", "mark": "fedplan.training.freezing"}
+_WITH_TORCH = {
+    "describe": "fedplan.models.description",
+    "mark": "fedplan.training.freezing",
+    "open_run": "fedplan.studies.run",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -135,6 +135,7 @@ def law_a_param_is_the_mean_over_its_own_senders(case: _Case) -> None:
     agreement = replace(
         federation.agreement, method=replace(case.method, serve=type(case.method.serve)())
     )
+    federation.server.agreement = agreement  # both ends agree on how it is served, too
     world = World.start(agreement, federation.server.start)
     tally = Tally({one: push(agreement, world, one, {})}, PlainSum(agreement, world.values, 2))
     federation.ask(tally)

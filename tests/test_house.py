@@ -34,7 +34,7 @@ LENT = {
         rider riders_of split_riders
     """,
     "storage": """
-        Claim Generation a_study_name alone claimed client_names explained folder_named
+        Claim Generation Read a_study_name alone claimed client_names explained folder_named
         home_of keep_file mark_of_file put_file reach read_lines synced
     """,
     "models": """
@@ -45,7 +45,8 @@ LENT = {
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter bias
         blocks body candidates certain common conditions fusion head key kinds_of lora_a
-        lora_b mlp norm own phases_in prompt query require_told rounds_ahead touched value
+        lora_b mlp norm own phases_in phrase prompt query require_told rounds_ahead
+        spelled_out stated text_of touched value
     """,
     "data": """
         Seeded contents division is_among label_text labels_in names_in require_sight rows
@@ -56,21 +57,21 @@ LENT = {
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Vote aggregate ballot capped
-        counted derived needed secret_of
+        counted derived needed read_secret secret_of
     """,
     "federation": """
         AGREEMENT ANSWERS Account DELTA EXITS Fare FaultLog Identity KEY KINDS LEDGER Limits
-        PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY WORLD announced by_part
-        changed_rows code_of guard_of joined journal_in keyed last_of last_told mark_of
-        meant own_values parsed parted personal_values place_of read_agreement read_answers
-        read_egress read_faults read_identity read_record read_world records_in
+        METRICS PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY WORLD announced
+        by_part changed_rows code_of guard_of joined journal_in keyed last_of last_told
+        mark_of meant own_values parsed parted personal_values place_of read_agreement
+        read_answers read_egress read_faults read_identity read_record records_in
         request_header request_message require_sound run_of said_of scored told understood
         update_of world_values
     """,
     "studies": """
-        agreed_run file_faults guarantee_of identity_faults laid_over method_of note_task
-        opened_run participation_of placed require_fitting require_free shares_of study_in
-        study_of write_run
+        agreed_run guarantee_of laid_over looked_at method_of note_task opened_run
+        participation_of placed require_fitting require_free shares_of study_in study_of
+        write_run
     """,
     "runners": """
         make_keys new_federation submit

@@ -124,7 +124,7 @@ def test_a_run_that_goes_on_while_it_is_verified_has_no_faults(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulation = Simulation(read_study(here / "study.toml", ["train.rounds=5"]), here / "a")
-    federation, lines = simulation.federation, run.verify_lines
+    federation, lines = simulation.federation, audit.verify_lines
 
     def more() -> None:
         federation.commit(federation.round())

@@ -187,4 +187,4 @@ def test_a_vote_that_is_no_number_is_left_out(tmp_path: Path) -> None:
     assert all(d.turn.scores for d in tally.cohort.values())
     whole.agreement = replace(whole.agreement, method=broken)
     with pytest.raises(FedplanError, match="nothing can be chosen"):
-        whole.ask(tally)
+        whole.ask(whole.begin())

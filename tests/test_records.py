@@ -19,12 +19,12 @@ from fedplan.federation.identity import read_identity
 from fedplan.federation.messages import request_message
 from fedplan.federation.record import RecordError, RoundRecord, TurnRecord, read_record
 from fedplan.federation.rounds import push
-from fedplan.federation.world import read_world
 from fedplan.runners.flower.carrier import carry_study
 from fedplan.runners.flower.client import client_app
 from fedplan.runners.simulation import Simulation
 from fedplan.runners.worker import Worker, folder_of
 from fedplan.runners.worker_client import WorkerSpec
+from fedplan.studies.run import open_run
 from fedplan.studies.schema import read_study
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
@@ -52,9 +52,9 @@ class Sites:
     def carry(self, study: Path, folder: Path) -> dict[str, str]:
         grid = InProcess(client_app(self.answer), [{"name": name} for name in NAMES])
         carry_study(grid, study, folder)
-        found = read_world(folder)
-        assert found is not None and found[0].round == 2
-        return digests(found[0].values)
+        found = open_run(folder)
+        assert found.round == 2
+        return digests(found.world.values)
 
 
 def study(here: Path, name: str, rate: float = 1e-3) -> Path:
@@ -122,7 +122,7 @@ def test_a_request_of_another_run_is_refused(here: Path) -> None:
     down = push(agreement, simulation.federation.world, "client-00", {})
     endpoint = worker._desk  # pyright: ignore[reportPrivateUsage]
     assert endpoint is not None
-    for change in ({"run": "0" * 16}, {"request": down.name.replace(agreement.run, "0" * 16)}):
+    for change in ({"run": "0" * 16}, {"name": down.name.replace(agreement.run, "0" * 16)}):
         answer = endpoint.answer("train", request_message(replace(down, **change)))
         assert "refused" in unpacked(answer)[1]
     assert "line" in unpacked(endpoint.answer("train", request_message(down)))[1]

@@ -14,6 +14,7 @@ from fedplan.federation.identity import changed_rows
 from fedplan.federation.marks import keyed
 from fedplan.federation.record import (
     ROLES,
+    Record,
     RecordError,
     RoundRecord,
     TurnRecord,
@@ -21,17 +22,13 @@ from fedplan.federation.record import (
     read_record,
 )
 from fedplan.federation.server import SMALL
-from fedplan.federation.world import LEDGER, WORLD
-from fedplan.privacy.mechanisms.secret import secret_of
+from fedplan.federation.world import LEDGER
+from fedplan.privacy.mechanisms.secret import read_secret
 from fedplan.privacy.statement import Statement
-from fedplan.storage.journal import Journal, home_of
-from fedplan.storage.store import Store
-from fedplan.studies.run import Archive, file_faults, identity_faults, read_archive
+from fedplan.storage.journal import Journal
+from fedplan.studies.run import Run, looked_at
 from fedplan.studies.shares import shares_of
 from fedplan.tensors.named import digest
-
-LOOKS = 5
-"""How often a run that goes on is looked at, until no round was closed meanwhile."""
 
 
 def verify_run(folder: Path) -> tuple[list[str], str]:
@@ -40,63 +37,61 @@ def verify_run(folder: Path) -> tuple[list[str], str]:
     Nothing in the folder is changed. Rows are checked where they can be read. What a run that goes
     on has changed meanwhile is no fault: it is then looked at again.
     """
-    world, faults, checked = Store(folder / WORLD, reading=True), list[str](), ""
-    for _ in range(LOOKS):
-        before = world.numbers()
-        faults, checked = _looked_at(folder)
-        if not faults or world.numbers() == before:
-            break
+    return looked_at(folder, _verdict)
+
+
+def _verdict(run: Run) -> tuple[list[str], str]:
+    faults, checked = _verified(run)
+    if faults:
+        run.require_current()
     return faults, checked
 
 
-def _looked_at(folder: Path) -> tuple[list[str], str]:
-    found = file_faults(folder)
-    if found.keys() & {*SMALL} or not (folder / LEDGER).is_file():
+def _verified(run: Run) -> tuple[list[str], str]:
+    found = run.file_faults()
+    if any(found.get(name, "") for name in SMALL) or found.get(LEDGER, "").endswith("is lost"):
         # Without these there is nothing to hold the rest against.
         return [*found.values()], ""
-    archive = read_archive(folder)
-    agreement, turns = archive.agreement, list(_turns(archive))
-    faults = [*found.values(), *identity_faults(archive)]
-    faults += verify_lines(agreement, archive.lines, archive.identity.marks)
-    faults += _world_faults(archive)
-    faults += _charge_faults(archive)
-    if archive.identity.rows:
-        faults += _home_faults(archive, turns)
-    changed, read = _row_faults(archive)
+    records = list(_records(run))
+    turns = [record for record in records if isinstance(record, TurnRecord)]
+    faults = [*found.values(), *run.identity_faults()]
+    faults += verify_lines(run.agreement, run.lines, run.identity.marks)
+    faults += _world_faults(run, [each for each in records if isinstance(each, RoundRecord)])
+    faults += _charge_faults(run)
+    if run.identity.rows:
+        faults += _home_faults(run, turns)
+    changed, read = _row_faults(run)
     up, down = sum(turn.up for turn in turns), sum(turn.down for turn in turns)
     rested = sum(turn.roles.count("F") + turn.roles.count("H") for turn in turns)
     clients = len({turn.client for turn in turns})
     return faults + changed, (
-        f"{archive.world.round} rounds, {clients} clients, {len(turns)} turns: "
+        f"{run.round} rounds, {clients} clients, {len(turns)} turns: "
         f"{rested} params rested and none of them moved; "
         f"{up} bytes went up and {down} came down, all of them explained by the plan "
-        f"{agreement.method.plan.fingerprint}; no client's own param went up. {read}"
+        f"{run.agreement.method.plan.fingerprint}; no client's own param went up. {read}"
     )
 
 
-def _turns(archive: Archive) -> Iterator[TurnRecord]:
-    for line in archive.lines:
+def _records(run: Run) -> Iterator[Record]:
+    """What the ledger tells; lines that are no records are faults, and passed over here."""
+    for line in run.lines:
         with suppress(RecordError):
-            record = read_record(line)
-            if isinstance(record, TurnRecord):
-                yield record
+            yield read_record(line)
 
 
-def _world_faults(archive: Archive) -> list[str]:
+def _world_faults(run: Run, rounds: list[RoundRecord]) -> list[str]:
     """The committed world must be what the ledger last said of each of its values."""
-    faults = [f"world, {each}" for each in Store(archive.folder / WORLD, reading=True).faults()]
-    last, versions, number = dict[str, str](), dict.fromkeys(archive.world.values, 0), 0
-    for line in archive.lines:
-        with suppress(RecordError):
-            record = read_record(line)
-            if isinstance(record, RoundRecord):
-                number = record.round
-                last |= record.moved
-                versions |= dict.fromkeys(record.moved, number)
-    held = archive.world.values
-    if number != archive.world.round:
-        faults.append(f"the world is of round {archive.world.round}, and the ledger of {number}")
-    if versions != archive.world.versions:
+    faults = [f"world, {each}" for each in run.world_faults()]
+    if any(each.startswith(f"world, generation {run.round}:") for each in faults):
+        return faults
+    last, versions = dict[str, str](), dict.fromkeys(run.world.values, 0)
+    for record in rounds:
+        last |= record.moved
+        versions |= dict.fromkeys(record.moved, record.round)
+    held, number = run.world.values, rounds[-1].round if rounds else 0
+    if number != run.round:
+        faults.append(f"the world is of round {run.round}, and the ledger of {number}")
+    if versions != run.world.versions:
         faults.append("the world's values changed in other rounds than the ledger says")
     return faults + [
         f"the world's {key} is not what the ledger says"
@@ -105,28 +100,26 @@ def _world_faults(archive: Archive) -> list[str]:
     ]
 
 
-def _home_faults(archive: Archive, turns: list[TurnRecord]) -> list[str]:
+def _home_faults(run: Run, turns: list[TurnRecord]) -> list[str]:
     """Each home must be there, whole, and what its client's last turn left."""
     faults, last = list[str](), {turn.client: turn for turn in turns}
     for client, turn in last.items():
-        place = home_of(archive.folder, client)
-        if not place.is_dir():
-            faults.append(f"{client}'s home is lost: there is no {place}")
+        journal = run.journal(client)
+        if not journal.folder.is_dir():
+            faults.append(f"{client}'s home is lost: there is no {journal.folder}")
             continue
-        journal = Journal(place, reading=True)
         faults += [f"{client}'s home, {each}" for each in journal.faults()]
-        faults += _kept_faults(archive, journal, turn)
+        faults += _kept_faults(run, journal, turn)
     return faults
 
 
-def _kept_faults(archive: Archive, journal: Journal, turn: TurnRecord) -> Iterator[str]:
+def _kept_faults(run: Run, journal: Journal, turn: TurnRecord) -> Iterator[str]:
     """A home may be a turn ahead, of a round that was not committed or that did not count it."""
-    agreement, client, rounds = archive.agreement, turn.client, archive.world.round
-    following = agreement.request(rounds + 1, client)
-    told, done = agreement.request(turn.round, client), journal.last(following)
-    if done != told:
-        unheard = (agreement.request(n, client) for n in range(turn.round + 1, rounds + 1))
-        if done not in unheard:
+    agreement, client = run.agreement, turn.client
+    following = agreement.request(run.round + 1, client)
+    done = journal.last(following)
+    if done != agreement.request(turn.round, client):
+        if done not in run.requests(client, after=turn.round):
             yield f"{client}'s home is not that of its turn in round {turn.round}"
         return
     home, _ = journal.home(following)
@@ -139,7 +132,7 @@ def _kept_faults(archive: Archive, journal: Journal, turn: TurnRecord) -> Iterat
     if not file.exists():
         yield f"{client} has lost the key of its digests, {file}"
         return
-    key = secret_of(file)
+    key = read_secret(file)
     for p in own:
         if p.key not in home:
             yield f"{client}'s {p.key} is lost from its home"
@@ -147,26 +140,26 @@ def _kept_faults(archive: Archive, journal: Journal, turn: TurnRecord) -> Iterat
             yield f"{client}'s {p.key} is not what its last turn left"
 
 
-def _charge_faults(archive: Archive) -> list[str]:
+def _charge_faults(run: Run) -> list[str]:
     """Charges that were changed, or are not those of the promise."""
     try:
-        if archive.agreement.guarantee is not None:
-            Statement.of(archive.agreement.guarantee, archive.study.train.rounds, archive.folder)
+        if run.agreement.guarantee is not None:
+            Statement.of(run.agreement.guarantee, run.study.train.rounds, run.folder)
     except FedplanError as error:
         return [str(error)]
     return []
 
 
-def _row_faults(archive: Archive) -> tuple[list[str], str]:
+def _row_faults(run: Run) -> tuple[list[str], str]:
     """Clients whose rows are no longer those of the run, and whether that could be seen."""
-    if not archive.identity.rows:
+    if not run.identity.rows:
         return [], ""
     try:
-        shares = shares_of(archive.study, None)
+        shares = shares_of(run.study, None)
     except (FedplanError, OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return [], f"The rows were not checked: {reason[:200]}"
-    changed = changed_rows(archive.identity.rows, shares.marks)
+    changed = changed_rows(run.identity.rows, shares.marks)
     return [f"the rows of {name} are not those of the run" for name in changed], (
         "The rows are those that it began with."
     )

@@ -13,6 +13,7 @@ from fedplan.federation.fare import Fare
 from fedplan.language.plan import Best, Role
 from fedplan.language.resolution import permitted, touched
 from fedplan.language.turn import Turn
+from fedplan.language.wording import text_of
 from fedplan.methods.method import Method
 from fedplan.methods.phases import Planned
 from fedplan.models.params import ITEMSIZE, Block, Param, Params
@@ -43,19 +44,25 @@ class Agreement:
     run: str = ""
 
     @cached_property
+    def text(self) -> str:
+        """All that changes what is worked out, a line each: what both ends compare.
+
+        Not in it are the rows and their loss, which a study says and a Python call does not, and
+        what `text_of` does not see of a function that somebody wrote for himself.
+        """
+        said = {
+            "pace": text_of(self.pace),
+            "guarantee": text_of(self.guarantee),
+            "study": text_of(self.study),
+            "start": text_of(self.start),
+            "params": hashlib.sha256(written(self.params).encode()).hexdigest(),
+        }
+        return "\n".join((*self.method.lines, *(f"{word} {text}" for word, text in said.items())))
+
+    @cached_property
     def fingerprint(self) -> str:
-        """Tells two ends with different studies, plans, wires or models apart."""
-        said = (
-            self.method.plan.fingerprint,
-            self.method.wire.text,
-            *self.method.riders,
-            *(("together",) if self.method.together else ()),
-            *((self.guarantee.text,) if self.guarantee else ()),
-            *((self.study,) if self.study else ()),
-            *((f"start {self.start}",) if self.start else ()),
-        )
-        text = "\n".join((*said, written(self.params)))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """Tells two ends apart that would work out different things."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     @cached_property
     def movable(self) -> Params:

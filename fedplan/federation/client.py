@@ -185,10 +185,10 @@ def content_of(
     if client.guard is None and client.account is None:
         return ""
     riders, memory = beside(client.seen), beside(home)
-    agreed = [agreement.experiment, agreement.fingerprint, agreement.study, repr(agreement.pace)]
+    agreed = [agreement.experiment, agreement.text]
     asked = [turn.round, turn.phase, client.name, client.traits, spelled(roles)]
     made_of = [client.mark(), len(client.rows), model_mark(client.model)]
     resting = {k: v for k, v in client.start.items() if k not in before}
     values = (resting, before, riders, memory)
     held = [{k: client.digests.whole(v) for k, v in each.items()} for each in values]
-    return joint(agreed, repr(agreement.guarantee), asked, made_of, held)
+    return joint(agreed, asked, made_of, held)

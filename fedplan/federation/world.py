@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from fedplan.federation.messages import listed, scored
 from fedplan.language.resolution import permitted
 from fedplan.language.turn import Turn
 from fedplan.models.params import Block
-from fedplan.storage.store import Store
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.riders import param_of, riders_of
 
@@ -107,12 +105,3 @@ def personal_values(
     roles = permitted(agreement.method.plan, agreement.params, turn)
     own = {p.key for p in agreement.trainable if roles[p].own}
     return world_values(agreement, world, start) | {k: v for k, v in home.items() if k in own}
-
-
-def read_world(folder: Path) -> tuple[World, dict[str, Any]] | None:
-    """The world that a run last committed and its meta, read without a lock; None before round 1.
-
-    Nothing is written, so it may be read while the run goes on.
-    """
-    found = Store(folder / WORLD, reading=True).read()
-    return (World.loaded(found.tensors, found.meta), found.meta) if found else None

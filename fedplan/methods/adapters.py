@@ -12,6 +12,7 @@ from fedplan.language.parser import parse_part
 from fedplan.language.parts import Part, adapter, body, head, lora_a, lora_b
 from fedplan.language.plan import Plan, chain, freeze, keep, share
 from fedplan.language.resolution import require_told
+from fedplan.language.wording import stated
 from fedplan.methods.method import Method
 from fedplan.models.description import describe
 
@@ -51,6 +52,7 @@ def _and_head(part: Part, with_head: bool) -> Part:
     return part | head if with_head else part
 
 
+@stated("lora")
 def add_lora(model: nn.Module, *, rank: int, on: Part) -> nn.Module:
     """The model with LoRA on the layers of a part."""
     import peft

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from fedplan.language.plan import Plan
+from fedplan.language.wording import text_of
 from fedplan.methods.phases import Announce, Planned
 from fedplan.methods.server_optimiser import Serve
 from fedplan.tensors.codecs import Wire
@@ -38,6 +39,23 @@ class Method:
     absent: bool = False
     serve: Serve = field(default_factory=Serve)
     adapt: Callable[[nn.Module], nn.Module] | None = None
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """It in lines, each a word and what it says, for both ends to compare."""
+        said = {
+            "plan": f"{self.plan.fingerprint} {self.plan.text}",
+            "wire": self.wire.text,
+            "riders": text_of(self.riders),
+            "together": text_of(self.together),
+            "absent": text_of(self.absent),
+            "probe": text_of(self.probe),
+            "phases": text_of(self.announce),
+            "wraps": text_of(self.wraps),
+            "server optimiser": text_of(self.serve),
+            "adapt": text_of(self.adapt),
+        }
+        return tuple(f"{word} {text}" for word, text in said.items())
 
     @property
     def fit(self) -> Fit:

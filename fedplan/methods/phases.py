@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from fedplan.errors import FedplanError
+from fedplan.language.wording import phrase
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Planned:
     def phases(self) -> tuple[str, ...]:
         """The phases from the first to the last."""
         return tuple(sorted(self.after, key=lambda name: self.after[name]))
+
+    @property
+    def text(self) -> str:
+        """It in one line, for both ends to compare."""
+        return phrase("planned", self.after)
 
     def __call__(self, sign: Sign) -> str:
         """The last phase that has begun."""

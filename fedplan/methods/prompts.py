@@ -7,10 +7,12 @@ from functools import partial
 
 from fedplan.language.parts import common, fusion, own, prompt
 from fedplan.language.plan import chain, freeze, keep, share
+from fedplan.language.wording import stated
 from fedplan.methods.method import Method
 from fedplan.models.prompts import add_prompts
 
 _fusion = fusion
+_prompts = stated("prompts")(add_prompts)
 
 
 def pfeddc(
@@ -33,7 +35,7 @@ def pfeddc(
     """
     kept = prompt & own if fusion == "sum" else prompt & own | _fusion
     adapt = partial(
-        add_prompts,
+        _prompts,
         text=text,
         vision=vision,
         deep=deep,
@@ -52,9 +54,7 @@ def promptfl(text: int = 4, vision: int = 0, deep: bool = False, start: str = "w
     Guo et al., PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Models,
     2023. The paper's prompts are those of the text only.
     """
-    adapt = partial(
-        add_prompts, text=text, vision=vision, levels=("common",), deep=deep, start=start
-    )
+    adapt = partial(_prompts, text=text, vision=vision, levels=("common",), deep=deep, start=start)
     return Method(chain(freeze(), share(prompt & common)), adapt=adapt)
 
 
@@ -66,5 +66,5 @@ def local_prompts(
     Zhou et al., Learning to Prompt for Vision-Language Models, 2022, at each client alone; the
     prompts of pictures are those of Jia et al., Visual Prompt Tuning, 2022.
     """
-    adapt = partial(add_prompts, text=text, vision=vision, levels=("own",), deep=deep, start=start)
+    adapt = partial(_prompts, text=text, vision=vision, levels=("own",), deep=deep, start=start)
     return Method(chain(freeze(), keep(prompt & own)), adapt=adapt)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedplan.errors import FedplanError
+from fedplan.language.wording import spelled_out
 
 Memory = dict[str, Tensor]
 """What a server's optimiser remembers of one param, by name."""
@@ -32,6 +33,11 @@ class Serve:
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise FedplanError(f"there is no serve {self.rule!r}; there are {', '.join(RULES)}")
+
+    @property
+    def text(self) -> str:
+        """It in one line, for both ends to compare."""
+        return spelled_out("serve", self)
 
     def step(self, old: Tensor, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """The world's next value of one param, and what to remember of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fedplan.language.wording import spelled_out
 from fedplan.privacy.accounting.accountant import calibrate, epsilon
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.privacy.accounting.events import Event, Release, Steps, together
@@ -83,7 +84,7 @@ class Guarantee:
     @property
     def text(self) -> str:
         """It in one line, for both ends to compare."""
-        return repr(self)
+        return spelled_out("guarantee", self)
 
 
 def voted(about: str) -> str:

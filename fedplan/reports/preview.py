@@ -10,7 +10,6 @@ from fedplan.federation.agreement import require_sound
 from fedplan.federation.egress import AGREEMENT, read_agreement
 from fedplan.federation.endpoint import last_of
 from fedplan.federation.participation import Participation
-from fedplan.federation.world import read_world
 from fedplan.language.crowds import Crowd
 from fedplan.methods.phases import Planned
 from fedplan.privacy.guard import CHARGES
@@ -18,7 +17,7 @@ from fedplan.privacy.statement import Statement
 from fedplan.reports.explanation import Explanation, explain
 from fedplan.storage.files import put_file
 from fedplan.studies.folder import study_in
-from fedplan.studies.run import file_faults
+from fedplan.studies.run import Run, open_run
 from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.studies.stage import Stage, guarantee_of, method_of, participation_of, stage_of
 
@@ -49,28 +48,28 @@ def _crowd(study: Study, stage: Stage) -> Crowd:
 
 def stated(place: Path) -> Statement:
     """What a study promises, or a run has spent."""
-    if place.is_dir():
-        folder: Path | None = last_of(place) if (place / AGREEMENT).exists() else place
-        study = study_in(folder)
-    else:
-        study, folder = read_study(place), None
+    if not place.is_dir():
+        return _stated(read_study(place), place)
+    if (place / AGREEMENT).exists():
+        folder = last_of(place)
+        agreed = read_agreement(folder)
+        return _stated(study_in(folder), place, Path(agreed["account"]), agreed["prefix"])
+    run = open_run(place)
+    _require_charges(run)
+    return _stated(run.study, place, run.folder)
+
+
+def _stated(study: Study, place: Path, charged: Path | None = None, run: str = "") -> Statement:
     guarantee = guarantee_of(study)
     if guarantee is None:
         raise ConfigError(f"{place} promises nothing: it has no [privacy]")
     require_sound(guarantee, method_of(study))
-    if folder == place:
-        _require_charges(place)
-    charged, run = folder, ""
-    if folder is not None and (folder / AGREEMENT).exists():
-        agreed = read_agreement(folder)
-        charged, run = Path(agreed["account"]), agreed["prefix"]
     return Statement.of(guarantee, study.train.rounds, charged, run=run)
 
 
-def _require_charges(folder: Path) -> None:
+def _require_charges(run: Run) -> None:
     """Refuse to say what was spent by charges that are fewer than a run has committed."""
-    found = file_faults(folder) if read_world(folder) is not None else {}
-    for name, fault in found.items():
+    for name, fault in (run.file_faults() if run.round else {}).items():
         if name.endswith(CHARGES):
             raise ConfigError(f"{fault}: nobody knows what was spent; put a copy of it back")
 

@@ -16,8 +16,8 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
@@ -50,6 +50,8 @@ Meta = Mapping[str, Any]
 Read = tuple[dict[str, Tensor], dict[str, Any]]
 
 Wanted = Callable[[dict[str, Any]], bool]
+
+Loader = Callable[[Manifest], dict[str, Tensor]]
 
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,17})\.json", re.ASCII)
 
@@ -117,13 +119,20 @@ class Store:
         """The newest good generation, None if there never was one; `skipped` has the others."""
         return self.find(lambda _: True)
 
+    def newest(self) -> Generation | None:
+        """The newest generation whose files are there, cheaply: its tensors are not read."""
+        return self._found(lambda _: True, self._unread)
+
     def find(self, wanted: Wanted) -> Generation | None:
         """The newest good generation with such a meta; tensors of others are not read."""
+        return self._found(wanted, self._tensors)
+
+    def _found(self, wanted: Wanted, load: Loader) -> Generation | None:
         with explained(f"{self._folder} cannot be read", "make it readable to this user"):
             if not self._reading:
                 # What a killed writer renamed may not be on disk yet: nobody acts on it before.
                 synced(self._folder)
-            numbers, found = self._look(wanted)
+            numbers, found = self._look(wanted, load)
             self._one_origin()
         if numbers and len(self._unfit) == len(numbers):
             raise StoreError(
@@ -146,12 +155,12 @@ class Store:
             faults.append(f"generation {newest - 1} is lost, or a newer one than {newest}")
         return faults
 
-    def _look(self, wanted: Wanted) -> tuple[list[int], Generation | None]:
+    def _look(self, wanted: Wanted, load: Loader) -> tuple[list[int], Generation | None]:
         """The numbers that were there, and the newest good one that is wanted."""
         while True:
             numbers = self.numbers()
             self._unfit = {n: reason for n, reason in self._unfit.items() if n in numbers}
-            found = self._newest(numbers, wanted)
+            found = self._newest(numbers, wanted, load)
             # A writer may have removed what it no longer needs while this was reading it.
             if found or not self._reading or numbers == self.numbers():
                 return numbers, found
@@ -174,12 +183,12 @@ class Store:
         with explained(f"{self._folder} cannot be read", "make it readable to this user"):
             return [number for number in self.numbers() if number not in self._unfit]
 
-    def _newest(self, numbers: list[int], wanted: Wanted) -> Generation | None:
+    def _newest(self, numbers: list[int], wanted: Wanted, load: Loader) -> Generation | None:
         for number in numbers:
             try:
                 manifest = self._manifest(number)
                 if wanted(manifest.meta):
-                    found = Generation(number, self._tensors(manifest), manifest.meta)
+                    found = Generation(number, load(manifest), manifest.meta)
                     self._unfit.pop(number, None)
                     return found
             except Unfit as error:
@@ -209,10 +218,16 @@ class Store:
             )
         return next(iter(origins), token_hex(16))
 
+    def _unread(self, manifest: Manifest) -> dict[str, Tensor]:
+        """No tensors, if a file of their size is there."""
+        file = self._folder / manifest.file
+        with _not_lost(file):
+            _require_size(manifest, _size(file, manifest.size))
+        return {}
+
     def _tensors(self, manifest: Manifest) -> dict[str, Tensor]:
         seal, content = self._seal, _content(self._folder / manifest.file, manifest.size)
-        if len(content) != manifest.size:
-            raise Unfit(f"{manifest.file} has {len(content)} bytes of {manifest.size}")
+        _require_size(manifest, len(content))
         if hashlib.sha256(content).hexdigest() != manifest.sha256:
             raise Unfit(f"{manifest.file} is damaged: its digest differs")
         try:
@@ -307,13 +322,29 @@ def _private(file: str, flags: int) -> int:
 
 def _content(file: Path, most: int) -> bytes:
     """The bytes of a plain file, if they are no more than `most`."""
-    try:
-        found = file.lstat()
-        if not stat.S_ISREG(found.st_mode):
-            raise Unfit(f"{file.name} is no plain file")
-        if found.st_size > most:
-            raise Unfit(f"{file.name} has {found.st_size} bytes, more than {most}")
+    with _not_lost(file):
+        _size(file, most)
         return file.read_bytes()
+
+
+def _size(file: Path, most: int) -> int:
+    found = file.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise Unfit(f"{file.name} is no plain file")
+    if found.st_size > most:
+        raise Unfit(f"{file.name} has {found.st_size} bytes, more than {most}")
+    return found.st_size
+
+
+def _require_size(manifest: Manifest, size: int) -> None:
+    if size != manifest.size:
+        raise Unfit(f"{manifest.file} has {size} bytes of {manifest.size}")
+
+
+@contextmanager
+def _not_lost(file: Path) -> Generator[None]:
+    try:
+        yield
     except OSError as error:
         if error.errno not in _LOST:
             raise

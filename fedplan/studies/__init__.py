@@ -7,17 +7,17 @@ from fedplan.faces import face
 
 if TYPE_CHECKING:
     from fedplan.studies.export import export_run
-    from fedplan.studies.run import Archive, read_archive
+    from fedplan.studies.run import Run, open_run
     from fedplan.studies.schema import ConfigError, Study, read_study
     from fedplan.studies.stage import Stage, stage_of
 
 __all__ = [
-    "Archive",
     "ConfigError",
+    "Run",
     "Stage",
     "Study",
     "export_run",
-    "read_archive",
+    "open_run",
     "read_study",
     "stage_of",
 ]
@@ -26,7 +26,7 @@ __getattr__ = face(
     __name__,
     {
         "export": "export_run",
-        "run": "Archive read_archive",
+        "run": "Run open_run",
         "schema": "ConfigError Study read_study",
         "stage": "Stage stage_of",
     },

@@ -13,7 +13,6 @@ from fedplan.data.tasks import Task
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.egress import AGREEMENT, read_agreement
 from fedplan.federation.endpoint import last_of, own_values
-from fedplan.federation.identity import read_identity
 from fedplan.federation.world import World, personal_values, world_values
 from fedplan.language.turn import Turn
 from fedplan.models.adapters import merged
@@ -22,9 +21,8 @@ from fedplan.models.folder import Preprocessing, save_folder
 from fedplan.models.hub import bare, is_hub_id, quiet
 from fedplan.models.images import centre_of
 from fedplan.models.values import put
-from fedplan.storage.journal import Journal, home_of
 from fedplan.studies.folder import agreement_in, noted_task, study_in
-from fedplan.studies.run import committed
+from fedplan.studies.run import Run, looked_at
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.stage import Stage, stage_without_rows
 
@@ -46,39 +44,19 @@ def export_run(folder: Path, out: Path, client: str = "", key: Path | None = Non
 
 
 def _of_run(folder: Path, client: str) -> tuple[nn.Module, Task]:
-    study, identity = study_in(folder), read_identity(folder)
-    agreement = replace(agreement_in(folder), start=identity.start, run=identity.id)
-    labels, clients = noted_task(folder)
-    if client and not study.data.path:
-        raise ConfigError(f"{client}'s own model is at the site: export its folder there")
-    if client and client not in clients:
-        raise ConfigError(f"there is no client {client!r}; there are {', '.join(clients)}")
-    stage = _staged(study, agreement, labels)
-    world, home = _held(agreement, folder, client)
-    values = world_values(agreement, world, stage.start)
+    run, world, home = looked_at(folder, lambda run: _held(run, client))
+    stage = _staged(run.study, run.agreement, run.labels)
+    values = world_values(run.agreement, world, stage.start)
     if client:
-        turn = Turn(world.round, client, world.phase, study.clients.traits.get(client, {}))
-        values = personal_values(agreement, world, stage.start, turn, home)
-    put(stage.model, values, agreement.trainable)
+        turn = Turn(run.round, client, world.phase, run.study.clients.traits.get(client, {}))
+        values = personal_values(run.agreement, world, stage.start, turn, home)
+    put(stage.model, values, run.agreement.trainable)
     return stage.model, stage.shares.task
 
 
-def _held(agreement: Agreement, folder: Path, client: str) -> tuple[World, dict[str, Tensor]]:
-    """The world that was last committed, and what a client kept when it was, not a turn later."""
-    while True:
-        world, place = committed(folder)[0], home_of(folder, client)
-        if not client:
-            return world, {}
-        journal, following = (
-            Journal(place, reading=True),
-            agreement.request(world.round + 1, client),
-        )
-        if client in world.heard and not journal.last(following):
-            raise ConfigError(f"{client}'s home is lost: put a copy of {place} back")
-        home, _ = journal.home(following)
-        # A run that goes on may have closed a round meanwhile.
-        if committed(folder)[0].round == world.round:
-            return world, home
+def _held(run: Run, client: str) -> tuple[Run, World, dict[str, Tensor]]:
+    """The run with its world, and what a client kept of it, of one round."""
+    return run, run.world, run.home(client)[0] if client else {}
 
 
 def _of_site(folder: Path, key: Path | None) -> tuple[nn.Module, Task]:

@@ -1,60 +1,225 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Archives: a run's folder as it was last committed, read without a lock and left as it is."""
+"""Runs: what a run's folder held when a round was last committed, read and left as it is."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.identity import RUN, Identity, read_identity
-from fedplan.federation.record import parsed
-from fedplan.federation.world import LEDGER, WORLD, World, read_world
+from fedplan.federation.record import Record, parsed, read_record
+from fedplan.federation.server import STUDY
+from fedplan.federation.world import LEDGER, METRICS, WORLD, World
+from fedplan.models.params import Params
 from fedplan.models.schema import read
 from fedplan.privacy.guard import CHARGES
-from fedplan.studies.folder import MANIFEST, study_in
+from fedplan.storage.journal import Journal, home_of
+from fedplan.storage.store import Read, Store
+from fedplan.studies.folder import MANIFEST, noted_task, study_in
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.stage import agreement_of
 
+LOOKS = 5
+"""How often a run that goes on is looked at, until it lets itself be read in between."""
+
+T = TypeVar("T")
+
+
+class WentOn(ConfigError):
+    """The run has closed rounds since it was opened: what it held then is no longer there."""
+
 
 @dataclass(frozen=True)
-class Archive:
-    """What a run's folder holds: the study, the agreement, and all up to its last commit.
+class Run:
+    """A run as it was when its `round` was committed; 0, before the first one.
 
-    `lines` are those of the ledger up to there, as JSON or, where they are none, as bytes.
+    Nothing is locked, cut off or written, so it may be read while it goes on, and from a disk that
+    cannot be written. Each part is read when it is first asked for, and is that of the same round
+    however late that is: by the lengths in `meta`, or else it raises `WentOn`.
     """
 
     folder: Path
-    study: Study
-    agreement: Agreement
-    identity: Identity
-    world: World
+    round: int
     meta: dict[str, Any]
-    lines: list[object]
+
+    @cached_property
+    def study(self) -> Study:
+        """The study that it is a run of."""
+        return study_in(self.folder)
+
+    @cached_property
+    def params(self) -> Params:
+        """The params of its model."""
+        return read(self.folder / MANIFEST)
+
+    @cached_property
+    def identity(self) -> Identity:
+        """Its id, and digests of what it is run on."""
+        return read_identity(self.folder)
+
+    @cached_property
+    def agreement(self) -> Agreement:
+        """What both of its ends agreed on."""
+        made = agreement_of(self.study, self.params)
+        return replace(made, start=self.identity.start, run=self.identity.id)
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels that its model tells apart."""
+        return self._task[0]
+
+    @property
+    def clients(self) -> list[str]:
+        """The names of its clients, where the study has their rows."""
+        return self._task[1]
+
+    @cached_property
+    def _task(self) -> tuple[list[str], list[str]]:
+        return noted_task(self.folder)
+
+    @cached_property
+    def world(self) -> World:
+        """The federation's values, and what the server knows of its clients."""
+        self._require_round()
+        store = self._store
+        found = store.find(lambda meta: meta == self.meta)
+        if found is None:
+            self.require_current()
+            reasons = "; ".join(map(str, store.skipped))
+            raise ConfigError(
+                f"{self.folder / WORLD} is damaged ({reasons}): put a copy of it back"
+            )
+        return World.loaded(found.tensors, found.meta)
+
+    @cached_property
+    def lines(self) -> list[object]:
+        """The lines of the ledger, as JSON or, where they are none, as bytes."""
+        return [_line(line) for line in self._content(LEDGER).splitlines()]
+
+    @cached_property
+    def records(self) -> list[Record]:
+        """The turns and the rounds that the ledger tells of; what is neither raises."""
+        return [read_record(line) for line in self.lines]
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The scores of each round that was evaluated."""
+        lines = self._content(METRICS).splitlines()
+        return [cast("dict[str, Any]", parsed(line)) for line in lines]
+
+    def home(self, client: str) -> Read:
+        """What a client kept when the round was closed and not a turn later, and its notes."""
+        if not self.study.data.path:
+            raise ConfigError(f"{client}'s own model is at the site: export its folder there")
+        if client not in self.clients:
+            there = ", ".join(self.clients)
+            raise ConfigError(f"there is no client {client!r}; there are {there}")
+        journal, following = self.journal(client), self.agreement.request(self.round + 1, client)
+        home = journal.home(following)
+        # What was kept before is no later than what is kept now.
+        last = journal.last(following)
+        if not last and client in self.meta.get("heard", {}):
+            raise ConfigError(f"{client}'s home is lost: put a copy of {journal.folder} back")
+        if last and last not in self.requests(client):
+            self.require_current()
+            raise ConfigError(f"{journal.folder} is of another run: put a copy of it back")
+        return home
+
+    def requests(self, client: str, after: int = 0) -> set[str]:
+        """The names of all that a client was asked for, after a round."""
+        return {self.agreement.request(n, client) for n in range(after + 1, self.round + 1)}
+
+    def journal(self, client: str) -> Journal:
+        """A client's journal, as it is now: it may be a turn ahead."""
+        return Journal(home_of(self.folder, client), reading=True)
+
+    def require_current(self) -> None:
+        """Raise if the run has committed anything since it was opened."""
+        if (now := open_run(self.folder)).meta != self.meta:
+            raise WentOn(
+                f"{self.folder} went on from round {self.round} to {now.round}: look again"
+            )
+
+    def world_faults(self) -> list[str]:
+        """What is damaged of the worlds that were committed."""
+        return self._store.faults()
+
+    def file_faults(self) -> dict[str, str]:
+        """Files that are not as they were when the round was committed, each with the fault."""
+        self._require_round()
+        found = {name: self._file_fault(name) for name in self.meta["files"]}
+        return {name: fault for name, fault in found.items() if fault}
+
+    def _file_fault(self, name: str) -> str:
+        file, (length, sha256) = self.folder / name, self.meta["files"][name]
+        if not file.is_file():
+            return f"{name} is lost"
+        content = file.read_bytes()
+        if hashlib.sha256(content[:length]).hexdigest() != sha256:
+            return f"{name} is not what round {self.round} was committed with"
+        if len(content) > length and not name.endswith(CHARGES):
+            return (
+                f"{name} has {len(content) - length} bytes after round {self.round}, the last "
+                "that was committed: go on with the run by --resume, then verify it"
+            )
+        return ""
+
+    def identity_faults(self) -> list[str]:
+        """Whether it is the run that its world was made in, of the study that stands there."""
+        identity, faults = self.identity, list[str]()
+        if identity.id != self.meta["run"]:
+            faults.append(f"{RUN} says another run than the world was made in")
+        if identity.study != self.study.digest:
+            faults.append(f"{RUN} says another study than stands in the folder")
+        start = hashlib.sha256(identity.marks.encode()).hexdigest()[:16]
+        if identity.start != start:
+            faults.append(f"{RUN} says another start than its digests")
+        return faults
+
+    @property
+    def _store(self) -> Store:
+        return Store(self.folder / WORLD, reading=True)
+
+    def _require_round(self) -> None:
+        if not self.round:
+            raise ConfigError(f"{self.folder / WORLD} holds no round that was committed")
+
+    def _content(self, name: str) -> bytes:
+        """A file that only grows, as long as it was when the round was committed."""
+        if not self.round:
+            return b""
+        try:
+            return (self.folder / name).read_bytes()[: self.meta["files"][name][0]]
+        except OSError as error:
+            raise ConfigError(f"{self.folder} is not the folder of a run: {error}") from error
 
 
-def committed(folder: Path) -> tuple[World, dict[str, Any]]:
-    """The world that a run last committed, and its meta."""
-    found = read_world(folder)
-    if found is None:
-        raise ConfigError(f"{folder / WORLD} holds no round that was committed")
-    return found
+def open_run(folder: Path | str) -> Run:
+    """The run in a folder, as it was last committed.
+
+    Only what was committed is looked up: no values are read before they are asked for.
+    """
+    folder = Path(folder)
+    found = Store(folder / WORLD, reading=True).newest()
+    if found is None and not (folder / STUDY).is_file():
+        raise ConfigError(f"{folder} is not the folder of a run: there is no {STUDY} in it")
+    return Run(folder, found.number, found.meta) if found else Run(folder, 0, {})
 
 
-def read_archive(folder: Path) -> Archive:
-    """The archive of a run that has committed a round. Nothing in the folder is changed."""
-    world, meta = committed(folder)
-    study, identity, params = study_in(folder), read_identity(folder), read(folder / MANIFEST)
-    try:
-        content = (folder / LEDGER).read_bytes()[: meta["files"][LEDGER][0]]
-    except OSError as error:
-        raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
-    agreement = replace(agreement_of(study, params), start=identity.start, run=identity.id)
-    lines = [_line(line) for line in content.splitlines()]
-    return Archive(folder, study, agreement, identity, world, meta, lines)
+def looked_at(folder: Path, look: Callable[[Run], T]) -> T:
+    """What a look at a run finds; while the run goes on meanwhile, it is looked at again."""
+    for _ in range(LOOKS - 1):
+        try:
+            return look(open_run(folder))
+        except WentOn:
+            continue
+    return look(open_run(folder))
 
 
 def _line(line: bytes) -> object:
@@ -62,35 +227,3 @@ def _line(line: bytes) -> object:
         return parsed(line)
     except FedplanError:
         return line
-
-
-def file_faults(folder: Path) -> dict[str, str]:
-    """Files that are not as they were when the last round was committed, each with the fault."""
-    world, meta = committed(folder)
-    faults = dict[str, str]()
-    for name, (length, sha256) in meta["files"].items():
-        file = folder / name
-        content = file.read_bytes() if file.is_file() else b""
-        if not file.is_file():
-            faults[name] = f"{name} is lost"
-        elif hashlib.sha256(content[:length]).hexdigest() != sha256:
-            faults[name] = f"{name} is not what round {world.round} was committed with"
-        elif len(content) > length and not name.endswith(CHARGES):
-            faults[name] = (
-                f"{name} has {len(content) - length} bytes after round {world.round}, the last "
-                "that was committed: go on with the run by --resume, then verify it"
-            )
-    return faults
-
-
-def identity_faults(archive: Archive) -> list[str]:
-    """Whether the run is the one that its world was made in, of the study that stands there."""
-    identity, faults = archive.identity, list[str]()
-    if identity.id != archive.meta["run"]:
-        faults.append(f"{RUN} says another run than the world was made in")
-    if identity.study != archive.study.digest:
-        faults.append(f"{RUN} says another study than stands in the folder")
-    start = hashlib.sha256(identity.marks.encode()).hexdigest()[:16]
-    if identity.start != start:
-        faults.append(f"{RUN} says another start than its digests")
-    return faults

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedplan.data.examples import Examples, Loss, Seeded
 from fedplan.errors import FedplanError
 from fedplan.language.plan import Roles
+from fedplan.language.wording import spelled_out
 from fedplan.models.params import Param
 from fedplan.tensors.named import Tensors
 from fedplan.training.freezing import Marked, mark
@@ -34,6 +35,11 @@ class Pace:
     batch: int = 32
     clip: float = 0.0
     bf16: bool = False
+
+    @property
+    def text(self) -> str:
+        """It in one line, for both ends to compare."""
+        return spelled_out("pace", self)
 
     def start(self, marked: Marked) -> torch.optim.Optimizer:
         """The optimiser of one turn: it starts without memory."""

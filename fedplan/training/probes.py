@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedplan import seeds
 from fedplan.data.examples import Examples, Loss
 from fedplan.errors import FedplanError
+from fedplan.language.wording import phrase, stated
 from fedplan.models.attention import aligned, listen, places
 from fedplan.models.description import blocks_of
 from fedplan.models.params import Block
@@ -44,12 +45,14 @@ class Look:
 Probe = Callable[[Look], Mapping[Block, float]]
 
 
+@stated("random")
 def at_random(look: Look) -> dict[Block, float]:
     """Scores that look at nothing: the control that a probe must beat."""
     drawn = torch.rand(len(look.blocks), generator=seeds.generator("probe", look.seed))
     return {block: float(score) for block, score in zip(look.blocks, drawn, strict=True)}
 
 
+@stated("last")
 def from_the_top(look: Look) -> dict[Block, float]:
     """The later a block, the higher its score: `best(k)` is then the last k blocks."""
     return {block: float(block.number) for block in look.blocks}
@@ -60,6 +63,11 @@ class Fixed:
     """A probe that always names the same blocks."""
 
     numbers: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """It in one line, for both ends to compare."""
+        return phrase("fixed", *self.numbers)
 
     def __call__(self, look: Look) -> dict[Block, float]:
         if strange := set(self.numbers) - {block.number for block in look.blocks}:
@@ -131,6 +139,7 @@ def attention(to: str = "", by: str = "", rows: int = 64, bounded: bool = False)
     _require("to", to, (*_TO, "labelled"))
     _require("by", by, tuple(_BY))
 
+    @stated(phrase("attention", to=to, by=by, rows=rows, bounded=bounded))
     def attending(look: Look) -> dict[Block, float]:
         total, count = dict.fromkeys(look.blocks, 0.0), 0
         for indices in look.some(rows):
@@ -207,6 +216,7 @@ def gradient(rows: int = 64) -> Probe:
     """How steep the loss is in each block: the norm of its gradient, whatever is frozen."""
     _require_rows(rows)
 
+    @stated(phrase("gradient", rows=rows))
     def steepness(look: Look) -> dict[Block, float]:
         modules = blocks_of(look.model)
         found = _gradients(look, [w for b in look.blocks for w in modules[b].parameters()], rows)

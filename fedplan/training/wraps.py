@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedplan.language.plan import Role
+from fedplan.language.wording import phrase, stated
 from fedplan.models.params import Param
 from fedplan.models.values import take
 from fedplan.tensors.named import Tensors
@@ -19,6 +20,7 @@ from fedplan.training.fit import Done, Fit, Job, Wrap
 def proximal(strength: float) -> Wrap:
     """Pull shared params towards the world: strength/2 times the squared distance (FedProx)."""
 
+    @stated(phrase("proximal", strength))
     def wrap(fit: Fit) -> Fit:
         def proximal_fit(job: Job) -> Done:
             def pull(param: Param, value: Tensor, gradient: Tensor) -> None:
@@ -35,6 +37,7 @@ def proximal(strength: float) -> Wrap:
 def alternate(own_epochs: int = 1) -> Wrap:
     """Train what the client keeps first, then what it shares: FedRep's two phases."""
 
+    @stated(phrase("alternate", own_epochs))
     def wrap(fit: Fit) -> Fit:
         def alternating(job: Job) -> Done:
             resting = {p: _rest(role, Role.SHARE, Role.FREEZE) for p, role in job.roles.items()}
@@ -56,6 +59,7 @@ CONTROL = "control"
 """The rider of SCAFFOLD: an estimate of each shared param's gradient."""
 
 
+@stated("controlled")
 def controlled(fit: Fit) -> Fit:
     """Correct each step by what this client's gradient differs from the federation's: SCAFFOLD.
 

@@ -29,6 +29,14 @@ def secret_of(file: Path, seal: Encryption | None = None) -> bytes:
         if not file.exists():
             _make(file, seal)
         synced(file.parent)
+    except OSError as error:
+        raise PrivacyError(f"the secret {file} cannot be used: {error}") from error
+    return read_secret(file, seal)
+
+
+def read_secret(file: Path, seal: Encryption | None = None) -> bytes:
+    """The secret in a file that is there. Nothing is drawn, and nothing on the disk is changed."""
+    try:
         mode = file.stat().st_mode
         content = file.read_bytes()
     except OSError as error:

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agreement agrees on all that changes a result: by texts, the same in every process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial, wraps
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedplan
+from fedplan.federation.agreement import Agreement
+from fedplan.language.plan import best, keep, share
+from fedplan.language.wording import phrase, stated, text_of
+from fedplan.methods import (
+    METHODS,
+    Method,
+    Planned,
+    Serve,
+    fedadam,
+    fedavg,
+    fedavgm,
+    fedper,
+    fedprox,
+    fedrep,
+    fedyogi,
+    method_named,
+    scaffold,
+)
+from fedplan.methods.phases import Sign
+from fedplan.models.catalog import params_of
+from fedplan.models.params import Block
+from fedplan.privacy.guarantee import Guarantee
+from fedplan.tensors.wire import parse_wire
+from fedplan.training.fit import Fit, Pace
+from fedplan.training.probes import Look, at_random, attention, fixed, from_the_top, gradient
+from fedplan.training.wraps import alternate, proximal
+
+PARAMS = params_of("bert-base")
+GUARANTEE = Guarantee("client", 8.0, 1e-5, 1.0, 1.0)
+OTHERS: dict[str, Any] = {
+    **{"unit": "example", "epsilon": 4.0, "delta": 1e-6, "clip": 2.0, "noise": 2.0, "rate": 0.5},
+    **{"steps": 1, "batch": 1, "vote": 1.0, "period": 5, "quantile": 0.5, "cap": 9},
+}
+"""Another value of every field of a guarantee."""
+
+
+def scores(look: Look) -> dict[Block, float]:
+    """A probe of a user."""
+    return {block: 1.0 for block in look.blocks}
+
+
+def scaled(strength: float) -> Callable[[Fit], Fit]:
+    """A wrap of a user, with a setting that it captures."""
+
+    def wrap(fit: Fit) -> Fit:
+        return proximal(strength)(fit)
+
+    return wrap
+
+
+@dataclass(frozen=True)
+class Late:
+    """A user's phases."""
+
+    after: int
+    phases: tuple[str, ...] = ("late",)
+
+    def __call__(self, sign: Sign) -> str:
+        return "late" if sign.round > self.after else ""
+
+
+def methods() -> dict[str, Method]:
+    """Methods of which every two work out something else."""
+    made = {
+        "fedavg": fedavg(),
+        "fedprox 0.1": fedprox(0.1),
+        "fedprox 0.2": fedprox(0.2),
+        "fedadam": fedadam(),
+        "fedadam, another floor": fedadam(floor=0.1),
+        "fedyogi": fedyogi(),
+        "fedavgm": fedavgm(),
+        "scaffold": scaffold(),
+        "fedper": fedper(),
+        "fedrep": fedrep(),
+        "another serve": Method(share(), serve=Serve(rate=0.5)),
+        "alternate 3": Method(share(), wraps=(alternate(3),)),
+        "two wraps": Method(share(), wraps=(proximal(0.1), alternate(3))),
+        "two wraps, swapped": Method(share(), wraps=(alternate(3), proximal(0.1))),
+        "another wire": Method(share(), wire=parse_wire("bf16()")),
+        "together": Method(share(), together=True),
+        "absent": Method(share(), absent=True),
+        "riders": Method(share(), riders=("#a",)),
+        "phases": Method(share(), announce=Planned({"a": 1})),
+        "phases, another round": Method(share(), announce=Planned({"a": 2})),
+        "phases, another name": Method(share(), announce=Planned({"b": 1})),
+        "a user's phases": Method(share(), announce=Late(1)),
+        "a user's phases, later": Method(share(), announce=Late(2)),
+        "a user's wrap": Method(share(), wraps=(scaled(0.1),)),
+        "a user's wrap, stronger": Method(share(), wraps=(scaled(0.2),)),
+    }
+    probes = (from_the_top, fixed(1), fixed(1, 2), attention(), attention(to="last"), gradient())
+    probes = (*probes, gradient(8), scores, lambda _: {}, lambda _: {Block("a", 1): 1.0})
+    return made | {f"probe {i}": Method(share(), probe=probe) for i, probe in enumerate(probes)}
+
+
+def agreements() -> dict[str, Agreement]:
+    """Agreements of which every two work out something else."""
+    base = Agreement("law", PARAMS, fedavg(), Pace())
+    made = {name: replace(base, method=each) for name, each in methods().items()}
+    paces = {
+        "optimiser": "sgd",
+        "rate": 10.0,
+        "decay": 0.1,
+        "momentum": 0.9,
+        "epochs": 2,
+        "steps": 3,
+        "batch": 16,
+        "clip": 1.0,
+        "bf16": True,
+    }
+    assert paces.keys() == {f.name for f in fields(Pace)}
+    made |= {f"pace {k}": replace(base, pace=replace(Pace(), **{k: v})) for k, v in paces.items()}
+    made["guarantee"] = replace(base, guarantee=GUARANTEE)
+    assert OTHERS.keys() == {f.name for f in fields(Guarantee)}
+    for name, value in OTHERS.items():
+        made[f"guarantee {name}"] = replace(base, guarantee=replace(GUARANTEE, **{name: value}))
+    made["start"], made["study"] = replace(base, start="0" * 16), replace(base, study="0" * 16)
+    made["params"] = replace(base, params=PARAMS[:-1])
+    return made
+
+
+def test_every_two_that_differ_have_two_fingerprints() -> None:
+    made = agreements()
+    for one, other in combinations(made, 2):
+        assert made[one].fingerprint != made[other].fingerprint, (one, other)
+
+
+def test_published_methods_that_differ_are_told_apart() -> None:
+    made = {name: "\n".join(method_named(name).lines) for name in METHODS}
+    same = [pair for pair in combinations(made, 2) if made[pair[0]] == made[pair[1]]]
+    assert not same
+
+
+def test_the_same_made_twice_has_one_fingerprint() -> None:
+    one, other = agreements(), agreements()
+    assert {k: v.fingerprint for k, v in one.items()} == {
+        k: v.fingerprint for k, v in other.items()
+    }
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_another_process_makes_the_same(seed: str) -> None:
+    said = f"from {__name__} import agreements\nfor each in agreements().values(): print(each.text)"
+    tests = Path(__file__).parent
+    path = os.pathsep.join(map(str, (tests, tests.parent, Path(fedplan.__file__).parent.parent)))
+    env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", said], env=env, capture_output=True, text=True, check=True
+    )
+    here = [line for each in agreements().values() for line in each.text.splitlines()]
+    assert done.stdout.splitlines() == here
+
+
+def test_the_name_of_a_class_of_ours_is_no_part_of_it() -> None:
+    text = {name: agreement.text for name, agreement in agreements().items()}
+    classes = (Pace, Guarantee, Serve, Planned, Method, type(fixed(1)), type(share()))
+    for cls in classes:
+        assert not any(f"{cls.__name__}(" in each for each in text.values()), cls
+    renamed = {cls: (cls.__name__, cls.__qualname__) for cls in classes}
+    try:
+        for cls in classes:
+            cls.__name__ = cls.__qualname__ = "Renamed"
+        assert {name: agreement.text for name, agreement in agreements().items()} == text
+    finally:
+        for cls, names in renamed.items():
+            cls.__name__, cls.__qualname__ = names
+
+
+def test_each_line_begins_with_its_word() -> None:
+    words = "plan wire riders together absent probe phases wraps server adapt pace guarantee study"
+    for agreement in agreements().values():
+        lines = agreement.text.splitlines()
+        assert [line.split()[0] for line in lines] == [*words.split(), "start", "params"]
+
+
+def test_no_text_of_a_method_of_ours_depends_on_its_source() -> None:
+    for name in METHODS:
+        assert "fedplan." not in "\n".join(method_named(name).lines), name
+
+
+def test_what_may_not_change_a_result_is_no_part_of_it() -> None:
+    one = Agreement("law", PARAMS, fedavg(), Pace(rate=1.0))
+    assert replace(one, run="0" * 16).fingerprint == one.fingerprint
+    assert replace(one, pace=Pace(rate=1)).fingerprint == one.fingerprint
+    swapped = Planned({"b": 2, "a": 1}), Planned({"a": 1, "b": 2})
+    assert text_of(swapped[0]) == text_of(swapped[1])
+
+
+def test_a_function_is_told_by_what_it_does_and_was_given() -> None:
+    def made(number: int) -> list[Callable[..., object]]:
+        log = list[int]()
+
+        def noting(x: int, by: int = number) -> int:
+            log.append(x)
+            return x * by
+
+        return [noting, partial(noting, number), lambda: number, fixed(number).__call__]
+
+    for one, same, other in zip(made(1), made(1), made(2), strict=True):
+        before = text_of(one)
+        if one.__class__ is made.__class__ and one.__name__ == "noting":
+            one(3)  # what it notes is no part of it
+        assert text_of(one) == before == text_of(same) != text_of(other)
+
+
+def test_a_function_without_a_source_is_told_by_its_bytecode() -> None:
+    def defined(source: str) -> object:
+        space: dict[str, Any] = {"__name__": "typed"}
+        exec(source, space)
+        return space["f"]
+
+    one, other = "def f(x):\n return x in {'a', 'b'}", "def f(x):\n return x in {'a', 'c'}"
+    assert text_of(defined(one)) == text_of(defined(one)) != text_of(defined(other))
+
+
+def test_a_wrapper_does_not_speak_by_the_text_of_what_it_wraps() -> None:
+    @wraps(at_random)
+    def other(look: Look) -> dict[Block, float]:
+        return {}
+
+    assert text_of(other) != text_of(at_random) == "random"
+    assert text_of(stated(phrase("mine", 3, to="x"))(lambda: 0)) == 'mine(3, to="x")'
+    # A text of two lines is no two lines of the agreement.
+    assert "\n" not in text_of(stated("random\nphases none")(lambda: 0))
+
+
+def test_a_function_that_holds_on_to_itself_has_a_text() -> None:
+    def again(number: int) -> int:
+        return again(number - 1) if number else 0
+
+    assert "itself" in text_of(again)
+
+
+def test_plans_that_differ_have_two_fingerprints() -> None:
+    plans = (share(), keep(), best(2), best(3))
+    made = {Agreement("law", PARAMS, Method(plan), Pace()).fingerprint for plan in plans}
+    assert len(made) == len(plans)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run is read as it was last committed, and its folder is left as it is: bytes and times."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import STUDY
+
+import fedplan
+from fedplan.federation.record import RoundRecord
+from fedplan.runners.simulation import Simulation
+from fedplan.studies.run import Run, WentOn, looked_at, open_run
+from fedplan.studies.schema import ConfigError, Study, read_study
+from fedplan.tensors.named import digests
+
+PRIVATE = "epsilon = 900.0\ndelta = 1e-5\nclip = 1.0\nnoise = 1.0\n"
+METHODS = {
+    "fedavg": "",
+    "fedper": "",
+    "client": f'[privacy]\nunit = "client"\n{PRIVATE}',
+    "example": f'[privacy]\nunit = "example"\nsize = 10\n{PRIVATE}',
+}
+HIDDEN = {"client", "example"}
+STATES = ("ended", "between", "within", "killed")
+"""A run that has ended; two that live, of which one has played a round and not committed it; and
+one whose writer was killed in the middle of a line."""
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from fedplan.runners.simulation import Simulation
+from fedplan.storage.lines import Lines
+from fedplan.studies.schema import read_study
+
+simulation = Simulation(read_study(Path(sys.argv[1])), Path(sys.argv[2]))
+federation = simulation.federation
+federation.commit(federation.round(), {"score": 1.0})
+
+def torn(self, lines):
+    with self.file.open("ab") as out:
+        out.write(b'{"kind": "turn", "ver')
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Lines.append = torn
+federation.commit(federation.round(), {"score": 1.0})
+"""
+
+READ = """
+import json, sys
+from pathlib import Path
+from commands import run
+from fedplan.studies.run import Run, open_run
+from fedplan.tensors.named import digests
+
+found = {}
+for folder in map(Path, sys.argv[2:]):
+    out = Path(sys.argv[1], *folder.parts[-2:])
+    said = {"verify": run("verify", str(folder)), "privacy": run("privacy", str(folder))}
+    said["export"] = run("export", str(folder), str(out))
+    said["own"] = run("export", str(folder), str(out / "own"), "--client", "client-01")
+    one = open_run(folder)
+    for name, each in vars(Run).items():
+        if not name.startswith("_") and not callable(each):
+            getattr(one, name)
+    said["round"], said["world"] = one.round, digests(one.world.values)
+    said["home"] = digests(one.home("client-01")[0])
+    said["records"], said["metrics"] = len(one.records), len(one.metrics)
+    found["/".join(folder.parts[-2:])] = said
+try:
+    Path(sys.argv[2], "x").touch()
+    found["writable"] = True
+    Path(sys.argv[2], "x").unlink()
+except OSError:
+    found["writable"] = False
+print(json.dumps(found))
+"""
+
+MOUNTED = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+
+
+@dataclass
+class Told:
+    """What a process that may not write read of every run, and what was there before and after."""
+
+    said: dict[str, Any]
+    truth: dict[str, dict[str, Any]]
+    before: dict[str, tuple[bytes, int]]
+    after: dict[str, tuple[bytes, int]]
+    refused: str
+
+
+def study(place: Path, name: str) -> Study:
+    """A study of three rounds in a file of its own."""
+    place.mkdir(exist_ok=True)
+    draw = np.random.default_rng(0)
+    np.savez(
+        place / "digits.npz",
+        image_train=draw.integers(0, 255, (45, 8, 8), dtype=np.uint8),
+        digit_train=np.arange(45) % 3,
+        image_test=draw.integers(0, 255, (15, 8, 8), dtype=np.uint8),
+        digit_test=np.arange(15) % 3,
+    )
+    said = f'name = "{"fedavg" if name in HIDDEN else name}"\n'
+    text = STUDY.replace(STUDY[STUDY.index("plan =") : STUDY.index("[train]")], said)
+    text = text.replace('"digits.npz"', f'"{place}/digits.npz"').replace("dropped = 0.1", "")
+    text = text.replace("batch = 8", "batch = 8\nsteps = 2")
+    text = text.replace('by = "dirichlet"\nalpha = 0.5', 'by = "iid"') + METHODS[name]
+    (place / f"{name}.toml").write_text(text)
+    return read_study(place / f"{name}.toml")
+
+
+def play(simulation: Simulation, rounds: int = 1) -> None:
+    for _ in range(rounds):
+        simulation.federation.commit(simulation.federation.round(), {"score": 1.0})
+
+
+def truth(simulation: Simulation) -> dict[str, Any]:
+    """What a run's own process knows of it."""
+    federation = simulation.federation
+    home = federation.clients["client-01"].journal.home()[0]
+    number = federation.world.round
+    values = digests(federation.world.values)
+    return {"round": number, "world": values, "home": digests(home), "metrics": number}
+
+
+def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file and folder: its bytes, and when it was last changed."""
+    return {
+        str(p.relative_to(folder)): (p.read_bytes() if p.is_file() else b"", p.stat().st_mtime_ns)
+        for p in [folder, *folder.rglob("*")]
+    }
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+    place = tmp_path_factory.mktemp("runs")
+    known, living = dict[str, dict[str, Any]](), list[Simulation]()
+    for name in METHODS:
+        made = study(place / "data", name)
+        for state in STATES[:3]:
+            simulation = Simulation(made, place / "runs" / name / state)
+            play(simulation, 3 if state == "ended" else 1)
+            known[f"{name}/{state}"] = truth(simulation)
+            if state == "within":
+                simulation.federation.round()
+            if state != "ended":
+                living.append(simulation)
+        words = (str(place / "data" / f"{name}.toml"), str(place / "runs" / name / "killed"))
+        ended = subprocess.run([sys.executable, "-c", KILLED, *words], check=False)
+        assert ended.returncode == -9
+        known[f"{name}/killed"] = {"round": 1, "world": known[f"{name}/between"]["world"]}
+    before = tree(place / "runs")
+    said, refused = read_elsewhere(place)
+    yield Told(said, known, before, tree(place / "runs"), refused)
+    assert all(simulation.claim for simulation in living)
+
+
+def read_elsewhere(place: Path) -> tuple[dict[str, Any], str]:
+    """Everything read by another process, from a mount that cannot be written if there may be."""
+    runs = place / "runs"
+    folders = [str(runs / name / state) for name in METHODS for state in STATES]
+    command = [sys.executable, "-c", READ, str(place / "models"), *folders]
+    readonly = ["unshare", "-m", "sh", "-c", MOUNTED, str(runs)]
+    tried = subprocess.run([*readonly, "true"], capture_output=True, text=True, check=False)
+    refused = tried.stderr if tried.returncode else ""
+    command = command if refused else [*readonly, *command]
+    here = str(Path(__file__).parent)
+    path = f"{here}:{Path(fedplan.__file__).parent.parent}"
+    done = subprocess.run(
+        ["env", f"PYTHONPATH={path}", *command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), refused
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_is_read_as_it_was_committed(told: Told, name: str, state: str) -> None:
+    said, known = told.said[f"{name}/{state}"], told.truth[f"{name}/{state}"]
+    code, out = said["verify"]
+    # What a kill left behind the last line is told, and is all that there is to tell.
+    assert code == (1 if state == "killed" else 0), out
+    assert state != "killed" or (out.count("bytes after round 1") == 1 and "lost" not in out)
+    assert said["export"][0] == 0, said["export"]
+    assert said["own"][0] == 0, said["own"]
+    code, out = said["privacy"]
+    assert code == (0 if name in HIDDEN else 2) and ("Spent so far" in out) == (code == 0)
+    # The noise of a private run is another in each: its secret is drawn.
+    drawn = name in HIDDEN and state == "killed"
+    same = {key: value for key, value in known.items() if not drawn or key == "round"}
+    assert {key: said[key] for key in same} == same
+    assert said["records"] == 4 * known["round"]
+
+
+def test_the_folder_is_left_as_it_was(told: Told) -> None:
+    assert told.before == told.after and len(told.before) > 100
+
+
+def test_it_is_read_from_where_nobody_can_write(told: Told) -> None:
+    if told.refused:
+        pytest.skip(f"no mount may be made here: {told.refused.strip()}")
+    assert told.said["writable"] is False
+
+
+@pytest.fixture
+def simulation(tmp_path: Path) -> Simulation:
+    made = Simulation(study(tmp_path / "data", "fedper"), tmp_path / "run")
+    play(made)
+    return made
+
+
+def test_a_run_is_one_snapshot_however_late_it_is_read(simulation: Simulation) -> None:
+    known, run = truth(simulation), open_run(simulation.folder)
+    play(simulation)
+    assert run.round == 1 and len(run.records) == 4 and len(run.metrics) == 1
+    assert digests(run.world.values) == known["world"] and run.world.round == 1
+    assert digests(run.home("client-01")[0]) == known["home"]
+    with pytest.raises(WentOn, match="went on from round 1 to 2"):
+        run.require_current()
+
+
+def test_what_is_no_longer_there_is_no_later_value(simulation: Simulation) -> None:
+    run, read = open_run(simulation.folder), open_run(simulation.folder)
+    known = read.world
+    play(simulation, 2)
+    with pytest.raises(WentOn):
+        _ = run.world
+    with pytest.raises(WentOn):
+        run.home("client-01")
+    assert read.world is known and len(run.records) == 4
+
+
+def test_a_run_that_goes_on_is_looked_at_again(simulation: Simulation) -> None:
+    looks = list[int]()
+
+    def look(run: Run) -> int:
+        looks.append(run.round)
+        if len(looks) < 3:
+            play(simulation)
+        run.require_current()
+        return run.round
+
+    assert looked_at(simulation.folder, look) == 3 and looks == [1, 2, 3]
+
+
+def test_to_open_a_run_reads_no_values(simulation: Simulation) -> None:
+    [file] = (simulation.folder / "world").glob("1.*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    run = fedplan.open_run(simulation.folder)
+    assert [type(each) for each in run.records].count(RoundRecord) == 1
+    with pytest.raises(fedplan.FedplanError, match="its digest differs"):
+        _ = run.world
+
+
+def test_a_run_without_a_round_is_its_study(tmp_path: Path) -> None:
+    made = study(tmp_path / "data", "fedavg")
+    simulation = Simulation(made, tmp_path / "run")
+    run = open_run(simulation.folder)
+    assert (run.round, run.records, run.metrics) == (0, [], []) and run.study.digest == made.digest
+    assert run.clients == ["client-00", "client-01", "client-02"] and run.labels == ["0", "1", "2"]
+    with pytest.raises(ConfigError, match="no round that was committed"):
+        _ = run.world
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        open_run(tmp_path)
