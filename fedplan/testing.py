@@ -25,6 +25,7 @@ from fedplan.language.resolution import permitted, resolve
 from fedplan.language.turn import Turn
 from fedplan.methods.method import Method
 from fedplan.methods.phases import Planned
+from fedplan.methods.server_optimiser import mean
 from fedplan.models.description import describe
 from fedplan.models.values import take
 from fedplan.reports.forecasts import forecast
@@ -130,9 +131,7 @@ def law_a_param_is_the_mean_over_its_own_senders(case: _Case) -> None:
     """A param nobody sent keeps its value; one sent by one of two is that client's own."""
     federation = case.federation()
     one, *_ = federation.clients
-    agreement = replace(
-        federation.agreement, method=replace(case.method, serve=type(case.method.serve)())
-    )
+    agreement = replace(federation.agreement, method=replace(case.method, server_optimiser=mean()))
     world = World.start(agreement, federation.start)
     tally = Tally({one: push(agreement, world, one, {})})
     federation.ask(tally)
@@ -177,7 +176,7 @@ def law_each_gets_what_it_lacks(case: _Case) -> None:
 
 def law_one_client_that_shares_all_is_plain_training(case: _Case) -> None:
     """One client and share() are plain local training."""
-    if case.method.plan != share() or case.method.serve.rule != "plain" or case.method.wraps:
+    if case.method.plan != share() or case.method.server_optimiser != mean() or case.method.wraps:
         return
     name = next(iter(case.rows))
     federation = case.federation(rows={name: case.rows[name]})

@@ -22,6 +22,7 @@ from fedplan.language.parser import parse
 from fedplan.methods.method import Method
 from fedplan.methods.phases import Planned, Sign
 from fedplan.methods.registry import method_named
+from fedplan.methods.server_optimiser import mean
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
 from fedplan.storage.lines import read_lines
@@ -85,7 +86,7 @@ def test_the_freeze_ends_the_kernels_state_in_every_optimiser(
     made = method_named("fedfrozen", {"warmup": 2}).inside(method_named(inner))
     whole = federation(made, tmp_path, architecture)
     kernel = {p.key for p in whole.agreement.params if p.kind in ("query", "key")}
-    adaptive = made.serve.rule != "plain"
+    adaptive = made.server_optimiser != mean()
     held: dict[str, torch.Tensor] = {}
     for number in range(1, 5):
         tally = whole.round()

@@ -251,7 +251,7 @@ def close(
 ) -> World:
     """The world after a round: each param is the mean over its senders, then served.
 
-    `later` are the keys that some later round may move: of others the serve remembers nothing.
+    `later` are the keys that some later round may move: of others nothing is remembered.
     `released` are the changes of a round that hides its clients, and `clip` the next one's bound.
     """
     number = world.round + 1
@@ -264,7 +264,7 @@ def close(
     for key, mean in means.items():
         if agreement.method.absent and weights.get(key, tally.weight) < tally.weight:
             mean = torch.lerp(values[key], mean, weights[key] / tally.weight)
-        values[key], fresh = agreement.method.serve.step(
+        values[key], fresh = agreement.method.server_optimiser(
             values[key], mean, world.memory.get(key, {})
         )
         versions[key] = number

@@ -128,8 +128,8 @@ class DataSection(Section):
 class MethodSection(Section):
     """A published method with its settings, a plan of your own, or both: the plan is said after it.
 
-    `inside` is another method, whose local fit and serve this one takes. A plan of your own names
-    its `probe`, if it chooses blocks; `phases` are announced once so many rounds are done.
+    `inside` is another method, whose local fit and server optimiser this one takes. A plan of your
+    own names its `probe`, if it chooses; `phases` are announced once so many rounds are done.
     """
 
     name: str = ""
