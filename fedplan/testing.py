@@ -34,9 +34,10 @@ from fedplan.storage.lines import read_lines
 from fedplan.tensors.named import digests, nbytes
 from fedplan.tensors.sums import GRID
 from fedplan.training.fit import Job, Pace, plain
+from fedplan.training.optimisers import adamw
 
 ROUNDS = 3
-PACE = Pace(optimiser="adamw", rate=1e-2, decay=0.1, batch=2, steps=2)
+PACE = Pace(adamw(decay=0.1), rate=1e-2, batch=2, steps=2)
 
 
 def check_method(

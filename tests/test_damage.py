@@ -33,6 +33,7 @@ from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
 from fedplan.tensors.wire import parse_wire
 from fedplan.training.fit import Pace
+from fedplan.training.optimisers import sgd
 
 BAD = "client-0"
 SAFL = {"k": 1, "together": True}
@@ -101,7 +102,7 @@ class Round:
             self.fed.world = before
 
 
-PACE = Pace(optimiser="sgd", rate=1e-2, batch=2, steps=2)
+PACE = Pace(sgd(), rate=1e-2, batch=2, steps=2)
 
 
 def bits(world: World) -> object:

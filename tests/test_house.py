@@ -37,7 +37,7 @@ LENT = {
         home_of keep_file mark_of_file put_file reach read_lines synced
     """,
     "models": """
-        ITEMSIZE Preprocessing TASKS TRAINED add_prompts aligned bare blocks_of buffers_of
+        ITEMSIZE Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare blocks_of buffers_of
         centre_of drawn is_hub_id learn listen merged moved places quiet read report
         require_rest small_copy written
     """,
@@ -47,19 +47,19 @@ LENT = {
         lora_b mlp norm own phases_in prompt query require_told rounds_ahead touched value
     """,
     "data": """
-        Seeded contents division is_among label_text labels_in names_in require_sight rows
+        KINDS Seeded TASK_KINDS contents division is_among label_text labels_in names_in require_sight rows
         some spread to_train values where
     """,
     "training": """
-        CONTROL adjust is_public public_scores
+        CONTROL DECAY MOMENTUM PROBES adjust is_public public_scores
     """,
     "privacy": """
-        BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Vote aggregate ballot capped
+        BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot capped
         counted derived needed secret_of
     """,
     "federation": """
         AGREEMENT ANSWERS Account DELTA EXITS Fare FaultLog Identity KEY KINDS LEDGER Limits
-        ROLES ROUND RUN Record RecordError SMALL STUDY WORLD announced by_part changed_rows
+        Patience ROLES ROUND RUN Record RecordError SMALL STUDY WORLD announced by_part changed_rows
         code_of guard_of joined journal_in keyed last_of last_told mark_of meant own_values
         parsed parted personal_values place_of read_agreement read_answers read_egress
         read_faults read_identity read_record read_world records_in request_header

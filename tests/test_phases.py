@@ -28,9 +28,10 @@ from fedplan.runners.local import Federation
 from fedplan.storage.lines import read_lines
 from fedplan.testing import check_method
 from fedplan.training.fit import Pace
+from fedplan.training.optimisers import sgd
 from fedplan.training.probes import probe_named
 
-PACE = Pace(optimiser="sgd", rate=0.1, batch=2, steps=2)
+PACE = Pace(sgd(), rate=0.1, batch=2, steps=2)
 
 
 def federation(

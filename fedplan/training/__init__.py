@@ -8,6 +8,13 @@ from fedplan.faces import face
 if TYPE_CHECKING:
     from fedplan.training.fit import Done, Fit, Job, Pace, Wrap, plain
     from fedplan.training.freezing import Marked, mark
+    from fedplan.training.optimisers import (
+        ClientOptimiser,
+        adamw,
+        optimiser_named,
+        register_optimiser,
+        sgd,
+    )
     from fedplan.training.probes import (
         Look,
         Probe,
@@ -21,6 +28,7 @@ if TYPE_CHECKING:
     from fedplan.training.wraps import alternate, controlled, proximal
 
 __all__ = [
+    "ClientOptimiser",
     "Done",
     "Fit",
     "Job",
@@ -29,6 +37,7 @@ __all__ = [
     "Pace",
     "Probe",
     "Wrap",
+    "adamw",
     "alternate",
     "at_random",
     "attention",
@@ -37,9 +46,12 @@ __all__ = [
     "from_the_top",
     "gradient",
     "mark",
+    "optimiser_named",
     "plain",
     "probe_named",
     "proximal",
+    "register_optimiser",
+    "sgd",
 ]
 
 __getattr__ = face(
@@ -47,6 +59,7 @@ __getattr__ = face(
     {
         "fit": "Done Fit Job Pace Wrap plain",
         "freezing": "Marked mark",
+        "optimisers": "ClientOptimiser adamw optimiser_named register_optimiser sgd",
         "probes": "Look Probe at_random attention fixed from_the_top gradient probe_named",
         "wraps": "alternate controlled proximal",
     },
