@@ -51,7 +51,7 @@ LENT = {
         some spread to_train values where
     """,
     "training": """
-        CONTROL DECAY MOMENTUM PROBES adjust is_public public_scores
+        CONTROL DECAY MOMENTUM PROBES adjust is_public public_look
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot capped

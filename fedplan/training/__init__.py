@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         from_the_top,
         gradient,
         probe_named,
+        public,
     )
     from fedplan.training.wraps import alternate, controlled, proximal
 
@@ -50,6 +51,7 @@ __all__ = [
     "plain",
     "probe_named",
     "proximal",
+    "public",
     "register_optimiser",
     "sgd",
 ]
@@ -60,7 +62,7 @@ __getattr__ = face(
         "fit": "Done Fit Job Pace Wrap plain",
         "freezing": "Marked mark",
         "optimisers": "ClientOptimiser adamw optimiser_named register_optimiser sgd",
-        "probes": "Look Probe at_random attention fixed from_the_top gradient probe_named",
+        "probes": "Look Probe at_random attention fixed from_the_top gradient probe_named public",
         "wraps": "alternate controlled proximal",
     },
 )
