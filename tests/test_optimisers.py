@@ -176,6 +176,8 @@ def test_an_optimiser_of_the_user_has_a_name(registered: dict[str, Any]) -> None
     for name, make in {"signs": torch.optim.SGD, "sgd": Signs}.items():
         with pytest.raises(FedplanError, match="already: give yours another name"):
             register_optimiser(name, make)
+    register_optimiser("any", lambda params, **said: Signs(params, **said))
+    assert optimiser_named("any", {"pull": 1.0}).text == "any(pull=1.0)"
     with pytest.raises(FedplanError, match="takes no lr"):
         register_optimiser("fixed", lambda params: Signs(params, 1.0))
 

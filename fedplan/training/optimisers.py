@@ -86,7 +86,7 @@ def register_optimiser(name: str, make: Callable[..., torch.optim.Optimizer]) ->
     """
     if _known().get(name, make) is not make:
         raise FedplanError(f"there is an optimiser {name!r} already: give yours another name")
-    if "lr" not in _taken(make, ("lr",)):
+    if not _takes(make, "lr"):
         raise FedplanError(f"the optimiser {name!r} takes no lr, the rate of its steps")
     _REGISTERED[name] = make
 
@@ -102,11 +102,10 @@ def _known() -> dict[str, Callable[..., torch.optim.Optimizer]]:
     return {name: made for name, made in of_torch.items() if name not in _UNFIT} | _REGISTERED
 
 
-def _taken(make: Callable[..., torch.optim.Optimizer], words: Iterable[str]) -> set[str]:
-    """Those of some words that a maker takes as settings."""
+def _takes(make: Callable[..., torch.optim.Optimizer], word: str) -> bool:
+    """Whether a maker takes a setting: by its name, or because it takes any."""
     takes = signature(make).parameters
-    free = any(each.kind is Parameter.VAR_KEYWORD for each in takes.values())
-    return {word for word in words if word in takes or free}
+    return word in takes or any(each.kind is Parameter.VAR_KEYWORD for each in takes.values())
 
 
 def optimiser_named(name: str, settings: Mapping[str, Any] | None = None) -> ClientOptimiser:
@@ -121,10 +120,10 @@ def optimiser_named(name: str, settings: Mapping[str, Any] | None = None) -> Cli
     given = dict[str, Any]()
     for word, value in (settings or {}).items():
         own = _OWN_WORD.get(word, word)
-        if own in ("params", "lr", *given) or not _taken(make, (own,)):
+        if own in ("params", "lr", *given) or not _takes(make, own):
             raise FedplanError(f"the optimiser {name} takes no {word!r}")
         given[own] = value
-    unsaid = {word: _UNSAID[word] for word in _taken(make, _UNSAID)}
+    unsaid = {word: none for word, none in _UNSAID.items() if word in signature(make).parameters}
     said = dict(sorted((unsaid | given).items()))
     try:
         text = ", ".join(f"{word}={_text(word, value)}" for word, value in said.items())
