@@ -26,6 +26,7 @@ from fedplan.language.resolution import permitted, resolve
 from fedplan.language.turn import Turn
 from fedplan.methods.method import Method
 from fedplan.methods.phases import Planned
+from fedplan.methods.server_optimiser import mean
 from fedplan.models.description import describe
 from fedplan.models.values import take
 from fedplan.reports.forecasts import forecast
@@ -35,9 +36,10 @@ from fedplan.tensors.named import digests, nbytes
 from fedplan.tensors.riders import is_rider, param_of
 from fedplan.tensors.sums import GRID
 from fedplan.training.fit import Job, Pace, plain
+from fedplan.training.optimisers import adamw
 
 ROUNDS = 3
-PACE = Pace(optimiser="adamw", rate=1e-2, decay=0.1, batch=2, steps=2)
+PACE = Pace(adamw(decay=0.1), rate=1e-2, batch=2, steps=2)
 
 
 def check_method(
@@ -132,9 +134,7 @@ def law_a_param_is_the_mean_over_its_own_senders(case: _Case) -> None:
     """A param nobody sent keeps its value; one sent by one of two is that client's own."""
     federation = case.federation()
     one, *_ = federation.clients
-    agreement = replace(
-        federation.agreement, method=replace(case.method, serve=type(case.method.serve)())
-    )
+    agreement = replace(federation.agreement, method=replace(case.method, server_optimiser=mean()))
     federation.server.agreement = agreement  # both ends agree on how it is served, too
     world = World.start(agreement, federation.server.start)
     tally = Tally({one: push(agreement, world, one, {})}, PlainSum(agreement, world.values, 2))
@@ -179,7 +179,7 @@ def law_each_gets_what_it_lacks(case: _Case) -> None:
 
 def law_one_client_that_shares_all_is_plain_training(case: _Case) -> None:
     """One client and share() are plain local training."""
-    if case.method.plan != share() or case.method.serve.rule != "plain" or case.method.wraps:
+    if case.method.plan != share() or case.method.server_optimiser != mean() or case.method.wraps:
         return
     name = next(iter(case.rows))
     federation = case.federation(rows={name: case.rows[name]})

@@ -61,12 +61,12 @@ def ours(count: int) -> None:
 
     from fedplan.federation.agreement import Agreement
     from fedplan.federation.messages import Update, request_of, update_message
+    from fedplan.federation.patience import Patience
     from fedplan.federation.server import Server
     from fedplan.language.plan import share
     from fedplan.methods.method import Method
     from fedplan.models.description import describe
     from fedplan.models.values import take
-    from fedplan.runners.flower.calls import Patience
     from fedplan.runners.flower.carrier import Carrier
     from fedplan.runners.flower.client import client_app
     from fedplan.tensors.message import Message

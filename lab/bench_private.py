@@ -156,7 +156,7 @@ def measured(layers: int, tokens: int, plan: str, *, with_others: bool) -> dict[
     model, rows = build(layers, plan), Texts(tokens)
     roles = resolve(parse(PLANS[plan].format(layers // 3)), describe(model), Turn())
     with mark(model, roles) as marked:
-        optimiser = Pace(optimiser="adamw", rate=1e-4).start(marked)
+        optimiser = Pace(rate=1e-4).start(marked)
         found = ways(model, marked, roles, rows)
         found |= others(model, marked, rows) if with_others else {}
         times: dict[str, list[float]] = {way: [] for way in found}

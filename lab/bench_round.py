@@ -18,9 +18,10 @@ from fedplan.methods.registry import method_named
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
 from fedplan.training.fit import Pace, batches
+from fedplan.training.optimisers import sgd
 
 CLIENTS, ROUNDS = 10, 10
-PACE = Pace(optimiser="sgd", rate=0.01, batch=32, epochs=1)
+PACE = Pace(sgd(), rate=0.01, batch=32, epochs=1)
 
 
 class Pixels:

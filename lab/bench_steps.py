@@ -67,7 +67,7 @@ def step(model: nn.Module, batch: dict[str, Tensor], plan: Plan) -> float:
     """Seconds of one step with AdamW, its memory fresh, the marking not counted."""
     params = describe(model)
     with mark(model, resolve(plan, params, Turn(scores={Block("encoder", 0): 0.0}))) as marked:
-        optimiser = Pace(optimiser="adamw", rate=1e-4).start(marked)
+        optimiser = Pace(rate=1e-4).start(marked)
         started = time.perf_counter()
         model(**batch).loss.backward()
         optimiser.step()

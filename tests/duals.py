@@ -16,7 +16,7 @@ from fedplan.data.tasks import task
 from fedplan.models.dual import Dual, dual_of
 
 NAMES = ("cat", "ice_cream", "big_old_dog")
-ASKED = task("image-text", columns="x", label="y", labels=NAMES)
+ASKED = task("image-text", columns="x", label="y", labels=NAMES, image_size=16)
 
 
 class Words:

@@ -20,7 +20,7 @@ from fedplan.storage.journal import home_of
 from fedplan.storage.lines import read_lines
 from fedplan.training.fit import Pace
 
-PACE = Pace(optimiser="adamw", rate=1e-2, batch=2, steps=2)
+PACE = Pace(rate=1e-2, batch=2, steps=2)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from fedplan.models.values import put, take
 from fedplan.runners.local import Federation
 from fedplan.training.fit import Pace
 from fedplan.training.freezing import mark
+from fedplan.training.optimisers import adamw
 
 # peft warns of what it lacks on this machine, and of layers that it was not made for.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -206,7 +207,9 @@ def test_a_round_of_fedavg_moves_the_adapter_and_nothing_else(kind: str, tmp_pat
     params, word = describe(model), "prompt" if kind.lower() in PROMPTS else "adapter"
     before, was = {k: v.clone() for k, v in model.state_dict().items()}, answer(host, model)
     method = Method(parse(f"chain(freeze(), share({word}))"))
-    agreement = Agreement("adapters", params, method, Pace(steps=3, batch=2, rate=0.1, decay=0.1))
+    agreement = Agreement(
+        "adapters", params, method, Pace(adamw(decay=0.1), rate=0.1, steps=3, batch=2)
+    )
     federation = Federation(agreement, model, few(host), loss, tmp_path, rounds=1)
     tally = federation.round()
     assert not tally.rejected

@@ -37,7 +37,7 @@ from fedplan.tensors.serialization import unpacked
 from fedplan.training.fit import Pace
 
 ROUNDS = 3
-PACE = Pace(optimiser="adamw", rate=1e-2, batch=2, steps=2)
+PACE = Pace(rate=1e-2, batch=2, steps=2)
 PLAN = "chain(share(), when(after(1), keep(head)))"
 
 

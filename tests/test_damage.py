@@ -35,6 +35,7 @@ from fedplan.tensors.riders import split_riders
 from fedplan.tensors.sums import ExactSum
 from fedplan.tensors.wire import parse_wire
 from fedplan.training.fit import Pace
+from fedplan.training.optimisers import sgd
 
 BAD = "client-0"
 SAFL = {"k": 1, "together": True}
@@ -106,7 +107,7 @@ class Round:
             self.fed.server.world = before
 
 
-PACE = Pace(optimiser="sgd", rate=1e-2, batch=2, steps=2)
+PACE = Pace(sgd(), rate=1e-2, batch=2, steps=2)
 
 
 def bits(world: World) -> object:

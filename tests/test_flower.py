@@ -31,6 +31,7 @@ from fedplan.federation.egress import by_part, read_egress
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.identity import read_identity
 from fedplan.federation.messages import Request, Update
+from fedplan.federation.patience import Patience
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
 from fedplan.language.parser import parse
@@ -40,7 +41,7 @@ from fedplan.methods.registry import method_named
 from fedplan.models.description import describe
 from fedplan.models.params import Block
 from fedplan.models.values import take
-from fedplan.runners.flower.calls import Calls, Patience
+from fedplan.runners.flower.calls import Calls
 from fedplan.runners.flower.carrier import Carrier
 from fedplan.runners.flower.client import client_app
 from fedplan.runners.flower.records import message_in, records_of
@@ -52,7 +53,7 @@ from fedplan.tensors.named import digests
 from fedplan.tensors.serialization import SerializationError
 from fedplan.training.fit import Pace
 
-PACE = Pace(optimiser="adamw", rate=1e-2, batch=2, steps=2)
+PACE = Pace(rate=1e-2, batch=2, steps=2)
 ROUNDS = 5
 NAMES = ("client-0", "client-1", "client-2")
 METHODS: dict[str, Method] = {

@@ -38,9 +38,9 @@ LENT = {
         home_of keep_file mark_of_file put_file reach read_lines synced
     """,
     "models": """
-        ITEMSIZE Preprocessing TASKS TRAINED add_prompts aligned bare blocks_of buffers_of
-        centre_of drawn is_hub_id learn listen merged moved places quiet read report
-        require_rest small_copy written
+        ITEMSIZE Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare blocks_of
+        buffers_of centre_of drawn is_hub_id learn listen merged moved places quiet read
+        report require_rest small_copy written
     """,
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter bias
@@ -49,24 +49,24 @@ LENT = {
         spelled_out stated text_of touched value
     """,
     "data": """
-        Seeded contents division is_among label_text labels_in names_in require_sight rows
-        some spread to_train values where
+        KINDS Seeded TASK_KINDS contents division is_among label_text labels_in names_in
+        require_sight rows some spread to_train values where
     """,
     "training": """
-        CONTROL adjust is_public public_scores
+        CONTROL DECAY MOMENTUM PROBES adjust is_public public_look
     """,
     "privacy": """
-        BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Vote aggregate ballot capped
-        counted derived needed read_secret secret_of
+        BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
+        capped counted derived needed read_secret secret_of
     """,
     "federation": """
         AGREEMENT ANSWERS Account DELTA EXITS Fare FaultLog Identity KEY KINDS LEDGER Limits
-        METRICS PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY WORLD announced
-        by_part changed_rows code_of guard_of joined journal_in keyed last_of last_told
-        mark_of meant own_values parsed parted personal_values place_of read_agreement
-        read_answers read_egress read_faults read_identity read_record records_in
-        request_header request_message require_sound run_of said_of scored told understood
-        update_of world_values
+        METRICS Patience PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY WORLD
+        announced by_part changed_rows code_of guard_of joined journal_in keyed last_of
+        last_told mark_of meant own_values parsed parted personal_values place_of
+        read_agreement read_answers read_egress read_faults read_identity read_record
+        records_in request_header request_message require_sound run_of said_of scored told
+        understood update_of world_values
     """,
     "studies": """
         agreed_run guarantee_of laid_over looked_at method_of note_task opened_run

@@ -26,8 +26,9 @@ from fedplan.models.values import put, take
 from fedplan.runners.local import Federation
 from fedplan.tensors.serialization import pack
 from fedplan.training.fit import Done, Fit, Job, Pace
+from fedplan.training.optimisers import adamw
 
-PACE = Pace(optimiser="adamw", rate=1e-2, decay=0.1, batch=2, steps=2)
+PACE = Pace(adamw(decay=0.1), rate=1e-2, batch=2, steps=2)
 ROUNDS = 4
 KEPT: dict[str, dict[str, int]] = {
     "fedper": {},

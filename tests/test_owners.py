@@ -27,13 +27,13 @@ from fedplan.federation.client import Client
 from fedplan.federation.endpoint import Endpoint, journal_in, own_values
 from fedplan.federation.messages import Request, Update
 from fedplan.federation.participation import Participation
+from fedplan.federation.patience import Patience
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
 from fedplan.language.parts import named
 from fedplan.methods.method import Method
 from fedplan.models.params import Kind, Param
 from fedplan.models.values import take
-from fedplan.runners.flower.calls import Patience
 from fedplan.runners.flower.carrier import Carrier
 from fedplan.runners.flower.client import client_app
 from fedplan.runners.local import Federation

@@ -22,14 +22,16 @@ from fedplan.language.parser import parse
 from fedplan.methods.method import Method
 from fedplan.methods.phases import Planned, Sign
 from fedplan.methods.registry import method_named
+from fedplan.methods.server_optimiser import mean
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
 from fedplan.storage.lines import read_lines
 from fedplan.testing import check_method
 from fedplan.training.fit import Pace
+from fedplan.training.optimisers import sgd
 from fedplan.training.probes import probe_named
 
-PACE = Pace(optimiser="sgd", rate=0.1, batch=2, steps=2)
+PACE = Pace(sgd(), rate=0.1, batch=2, steps=2)
 
 
 def federation(
@@ -85,7 +87,7 @@ def test_the_freeze_ends_the_kernels_state_in_every_optimiser(
     made = method_named("fedfrozen", {"warmup": 2}).inside(method_named(inner))
     whole = federation(made, tmp_path, architecture)
     kernel = {p.key for p in whole.agreement.params if p.kind in ("query", "key")}
-    adaptive = made.serve.rule != "plain"
+    adaptive = made.server_optimiser != mean()
     held: dict[str, torch.Tensor] = {}
     for number in range(1, 5):
         tally = whole.round()

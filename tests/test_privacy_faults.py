@@ -37,6 +37,7 @@ from fedplan.privacy.mechanisms.secret import secret_of
 from fedplan.privacy.mechanisms.vote import Vote
 from fedplan.tensors.sums import GRID, ExactSum
 from fedplan.training.fit import Job, Pace
+from fedplan.training.optimisers import sgd
 
 SECRET = bytes(range(32))
 
@@ -60,7 +61,7 @@ def test_the_same_request_from_other_values_has_another_noise_and_costs(tmp_path
         roles = resolve(parse("share()"), describe(model), Turn())
         before = take(model, roles)
         fit = guard.fit(1, "study/1/hospital", content)
-        fit(Job(model, roles, Few("bert", 0, 8), far, Pace("sgd", rate=1.0), 7, before))
+        fit(Job(model, roles, Few("bert", 0, 8), far, Pace(sgd(), rate=1.0), 7, before))
         changes.append(
             torch.cat([(v - before[k]).flatten() for k, v in take(model, roles).items()])
         )
@@ -76,7 +77,7 @@ def test_masks_and_dropout_follow_no_public_seed() -> None:
         model = zoo.build("bert")
         roles = resolve(parse("share()"), describe(model), Turn())
         before, noise = take(model, roles), Noise(key)
-        job = Job(model, roles, Few("bert", 0, 4), far, Pace("sgd", rate=1.0), seed, before)
+        job = Job(model, roles, Few("bert", 0, 4), far, Pace(sgd(), rate=1.0), seed, before)
         train(job, privately, normal=lambda s: torch.zeros(s).double(), uniform=noise.uniform)
         return torch.cat([(v - before[k]).flatten() for k, v in take(model, roles).items()])
 
@@ -106,7 +107,7 @@ def test_hidden_tokens_follow_no_public_seed() -> None:
     roles = resolve(parse("share()"), describe(model), Turn())
     privately = DPSGD(clip=1.0, noise=1.0, expected_batch=4, rate=1.0, steps=1)
     noise = Noise(b"a" * 32)
-    job = Job(model, roles, Spy(), lambda m, b: m(**b).loss, Pace("sgd"), 7, take(model, roles))
+    job = Job(model, roles, Spy(), lambda m, b: m(**b).loss, Pace(sgd()), 7, take(model, roles))
     train(job, privately, normal=lambda s: torch.zeros(s).double(), uniform=noise.uniform)
     assert seen and 7 not in seen
 

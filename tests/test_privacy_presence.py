@@ -18,6 +18,7 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.messages import request_message
+from fedplan.federation.patience import Patience
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
 from fedplan.language.parser import parse
@@ -28,7 +29,6 @@ from fedplan.models.values import take
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.mechanisms.vote import Vote
-from fedplan.runners.flower.calls import Patience
 from fedplan.runners.flower.carrier import Carrier
 from fedplan.runners.flower.client import client_app
 from fedplan.runners.local import Federation
@@ -78,7 +78,7 @@ def agreement_of(made: Method, guarantee: Guarantee) -> Agreement:
     return Agreement("presence", describe(zoo.build("bert")), made, PACE, guarantee, start="one")
 
 
-PACE = Pace(optimiser="adamw", rate=1e-2, batch=2, steps=1)
+PACE = Pace(rate=1e-2, batch=2, steps=1)
 
 
 def released(server: Server, tally: Tally) -> dict[str, Any]:

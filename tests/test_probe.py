@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import clients
@@ -19,9 +20,15 @@ from torch import Tensor, nn
 
 from fedplan import seeds
 from fedplan.errors import FedplanError
-from fedplan.models.description import blocks_of
+from fedplan.federation.agreement import Agreement, require_sound
+from fedplan.language.parser import parse
+from fedplan.methods.method import Method
+from fedplan.models.description import blocks_of, describe
 from fedplan.models.params import Block
+from fedplan.privacy.guarantee import Guarantee
+from fedplan.runners.local import Federation
 from fedplan.training import probes
+from fedplan.training.fit import Pace
 from fedplan.training.probes import Look, Probe
 
 built = cache(fresh)
@@ -314,3 +321,37 @@ def test_what_cannot_be_scored_is_an_error() -> None:
     attend.register_forward_hook(lambda _, __, out: (out[0], None))
     with pytest.raises(FedplanError, match="heard in encoder block 1"):
         probes.attention()(looking(model, rows))
+
+
+def test_who_does_not_say_that_he_is_public_looks_at_rows() -> None:
+    """A closed list once said who is: a probe of the user could not be."""
+    said = {name for name, probe in ALL.items() if probes.is_public(probe)}
+    assert said == {"random", "last", "fixed"}
+
+    def own(look: Look) -> dict[Block, float]:
+        return dict.fromkeys(look.blocks, 1.0)
+
+    assert not probes.is_public(own) and not probes.is_public(lambda look: own(look))
+    assert probes.is_public(probes.public(own))
+
+
+def test_a_public_probe_is_given_no_rows_whatever_it_says_of_itself(tmp_path: Path) -> None:
+    @probes.public
+    def honest(look: Look) -> dict[Block, float]:
+        return {block: -float(block.number) for block in look.blocks}
+
+    @probes.public
+    def lying(look: Look) -> dict[Block, float]:
+        return {block: float(look.rows.batch(torch.tensor([0]))["x"]) for block in look.blocks}
+
+    def asked(probe: Probe, together: bool) -> None:
+        model, place = fresh("bert"), tmp_path / f"{probe.__name__}-{together}"
+        method = Method(parse("chain(freeze(), best(1))"), probe=probe, together=together)
+        require_sound(Guarantee("client", 9.0, 1e-5, 1.0, 1.0), method)
+        agreement = Agreement("public", describe(model), method, Pace(batch=2, steps=1))
+        Federation(agreement, model, clients.few("bert"), clients.loss, place, rounds=1).round()
+
+    for together in (False, True):
+        asked(honest, together)
+        with pytest.raises(FedplanError, match="said to look at no rows looked at some"):
+            asked(lying, together)

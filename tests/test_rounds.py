@@ -26,7 +26,7 @@ from fedplan.federation.turns import local
 from fedplan.federation.world import World
 from fedplan.methods.method import Method
 from fedplan.methods.registry import method_named
-from fedplan.methods.server_optimiser import RULES, Serve
+from fedplan.methods.server_optimiser import adam
 from fedplan.models.description import describe
 from fedplan.runners.faults import Faults
 from fedplan.runners.local import Federation
@@ -295,7 +295,7 @@ def test_a_doctored_ledger_is_caught(
 
 def test_the_serve_forgets_what_freezes_for_good_and_keeps_what_rests(tmp_path: Path) -> None:
     plan = "chain(cycle(share(value), share(mlp)), when(after(2), freeze(mlp)))"
-    made = Method(parse(plan), serve=Serve("adam"))
+    made = Method(parse(plan), server_optimiser=adam())
     fed = federation(tmp_path, made, rounds=6)
     kinds = {p.key: p.kind for p in fed.agreement.params}
     remembered = list[set[str]]()
@@ -304,22 +304,6 @@ def test_the_serve_forgets_what_freezes_for_good_and_keeps_what_rests(tmp_path: 
         remembered.append({str(kinds[k]) for k in fed.world.memory})
     # Round 2 was the last of mlp; value rests in round 2 and goes on in round 3.
     assert remembered == [{"value"}, {"value"}, {"value"}]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_serve_moves_towards_the_mean(rule: str) -> None:
-    serve, old, mean = Serve(rule, rate=0.1), torch.zeros(3), torch.tensor([1.0, -1.0, 0.0])
-    memory: dict[str, Tensor] = {}
-    value = old
-    for _ in range(3):
-        value, memory = serve.step(value, mean, memory)
-    assert value[0] > 0 > value[1] and value[2] == 0
-    assert value.dtype == torch.float32
-
-
-def test_the_plain_serve_is_the_mean_itself() -> None:
-    mean = torch.randn(5)
-    assert Serve().step(torch.randn(5), mean, {})[0] is mean
 
 
 @pytest.mark.parametrize("name", ["../../out", "a/b", ".", "..", "St. Élie", "C:\\x", "%2F"])

@@ -475,6 +475,7 @@ def test_what_is_wrong_is_named(
 ) -> None:
     rows = table().add_column("short", [["calm"]] * 8)
     right = {"columns": "text", "label": "mood", "labels": MOODS, "tokenizer": tokenizer}
+    right |= {"image_size": 4}
     with pytest.raises(DataError, match=words):
         task(kind, **{**right, **changed}).prepare(rows)
 

@@ -30,6 +30,7 @@ from fedplan.data.metrics import macro_f1
 from fedplan.data.tables import DataError, label_order, labels_of, values
 from fedplan.data.tokens import at_first_tokens, blocks, cut, opening, pad_of, require_tokens
 from fedplan.models.catalog import TASKS
+from fedplan.models.dual import TEMPLATE
 from fedplan.models.hub import bare, is_hub_id
 from fedplan.models.images import centre_of, drawn
 from fedplan.tensors.devices import at_rest
@@ -46,7 +47,9 @@ class Task(ABC):
 
     `labels` are the answers in the order of the model's classes. `source` is the folder or hub id
     of the tokenizer, or of the image processor. `template` makes texts of labels, for image-text.
-    With `single` each row is one example: of a language model, the first block of its text.
+    `max_length` is in tokens. `image_size` is the side of the pictures that the model takes: of
+    pictures it must be said. With `single` each row is one example: of a language model, the first
+    block of its text.
     """
 
     kind: str
@@ -54,9 +57,9 @@ class Task(ABC):
     columns: tuple[str, ...]
     label: str
     labels: tuple[str, ...]
-    max_length: int
-    image_size: int
-    template: str = "a picture of a {}"
+    max_length: int = 128
+    image_size: int = 0
+    template: str = TEMPLATE
     single: bool = False
 
     @property
@@ -308,7 +311,7 @@ class MaskedLanguage(_Language):
         return Masked(rows, keys_of(found), tokenizer.mask_token_id, special, len(tokenizer))
 
 
-_KINDS: dict[str, type[Task]] = {
+TASK_KINDS: dict[str, type[Task]] = {
     "text-classification": TextClassification,
     "token-classification": TokenClassification,
     "image-classification": ImageClassification,
@@ -316,6 +319,7 @@ _KINDS: dict[str, type[Task]] = {
     "causal-lm": CausalLanguage,
     "masked-lm": MaskedLanguage,
 }
+"""What a model can be asked to do; `catalog.TASKS` says for each how a model of it is loaded."""
 
 
 def task(
@@ -326,10 +330,10 @@ def task(
     labels: Iterable[str | int] = (),
     model: str = "",
     tokenizer: str = "",
-    max_length: int = 128,
-    image_size: int = 224,
-    template: str = "a picture of a {}",
-    single: bool = False,
+    max_length: int = Task.max_length,
+    image_size: int = Task.image_size,
+    template: str = Task.template,
+    single: bool = Task.single,
 ) -> Task:
     """A task by its kind.
 
@@ -338,8 +342,8 @@ def task(
     that of `model`, a folder or hub id, unless `tokenizer` names another. With `single` each row is
     one example, whatever is cut off.
     """
-    if kind not in _KINDS:
-        raise DataError(f"there is no task {kind!r}; there are {', '.join(_KINDS)}")
+    if kind not in TASK_KINDS:
+        raise DataError(f"there is no task {kind!r}; there are {', '.join(TASK_KINDS)}")
     columns = (columns,) if isinstance(columns, str) else tuple(columns)
     most = 2 if kind == "text-classification" else 1
     if not 1 <= len(columns) <= most:
@@ -347,8 +351,13 @@ def task(
     known = tuple(sorted({str(each) for each in labels}, key=label_order))
     if not kind.endswith("-lm") and not (label and known):
         raise DataError(f"{kind} needs the column of labels, and all labels: see labels_in")
+    if kind.startswith("image") and image_size < 1:
+        raise DataError(
+            f"{kind} has image_size = {image_size}: say the side of the pictures that the model "
+            "takes, such as 224"
+        )
     if kind.endswith("-lm"):
         label, known = "", ()
     source = tokenizer or model
     sizes = max_length, image_size
-    return _KINDS[kind](kind, source, columns, label, known, *sizes, template, single)
+    return TASK_KINDS[kind](kind, source, columns, label, known, *sizes, template, single)

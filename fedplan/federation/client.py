@@ -27,7 +27,7 @@ from fedplan.privacy.mechanisms.secret import secret_of
 from fedplan.storage.journal import Journal
 from fedplan.tensors.named import Digests, Tensors
 from fedplan.tensors.riders import beside, param_of
-from fedplan.training.probes import Look, is_public
+from fedplan.training.probes import Look, is_public, public_look
 
 KEY = "key"
 """The file beside a journal with what digests of a client's own values are keyed by."""
@@ -161,8 +161,10 @@ def start_values(
 
 
 def look_of(agreement: Agreement, client: Client, turn: Turn) -> Look:
-    """What the client's probe may look at."""
+    """What the client's probe may look at: of the rows nothing, if it says that it does not."""
     seed = seeds.seed(agreement.experiment, "probe", turn.round, client.name)
+    if is_public(agreement.method.probe):
+        return public_look(agreement.blocks, seed)
     return Look(client.model, client.rows, agreement.blocks, seed, client.loss)
 
 

@@ -195,12 +195,11 @@ def close(
 
     `later` are the keys that some later round may move: of others nothing is remembered.
     """
-    number = world.round + 1
+    number, optimised = world.round + 1, agreement.method.server_optimiser
     values, versions = dict(world.values), dict(world.versions)
     memory = {key: held for key, held in world.memory.items() if key in later}
     for key, mean in outcome.means.items():
-        step = agreement.method.serve.step
-        values[key], fresh = step(values[key], mean, world.memory.get(key, {}))
+        values[key], fresh = optimised(values[key], mean, world.memory.get(key, {}))
         versions[key] = number
         if fresh and key in later:
             memory[key] = fresh

@@ -41,7 +41,7 @@ from fedplan.storage.generations import Generation
 from fedplan.storage.lines import Lines
 from fedplan.storage.store import Store
 from fedplan.tensors.named import Digests, digests
-from fedplan.training.probes import public_scores
+from fedplan.training.probes import public_look
 
 STUDY = "study.json"
 
@@ -130,7 +130,7 @@ class Server:
         if alone or not any(map(agreement.chooses, turns)):
             return self.world.choice or None
         seed = seeds.seed(agreement.experiment, "probe", number)
-        return public_scores(agreement.method.probe, agreement.blocks, seed)
+        return agreement.method.probe(public_look(agreement.blocks, seed))
 
     def voters(self, tally: Tally) -> list[str] | None:
         """The clients of a round that say first what they would choose: those whose plan does.

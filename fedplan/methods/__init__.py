@@ -24,15 +24,24 @@ if TYPE_CHECKING:
     from fedplan.methods.phases import Announce, Planned, Sign
     from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
     from fedplan.methods.registry import METHODS, method_named
-    from fedplan.methods.server_optimiser import Serve
+    from fedplan.methods.server_optimiser import (
+        ServerOptimiser,
+        adagrad,
+        adam,
+        mean,
+        momentum,
+        yogi,
+    )
 
 __all__ = [
     "Announce",
     "METHODS",
     "Method",
     "Planned",
-    "Serve",
+    "ServerOptimiser",
     "Sign",
+    "adagrad",
+    "adam",
     "bitfit",
     "fedadam",
     "fedavg",
@@ -53,7 +62,9 @@ __all__ = [
     "lg_fedavg",
     "local_only",
     "local_prompts",
+    "mean",
     "method_named",
+    "momentum",
     "pfeddc",
     "pfeddc_held",
     "promptfl",
@@ -61,6 +72,7 @@ __all__ = [
     "safl_frozen",
     "safl_lora",
     "scaffold",
+    "yogi",
 ]
 
 __getattr__ = face(
@@ -76,6 +88,6 @@ __getattr__ = face(
         "phases": "Announce Planned Sign",
         "prompts": "local_prompts pfeddc promptfl",
         "registry": "METHODS method_named",
-        "server_optimiser": "Serve",
+        "server_optimiser": "ServerOptimiser adagrad adam mean momentum yogi",
     },
 )

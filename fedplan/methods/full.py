@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that share the whole model: they differ in the local fit and in the serve."""
+"""Methods that share the whole model: they differ in the local fit and at the server."""
 
 from __future__ import annotations
 
 from fedplan.language.plan import keep, share
 from fedplan.methods.method import Method
-from fedplan.methods.server_optimiser import Serve
+from fedplan.methods.server_optimiser import adam, yogi
+from fedplan.methods.server_optimiser import momentum as with_momentum
 from fedplan.training.wraps import CONTROL, controlled, proximal
 
 
@@ -39,7 +40,7 @@ def fedavgm(rate: float = 1.0, momentum: float = 0.9) -> Method:
 
     Hsu et al., Measuring the Effects of Non-Identical Data Distribution, 2019.
     """
-    return Method(share(), serve=Serve("momentum", rate=rate, momentum=momentum))
+    return Method(share(), server_optimiser=with_momentum(rate, momentum))
 
 
 def fedadam(rate: float = 0.01, floor: float = 1e-3) -> Method:
@@ -47,7 +48,7 @@ def fedadam(rate: float = 0.01, floor: float = 1e-3) -> Method:
 
     Reddi et al., Adaptive Federated Optimization, 2021.
     """
-    return Method(share(), serve=Serve("adam", rate=rate, floor=floor))
+    return Method(share(), server_optimiser=adam(rate, floor=floor))
 
 
 def fedyogi(rate: float = 0.01, floor: float = 1e-3) -> Method:
@@ -55,7 +56,7 @@ def fedyogi(rate: float = 0.01, floor: float = 1e-3) -> Method:
 
     Reddi et al., Adaptive Federated Optimization, 2021.
     """
-    return Method(share(), serve=Serve("yogi", rate=rate, floor=floor))
+    return Method(share(), server_optimiser=yogi(rate, floor=floor))
 
 
 def local_only() -> Method:

@@ -11,7 +11,7 @@ from torch import nn
 from fedplan.language.plan import Plan
 from fedplan.language.wording import text_of
 from fedplan.methods.phases import Announce, Planned
-from fedplan.methods.server_optimiser import Serve
+from fedplan.methods.server_optimiser import ServerOptimiser, mean
 from fedplan.tensors.codecs import Wire
 from fedplan.tensors.wire import plain as as_is
 from fedplan.training.fit import Fit, Wrap, plain
@@ -22,11 +22,13 @@ from fedplan.training.probes import Probe, at_random
 class Method:
     """What is trained and whose it is (plan), how (wraps), how it travels (wire), how it is served.
 
-    `probe` gives the scores that a plan with `best` chooses by, each client by its own or all of
-    them `together` by the sum; `announce` names the phases; `riders` are the kinds of what
-    travels beside each shared param; `adapt` adds to the model what the method trains, before it is
-    described. A param that only some clients sent is the mean over its senders, or, if `absent`
-    counts, over all who took part: those who did not send it count as not having changed it.
+    `server_optimiser` makes the world's values of the clients' means, by one of the rules of its
+    module or a function of your own. `probe` gives the scores that a plan with `best` chooses by,
+    each client by its own or all of them `together` by the sum; `announce` names the phases;
+    `riders` are the kinds of what travels beside each shared param; `adapt` adds to the model
+    what the method trains, before it is described. A param that only some clients sent is the mean
+    over its senders, or, if `absent` counts, over all who took part: those who did not send it
+    count as not having changed it.
     """
 
     plan: Plan
@@ -37,7 +39,7 @@ class Method:
     riders: tuple[str, ...] = ()
     wire: Wire = field(default_factory=as_is)
     absent: bool = False
-    serve: Serve = field(default_factory=Serve)
+    server_optimiser: ServerOptimiser = field(default_factory=mean)
     adapt: Callable[[nn.Module], nn.Module] | None = None
 
     @property
@@ -52,7 +54,7 @@ class Method:
             "probe": text_of(self.probe),
             "phases": text_of(self.announce),
             "wraps": text_of(self.wraps),
-            "server optimiser": text_of(self.serve),
+            "server optimiser": text_of(self.server_optimiser),
             "adapt": text_of(self.adapt),
         }
         return tuple(f"{word} {text}" for word, text in said.items())
@@ -71,5 +73,5 @@ class Method:
             self,
             wraps=(*other.wraps, *self.wraps),
             riders=(*other.riders, *self.riders),
-            serve=other.serve,
+            server_optimiser=other.server_optimiser,
         )

@@ -14,6 +14,7 @@ from fedplan.models.architectures import BRIDGE, DUALS, EMBEDDINGS, RESIZED, TOW
 from fedplan.models.hub import bare, is_hub_id
 
 TEMPLATE = "a picture of a {}"
+"""The text of a class, unless a task says another."""
 
 
 class ModelError(FedplanError):

@@ -44,6 +44,14 @@ def read_toml(text: str) -> dict[str, Any]:
         raise ValueError("it is nested too deep") from None
 
 
+def value_of(text: str) -> Any:
+    """A value as TOML reads it; a bare word is text."""
+    try:
+        return read_toml(f"value = {text}")["value"]
+    except (ValueError, KeyError):
+        return text
+
+
 def flat(said: Mapping[str, Any], under: str = "") -> dict[str, Any]:
     """Nested values by their dotted names."""
     found = dict[str, Any]()

@@ -7,21 +7,36 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from fedplan.data.partition import Partition
+from fedplan.data.tasks import Task
 from fedplan.errors import FedplanError
+from fedplan.federation.participation import Participation
+from fedplan.federation.patience import Patience
+from fedplan.methods.method import Method
 from fedplan.models.hub import is_hub_id
+from fedplan.privacy.accounting.budget import Unit
+from fedplan.privacy.guarantee import Guarantee
 from fedplan.storage.names import a_study_name, client_names
-from fedplan.studies.plain import flat, odd, read_toml
-
-MOST = 10**9
-Positive = Annotated[int, Field(ge=1, le=MOST)]
-Count = Annotated[int, Field(ge=0, le=MOST)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Scalar = str | int | float | bool
-
+from fedplan.studies.plain import flat, odd, read_toml, value_of
+from fedplan.studies.words import (
+    Clip,
+    Count,
+    Division,
+    Noise,
+    OptimiserName,
+    Positive,
+    ProbeName,
+    Scalar,
+    Share,
+    TaskKind,
+    as_fault,
+)
+from fedplan.training.fit import Pace
+from fedplan.training.optimisers import DECAY, MOMENTUM, optimiser_named
 
 PLACES = {
     "model": {"path", "vision", "text", "bridge"},
@@ -79,24 +94,18 @@ class ModelSection(Section):
 class TaskSection(Section):
     """What the model is asked to do, and in which columns the answer stands.
 
-    `labels` are all that there are, where no end sees the rows of all.
+    `labels` are all that there are, where no end sees the rows of all. Of pictures, `image_size`
+    must be said: the side that the model takes.
     """
 
-    kind: Literal[
-        "text-classification",
-        "token-classification",
-        "image-classification",
-        "image-text",
-        "causal-lm",
-        "masked-lm",
-    ]
+    kind: TaskKind
     input: str = "text"
     label: str = ""
     labels: list[str | int] = []
     tokenizer: str = ""
-    max_length: Positive = 128
-    image_size: Positive = 32
-    template: str = "a picture of a {}"
+    max_length: Positive = Task.max_length
+    image_size: Count = Task.image_size
+    template: str = Task.template
 
 
 class DataSection(Section):
@@ -115,28 +124,28 @@ class DataSection(Section):
     only: dict[str, list[Scalar]] = {}
     limit: Count = 0
     test_limit: Count = 0
-    by: Literal["iid", "dirichlet", "pathological", "column"] = "iid"
+    by: Division = "iid"
     clients: Count = 10
-    column: str = ""
-    alpha: Annotated[float, Field(ge=0)] = 0.0
-    classes: Count = 0
-    each: Positive = 1
-    least: Annotated[int, Field(ge=0)] = 2
+    column: str = Partition.column
+    alpha: Annotated[float, Field(ge=0)] = Partition.alpha
+    classes: Count = Partition.classes
+    each: Positive = Partition.each
+    least: Annotated[int, Field(ge=0)] = Partition.least + 1  # to be tested on one more
     own_test: Annotated[float, Field(ge=0, lt=1)] = 0.2
 
 
 class MethodSection(Section):
     """A published method with its settings, a plan of your own, or both: the plan is said after it.
 
-    `inside` is another method, whose local fit and serve this one takes. A plan of your own names
-    its `probe`, if it chooses blocks; `phases` are announced once so many rounds are done.
+    `inside` is another method, whose local fit and server optimiser this one takes. A plan of your
+    own names its `probe`, if it chooses; `phases` are announced once so many rounds are done.
     """
 
     name: str = ""
     plan: str = ""
     settings: dict[str, Scalar] = {}
-    probe: Literal["", "attention", "gradient", "random", "last"] = ""
-    together: bool = False
+    probe: ProbeName = ""
+    together: bool = Method.together
     phases: dict[str, Count] = {}
     inside: MethodSection | None = None
     wire: str = ""
@@ -154,15 +163,28 @@ class TrainSection(Section):
     """How each client trains in its turn."""
 
     rounds: Positive = 10
-    optimiser: Literal["adamw", "sgd"] = "adamw"
-    rate: Annotated[float, Field(gt=0)] = 1e-3
-    decay: Annotated[float, Field(ge=0)] = 0.0
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    epochs: Positive = 1
-    steps: Count = 0
-    batch: Positive = 32
-    clip: Annotated[float, Field(ge=0)] = 0.0
-    bf16: bool = False
+    optimiser: OptimiserName = Pace.optimiser.name
+    rate: Annotated[float, Field(gt=0)] = Pace.rate
+    decay: Annotated[float, Field(ge=0)] = DECAY
+    momentum: Annotated[float, Field(ge=0, lt=1)] = MOMENTUM
+    epochs: Positive = Pace.epochs
+    steps: Count = Pace.steps
+    batch: Positive = Pace.batch
+    clip: Annotated[float, Field(ge=0)] = Pace.clip
+    bf16: bool = Pace.bf16
+
+    @property
+    def pace(self) -> Pace:
+        """The same as a value, the optimiser by its name."""
+        settings = {w: v for w in ("decay", "momentum") if (v := getattr(self, w))}
+        said = self.model_dump(exclude={"rounds", "optimiser", "decay", "momentum"})
+        return Pace(optimiser_named(self.optimiser, settings), **said)
+
+    @model_validator(mode="after")
+    def _makes_steps(self) -> TrainSection:
+        with as_fault():
+            _ = self.pace
+        return self
 
 
 class ClientsSection(Section):
@@ -173,9 +195,9 @@ class ClientsSection(Section):
     it is time, and closes with no fewer than `quorum`.
     """
 
-    share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    dropped: Share = 0.0
-    late: Share = 0.0
+    share: Annotated[float, Field(gt=0, le=1)] = Participation.share
+    dropped: Share = Participation.dropped
+    late: Share = Participation.late
     names: Annotated[list[str], AfterValidator(client_names)] = []
     quorum: Positive = 1
     traits: dict[str, dict[str, str]] = {}
@@ -188,10 +210,10 @@ class PatienceSection(Section):
     for a site that went away; `look` is the time between two looks.
     """
 
-    sites: Annotated[float, Field(gt=0)] = 600.0
-    answers: Annotated[float, Field(gt=0)] = 3600.0
-    absent: Annotated[float, Field(ge=0)] = 300.0
-    look: Annotated[float, Field(gt=0)] = 0.5
+    sites: Annotated[float, Field(gt=0)] = Patience.sites
+    answers: Annotated[float, Field(gt=0)] = Patience.answers
+    absent: Annotated[float, Field(ge=0)] = Patience.absent
+    look: Annotated[float, Field(gt=0)] = Patience.look
 
 
 class EvaluateSection(Section):
@@ -219,30 +241,16 @@ class PrivacySection(Section):
     the clip follow the lengths of their changes, and `cap` has them weigh by their rows, up to it.
     """
 
-    unit: Literal["client", "example"]
+    unit: Unit
     epsilon: Annotated[float, Field(gt=0)]
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    clip: Annotated[float, Field(gt=0)] = 1.0
-    noise: Annotated[float, Field(ge=0)] = 0.0
+    clip: Clip = 1.0
+    noise: Noise = 0.0
     size: Count = 0
-    vote: Annotated[float, Field(ge=0)] = 0.0
-    period: Positive = 10
-    quantile: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    cap: Count = 0
-
-    @model_validator(mode="after")
-    def _possible(self) -> PrivacySection:
-        from fedplan.privacy.accounting.events import NOISES
-        from fedplan.privacy.mechanisms.clipping import BOUNDS
-
-        for name, said, (least, most) in (
-            ("clip", self.clip, BOUNDS),
-            ("noise", self.noise or NOISES[0], NOISES),
-            ("vote", self.vote or NOISES[0], NOISES),
-        ):
-            if not least <= said <= most:
-                raise ValueError(f"{name} is {said:g}: give a number from {least:g} to {most:g}")
-        return self
+    vote: Noise = Guarantee.vote
+    period: Positive = Guarantee.period
+    quantile: Annotated[float, Field(ge=0, lt=1)] = Guarantee.quantile
+    cap: Count = Guarantee.cap
 
     @model_validator(mode="after")
     def _of_clients(self) -> PrivacySection:
@@ -387,12 +395,4 @@ def _lay_over(said: dict[str, Any], override: str) -> None:
         said = said.setdefault(section, {})
         if type(said) is not dict:
             raise ConfigError(f"{where}: {section} is a value, not a section")
-    said[name] = _value(text.strip())
-
-
-def _value(text: str) -> Any:
-    """A value as TOML reads it; a bare word is text."""
-    try:
-        return read_toml(f"value = {text}")["value"]
-    except (ValueError, KeyError):
-        return text
+    said[name] = value_of(text.strip())

@@ -31,7 +31,6 @@ from fedplan.studies.shares import Shares, shares_of
 from fedplan.tensors.devices import at_rest
 from fedplan.tensors.named import digests
 from fedplan.tensors.wire import parse_wire
-from fedplan.training.fit import Pace
 from fedplan.training.probes import probe_named
 
 if TYPE_CHECKING:
@@ -136,8 +135,7 @@ def _method(said: MethodSection) -> Method:
 
 def agreement_of(study: Study, params: Params) -> Agreement:
     """What a study says to both ends, of a model with these params."""
-    pace = Pace(**study.train.model_dump(exclude={"rounds"}))
-    made, guarantee = method_of(study), guarantee_of(study)
+    made, guarantee, pace = method_of(study), guarantee_of(study), study.train.pace
     if guarantee is not None:
         require_sound(guarantee, made)
     return Agreement(f"{study.name}/{study.seed}", params, made, pace, guarantee, study.digest)

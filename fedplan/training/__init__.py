@@ -8,6 +8,13 @@ from fedplan.faces import face
 if TYPE_CHECKING:
     from fedplan.training.fit import Done, Fit, Job, Pace, Wrap, plain
     from fedplan.training.freezing import Marked, mark
+    from fedplan.training.optimisers import (
+        ClientOptimiser,
+        adamw,
+        optimiser_named,
+        register_optimiser,
+        sgd,
+    )
     from fedplan.training.probes import (
         Look,
         Probe,
@@ -17,10 +24,12 @@ if TYPE_CHECKING:
         from_the_top,
         gradient,
         probe_named,
+        public,
     )
     from fedplan.training.wraps import alternate, controlled, proximal
 
 __all__ = [
+    "ClientOptimiser",
     "Done",
     "Fit",
     "Job",
@@ -29,6 +38,7 @@ __all__ = [
     "Pace",
     "Probe",
     "Wrap",
+    "adamw",
     "alternate",
     "at_random",
     "attention",
@@ -37,9 +47,13 @@ __all__ = [
     "from_the_top",
     "gradient",
     "mark",
+    "optimiser_named",
     "plain",
     "probe_named",
     "proximal",
+    "public",
+    "register_optimiser",
+    "sgd",
 ]
 
 __getattr__ = face(
@@ -47,7 +61,8 @@ __getattr__ = face(
     {
         "fit": "Done Fit Job Pace Wrap plain",
         "freezing": "Marked mark",
-        "probes": "Look Probe at_random attention fixed from_the_top gradient probe_named",
+        "optimisers": "ClientOptimiser adamw optimiser_named register_optimiser sgd",
+        "probes": "Look Probe at_random attention fixed from_the_top gradient probe_named public",
         "wraps": "alternate controlled proximal",
     },
 )

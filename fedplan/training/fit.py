@@ -4,32 +4,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss, Seeded
-from fedplan.errors import FedplanError
 from fedplan.language.plan import Roles
-from fedplan.language.wording import spelled_out
 from fedplan.models.params import Param
 from fedplan.tensors.named import Tensors
 from fedplan.training.freezing import Marked, mark
+from fedplan.training.optimisers import ClientOptimiser, adamw
+
+_USUAL = adamw()
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How a client trains: the optimiser, how long, and in batches of what size.
+    """How a client trains: the optimiser and its rate, how long, and in batches of what size.
 
     `bf16` computes in bfloat16 where that is safe; values, gradients and steps stay as they are.
     """
 
-    optimiser: str = "adamw"
+    optimiser: ClientOptimiser = _USUAL
     rate: float = 1e-3
-    decay: float = 0.0
-    momentum: float = 0.0
     epochs: int = 1
     steps: int = 0
     batch: int = 32
@@ -38,38 +37,14 @@ class Pace:
 
     @property
     def text(self) -> str:
-        """It in one line, for both ends to compare."""
-        return spelled_out("pace", self)
+        """All of it in one line, for both ends to compare."""
+        said = {each.name: getattr(self, each.name) for each in fields(self)}
+        words = said | {"optimiser": self.optimiser.text}
+        return ", ".join(f"{name}={value}" for name, value in words.items())
 
     def start(self, marked: Marked) -> torch.optim.Optimizer:
         """The optimiser of one turn: it starts without memory."""
-        makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
-            "adamw": lambda: torch.optim.AdamW(
-                marked.parameters(), lr=self.rate, weight_decay=self.decay
-            ),
-            "sgd": lambda: torch.optim.SGD(
-                marked.parameters(),
-                lr=self.rate,
-                weight_decay=self.decay,
-                momentum=self.momentum,
-            ),
-        }
-        if self.optimiser not in makers:
-            raise FedplanError(
-                f"there is no optimiser {self.optimiser!r}; there are {', '.join(makers)}"
-            )
-        _require_steps(self.optimiser, marked)
-        return makers[self.optimiser]()
-
-
-def _require_steps(optimiser: str, marked: Marked) -> None:
-    """AdamW divides by a number that float16 cannot tell from zero."""
-    for name, tensor in marked.named_parameters():
-        if optimiser == "adamw" and tensor.dtype == torch.float16:
-            raise FedplanError(
-                f"adamw cannot train {name} in float16: load the model in float32 or bfloat16, or "
-                "train with sgd"
-            )
+        return self.optimiser.start(marked, self.rate)
 
 
 Adjust = Callable[[Param, Tensor, Tensor], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,22 @@ class Look:
 
 
 Probe = Callable[[Look], Mapping[Block, float]]
+"""Scores blocks. One that looks at no rows says so by `public`: see the function of this name."""
+Scorer = TypeVar("Scorer", bound=Probe)
 
 
+def public(probe: Scorer) -> Scorer:
+    """Say of a probe that it looks at no rows. It is given none, so what it says tells nothing."""
+    probe.public = True  # pyright: ignore[reportFunctionMemberAccess]
+    return probe
+
+
+def is_public(probe: Probe) -> bool:
+    """Whether a probe says that it looks at no rows; who does not say it looks at them."""
+    return getattr(probe, "public", False) is True
+
+
+@public
 @stated("random")
 def at_random(look: Look) -> dict[Block, float]:
     """Scores that look at nothing: the control that a probe must beat."""
@@ -52,6 +66,7 @@ def at_random(look: Look) -> dict[Block, float]:
     return {block: float(score) for block, score in zip(look.blocks, drawn, strict=True)}
 
 
+@public
 @stated("last")
 def from_the_top(look: Look) -> dict[Block, float]:
     """The later a block, the higher its score: `best(k)` is then the last k blocks."""
@@ -63,6 +78,7 @@ class Fixed:
     """A probe that always names the same blocks."""
 
     numbers: tuple[int, ...]
+    public: ClassVar[bool] = True
 
     @property
     def text(self) -> str:
@@ -81,14 +97,9 @@ def fixed(*numbers: int) -> Probe:
     return Fixed(numbers)
 
 
-def is_public(probe: Probe) -> bool:
-    """Whether a probe looks at no rows, so that what it says tells nothing of them."""
-    return isinstance(probe, Fixed) or probe in (at_random, from_the_top)
-
-
-def public_scores(probe: Probe, blocks: tuple[Block, ...], seed: int) -> Mapping[Block, float]:
-    """What a probe says that looks at no rows, without any."""
-    return probe(Look(nn.Module(), _Nothing(), blocks, seed, _no_loss))
+def public_look(blocks: tuple[Block, ...], seed: int) -> Look:
+    """All that a public probe may use: neither rows, nor their loss, nor a model of theirs."""
+    return Look(nn.Module(), _Nothing(), blocks, seed, _no_loss)
 
 
 class _Nothing:

@@ -29,6 +29,7 @@ from fedplan.privacy.dpsgd.fit import DPSGD, dp_sgd
 from fedplan.privacy.mechanisms.noise import Noise
 from fedplan.runners.local import Federation
 from fedplan.training.fit import Fit, Pace
+from fedplan.training.optimisers import sgd
 
 VOCABULARY, LENGTH, ROWS, WIDTH, BLOCKS = 1000, 16, 7, 128, 4
 """A client has fewer tokens than the model is wide: the server's best case."""
@@ -72,10 +73,10 @@ def _hidden(epsilon: float, pace: Pace) -> Callable[[Fit], Fit]:
 
 def ways(epsilon: float) -> tuple[Way, ...]:
     """The server's best case, training as on any day, and the best case under privacy."""
-    step = Pace("sgd", rate=0.1, steps=1, batch=ROWS)
+    step = Pace(sgd(), rate=0.1, steps=1, batch=ROWS)
     return (
         Way("one step", step),
-        Way("ten steps", Pace("adamw", rate=1e-3, steps=10, batch=4), dropout=0.1),
+        Way("ten steps", Pace(rate=1e-3, steps=10, batch=4), dropout=0.1),
         Way("DP-SGD", step, epsilon=epsilon),
     )
 

@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 
 from fedplan.errors import FedplanError
 from fedplan.federation.codes import KINDS, meant, understood
+from fedplan.federation.patience import Patience
 from fedplan.runners.flower.records import message_in, records_of
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import packed, unpacked
@@ -27,17 +28,6 @@ log = logging.getLogger("fedplan")
 Found = TypeVar("Found")
 Letter = Callable[[], tuple[Message, ArrayRecord | None]]
 """Makes a request when it is sent: only one of them is held at a time."""
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Seconds that a server waits; see the study's section of this name."""
-
-    sites: float = 600.0
-    answers: float = 3600.0
-    absent: float = 300.0
-    look: float = 0.5
-    tries: int = 5
 
 
 @dataclass(frozen=True)

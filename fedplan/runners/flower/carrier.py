@@ -15,11 +15,12 @@ from flwr.serverapp import Grid
 from fedplan.errors import FedplanError
 from fedplan.federation.codes import KINDS, meant
 from fedplan.federation.messages import Request, request_header, request_message, scored, update_of
+from fedplan.federation.patience import Patience
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
 from fedplan.privacy.errors import PrivacyError
 from fedplan.runners.faults import Faults, faults_of
-from fedplan.runners.flower.calls import Calls, Guest, Letter, Patience
+from fedplan.runners.flower.calls import Calls, Guest, Letter
 from fedplan.runners.flower.records import arrays_of
 from fedplan.runners.flower.submit import FAULT
 from fedplan.storage.files import put_file
