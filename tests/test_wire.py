@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedplan.reader import DEEPEST
 from fedplan.tensors.codecs import Wire, WireError
 from fedplan.tensors.serialization import pack, unpack
 from fedplan.tensors.wire import (
@@ -352,41 +353,46 @@ def test_pipes_are_flat_and_plain_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "position", "words"),
     [
-        ("", "end of text"),
-        ("delta", "brackets are missing"),
-        ("pipe(delta(), bf61())", "did you mean bf16"),
-        ("Topk(0.1)", "did you mean topk"),
-        ("gzip()", "did you mean plain or delta"),
-        ("pipe(delta()", "a comma or a bracket is missing"),
-        ("pipe(delta(),", "end of text"),
-        ("pipe(delta() bf16())", "a comma or a bracket is missing"),
-        ("pipe(,)", "',' cannot stand"),
-        ("delta())", "nothing may follow"),
-        ("delta(3)", "does not take 1 arguments"),
-        ("topk()", "does not take 0 arguments"),
-        ("topk(0)", "over 0 and up to 1"),
-        ("topk(-0.5)", "over 0 and up to 1"),
-        ("topk(1.5)", "over 0 and up to 1"),
-        ("topk(1e999)", "over 0 and up to 1"),
-        ("topk(0.1.2)", "is not a number"),
-        ("topk(delta())", "over 0 and up to 1"),
-        ("pipe(0.5)", "takes codecs such as"),
-        ("0.5", "takes codecs such as"),
-        ("topk(__import__('os'))", "no codec called '__import__'"),
-        ("pipe(bf16(), delta())", "put it first"),
-        ("pipe(int8(), bf16())", "put it last"),
-        ("pipe(topk(0.1), bf16(), prune(0.2))", "no rows: put it before"),
-        ("pipe(topk(0.1), topk(0.2))", "stands twice"),
-        ("pipe(" * 100, "cannot stand"),
-        ("x" * 2000, "longer than"),
+        ("", 0, "the text ends here"),
+        ("delta", 0, "write delta(...)"),
+        ("pipe(delta(), bf61())", 14, "did you mean bf16"),
+        ("Topk(0.1)", 0, "did you mean topk"),
+        ("gzip()", 0, "it has bf16, delta, half, int8, pipe, plain, prune, topk"),
+        ("pipe(delta()", 4, "never closed"),
+        ("pipe(delta(),", 13, "the text ends here"),
+        ("pipe(delta() bf16())", 13, "a comma or ')' is missing"),
+        ("pipe(delta() | bf16())", 13, "a comma or ')' is missing"),
+        ("pipe(,)", 5, "',' cannot stand"),
+        ("~delta()", 0, "'~' cannot stand"),
+        ("delta())", 7, "nothing may follow"),
+        ("delta(3)", 0, "does not take 1 arguments"),
+        ("topk()", 0, "does not take 0 arguments"),
+        ("topk(0)", 0, "over 0 and up to 1"),
+        ("pipe(topk(-0.5))", 5, "over 0 and up to 1"),
+        ("topk(1.5)", 0, "over 0 and up to 1"),
+        ("topk(1e999)", 0, "over 0 and up to 1"),
+        ("topk('1')", 0, "over 0 and up to 1"),
+        ("topk(0.1.2)", 5, "'0.1.2' is not a number"),
+        ("topk(delta())", 0, "over 0 and up to 1"),
+        ("pipe(0.5)", 0, "takes codecs such as"),
+        ("0.5", 0, "takes codecs such as"),
+        ("topk(__import__('os'))", 5, "no '__import__' in the language of wires"),
+        ("pipe(bf16(), delta())", 0, "put it first"),
+        ("pipe(int8(), bf16())", 0, "put it last"),
+        ("pipe(topk(0.1), bf16(), prune(0.2))", 0, "no rows: put it before"),
+        ("pipe(topk(0.1), topk(0.2))", 0, "stands twice"),
+        ("pipe(" * 100, 5 * DEEPEST, "nested more than"),
+        ("x" * 2000, 0, "longer than 1000"),
     ],
 )
-def test_errors_name_the_word_and_the_remedy(text: str, words: str) -> None:
+def test_errors_point_at_the_character_and_name_the_remedy(
+    text: str, position: int, words: str
+) -> None:
     with pytest.raises(WireError) as caught:
         parse_wire(text)
-    assert words in str(caught.value)
+    assert (caught.value.position, words in str(caught.value)) == (position, True)
 
 
 SOUP = st.lists(
@@ -401,6 +407,6 @@ def test_any_string_is_a_wire_or_a_wire_error(text: str) -> None:
     try:
         wire = parse_wire(text)
     except WireError as error:
-        assert str(error)
+        assert error.position is not None and 0 <= error.position <= len(text)
     else:
         assert parse_wire(wire.text) == wire

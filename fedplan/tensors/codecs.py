@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fedplan.errors import FedplanError
+from fedplan.errors import TextError
 
 Tensors = Mapping[str, Tensor]
 
@@ -28,7 +28,7 @@ SLACK = 1.01
 """Room for the rounding within the arithmetic of a codec, over the one rounding of its result."""
 
 
-class WireError(FedplanError):
+class WireError(TextError):
     """A wire that cannot be read, or tensors that it cannot code or cannot have coded."""
 
 
