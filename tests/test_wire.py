@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
 from itertools import permutations
 from typing import Any
 
@@ -21,7 +22,6 @@ from fedplan.tensors.wire import (
     CODECS,
     bf16,
     delta,
-    half,
     int8,
     parse_wire,
     pipe,
@@ -34,10 +34,19 @@ FRACTIONS = st.sampled_from([0.01, 0.1, 1 / 3, 0.5, 1.0]) | st.floats(1e-9, 1)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+INNER = [make for name, make in CODECS.items() if name not in ("plain", "delta", "int8", "pipe")]
+"""The codecs that may stand anywhere in a pipe; a new one is tried in every order."""
+
+
+def made(codec: Callable[..., Wire], fraction: float) -> Wire:
+    """A codec, with a fraction if it takes one."""
+    return codec(fraction) if signature(codec).parameters else codec()
+
+
 def orders() -> list[Wire]:
     """Every pipe of different codecs in every order that a pipe allows."""
-    middle = (bf16(), half(), topk(0.3), prune(0.4))
-    inner = [each for size in range(5) for each in permutations(middle, size) if allowed(each)]
+    middle, sizes = [made(codec, 0.3) for codec in INNER], range(len(INNER) + 1)
+    inner = [each for size in sizes for each in permutations(middle, size) if allowed(each)]
     ends = [(a, b) for a in ((), (delta(),)) for b in ((), (int8(),))]
     return [pipe(*first, *each, *last) for each in inner for first, last in ends]
 
@@ -54,7 +63,7 @@ EVERY = orders()
 @st.composite
 def wires(draw: st.DrawFn) -> Wire:
     """A pipe in any order that a pipe allows, with fractions of its own."""
-    middle = (bf16(), half(), topk(draw(FRACTIONS)), prune(draw(FRACTIONS)))
+    middle = [made(codec, draw(FRACTIONS)) for codec in INNER]
     inner = draw(st.lists(st.sampled_from(middle), max_size=4, unique=True).filter(allowed))
     first = [delta()] if draw(st.booleans()) else []
     last = [int8()] if draw(st.booleans()) else []
