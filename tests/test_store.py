@@ -131,7 +131,7 @@ def test_the_folders_it_makes_on_the_way_are_the_owners_too(tmp_path: Path) -> N
 HOLDER = """
 import sys
 from pathlib import Path
-from fedplan.store import Store
+from fedplan.storage.store import Store
 store = Store(Path(sys.argv[1]))
 if sys.argv[2] == "claims":
     store.claim()
@@ -366,8 +366,8 @@ KILLS = """
 import os, sys
 from pathlib import Path
 import torch
-from fedplan.journal import Journal
-from fedplan.store import Store
+from fedplan.storage.journal import Journal
+from fedplan.storage.store import Store
 
 names, cases = eval(sys.argv[2]), eval(sys.argv[3])
 

@@ -148,7 +148,7 @@ def _kept_faults(archive: Archive, journal: Journal, turn: TurnRecord) -> Iterat
 
 
 def _charge_faults(archive: Archive) -> list[str]:
-    """Charges that were changed, or are not those of the promise."""
+    """Charges that were changed, or are not those of the guarantee."""
     try:
         if archive.agreement.guarantee is not None:
             Statement.of(archive.agreement.guarantee, archive.study.train.rounds, archive.folder)

@@ -36,7 +36,7 @@ KEY = "key"
 class Client:
     """One client: its rows, what it has seen of the world, and the journal of what it keeps.
 
-    `held` are the versions of what it has seen. A `cloak` hides each of its rows in every step. The
+    `held` are the versions of what it has seen. A `guard` hides each of its rows in every step. The
     `account` is of all that it has answered, in other studies too; a simulated client has none.
     """
 

@@ -107,12 +107,12 @@ def request_header(request: Request) -> dict[str, JSON]:
 
 
 def request_message(request: Request) -> Message:
-    """A request as a parcel."""
+    """A request as a message."""
     return packed(request.values, request_header(request))
 
 
 def request_of(message: Message) -> Request:
-    """A request from its parcel."""
+    """A request from its message."""
     values, said = unpacked(message)
     turn = Turn(
         round=_read(said, "round", int),
@@ -143,7 +143,7 @@ def run_of(message: Message) -> str:
 
 
 def update_message(update: Update) -> Message:
-    """An answer as a parcel."""
+    """An answer as a message."""
     said: dict[str, JSON] = {
         "client": update.client,
         "request": update.request,
@@ -155,7 +155,7 @@ def update_message(update: Update) -> Message:
 
 
 def update_of(message: Message, *, limit: int | None = None) -> Update:
-    """An answer from its parcel."""
+    """An answer from its message."""
     values, said = unpacked(message, limit=limit)
     return Update(
         client=_read(said, "client", str),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attendance: who takes part in a round, drawn from the experiment's name and the round alone."""
+"""Participation: who takes part in a round, drawn from the experiment's name and the round."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations: one study as one TOML file, read by one strict schema."""
+"""The schema: one study as one TOML file, read by one strict schema."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class DataSection(Section):
 class MethodSection(Section):
     """A published method with its settings, a plan of your own, or both: the plan is said after it.
 
-    `inside` is another method, whose local fit and serve this one takes. A plan of your own names
-    its `probe`, if it chooses blocks; `phases` are announced once so many rounds are done.
+    `inside` is another method, whose local fit and server optimiser this one takes. A plan of your
+    own names its `probe`, if it chooses blocks; `phases` are announced after so many rounds.
     """
 
     name: str = ""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fedplan.reader import Table
-from fedplan.tensors.codecs import Cast, Delta, Form, Int8, Sparse, Tensors, Wire, WireError
+from fedplan.tensors.codecs import Cast, Delta, Form, Int8, Tensors, Wire, WireError
+from fedplan.tensors.sparse import Sparse
 
 
 @dataclass(frozen=True)
