@@ -1,8 +1,8 @@
 .DEFAULT_GOAL := help
-.PHONY: help check test examples nightly picture manifests
+.PHONY: help check test examples nightly picture architecture manifests
 
 help: ## list the commands
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1\t\2/' | expand -t 12
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1\t\2/' | expand -t 14
 
 check: ## format, lint and types
 	ruff format --check .
@@ -24,6 +24,9 @@ nightly: ## all tests, the long ones too, and every law on more examples
 
 picture: ## draw the README's picture anew
 	python docs/picture.py
+
+architecture: ## draw the map of the packages anew
+	python docs/architecture.py
 
 manifests: ## write the params of the short names anew
 	python docs/manifests.py

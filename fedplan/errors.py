@@ -20,13 +20,8 @@ class FedplanError(Exception):
         return self
 
 
-class PlanError(FedplanError):
-    """A plan that cannot be read, or does not fit the model or the turn.
-
-    `position` is the offset in `source` when the plan came as text.
-    """
-
-    code = "plan"
+class TextError(FedplanError):
+    """What cannot be read or does not fit; `position` is the offset in `source`, if it was text."""
 
     def __init__(self, message: str, *, source: str = "", position: int | None = None) -> None:
         self.message, self.source, self.position = message, source, position
@@ -42,6 +37,12 @@ class PlanError(FedplanError):
         if column > 60:
             line, column = "..." + line[column - 40 :], 43
         return f"  {line[:76].replace(chr(9), ' ')}\n  {' ' * column}^"
+
+
+class PlanError(TextError):
+    """A plan that cannot be read, or does not fit the model or the turn."""
+
+    code = "plan"
 
 
 class UnknownArchitecture(PlanError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams: every random choice has a name, and its name is its seed."""
+"""Seeds: every random choice has a name, and its name is its seed."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from fedplan.methods import (
     METHODS,
     Method,
     Planned,
-    Serve,
     fedadam,
     fedavg,
     fedavgm,
@@ -31,6 +30,7 @@ from fedplan.methods import (
     fedprox,
     fedrep,
     fedyogi,
+    mean,
     method_named,
     scaffold,
 )
@@ -90,7 +90,7 @@ def methods() -> dict[str, Method]:
         "scaffold": scaffold(),
         "fedper": fedper(),
         "fedrep": fedrep(),
-        "another serve": Method(share(), serve=Serve(rate=0.5)),
+        "another serve": Method(share(), server_optimiser=mean(rate=0.5)),
         "alternate 3": Method(share(), wraps=(alternate(3),)),
         "two wraps": Method(share(), wraps=(proximal(0.1), alternate(3))),
         "two wraps, swapped": Method(share(), wraps=(alternate(3), proximal(0.1))),
@@ -171,7 +171,7 @@ def test_another_process_makes_the_same(seed: str) -> None:
 
 def test_the_name_of_a_class_of_ours_is_no_part_of_it() -> None:
     text = {name: agreement.text for name, agreement in agreements().items()}
-    classes = (Pace, Guarantee, Serve, Planned, Method, type(fixed(1)), type(share()))
+    classes = (Pace, Guarantee, type(mean()), Planned, Method, type(fixed(1)), type(share()))
     for cls in classes:
         assert not any(f"{cls.__name__}(" in each for each in text.values()), cls
     renamed = {cls: (cls.__name__, cls.__qualname__) for cls in classes}

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import pkgutil
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -21,11 +23,14 @@ from fedplan.cli import app
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
 
-MODULES = [
-    m.name
-    for m in pkgutil.walk_packages(fedplan.__path__, "fedplan.")
-    if ".templates" not in m.name
+FOUND = [
+    m for m in pkgutil.walk_packages(fedplan.__path__, "fedplan.") if ".templates" not in m.name
 ]
+MODULES = [m.name for m in FOUND]
+PACKAGES = [m.name for m in FOUND if m.ispkg]
+
+COMING = {"federation/aggregation.py"}
+"""Files that the map names and that another change brings."""
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -38,6 +43,35 @@ def test_the_python_blocks_run_one_after_the_other(document: str) -> None:
     names: dict[str, object] = {}
     for block in blocks(document, "python"):
         exec(compile(block, document, "exec"), names)
+
+
+def test_the_map_of_the_packages_is_that_of_their_imports() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "architecture.py"))["drawn"]
+    kept = (ROOT / "docs" / "architecture.svg").read_text()
+    assert drawn() == kept, "draw it anew: make architecture"
+
+
+def test_the_map_imports_all_that_every_face_shows() -> None:
+    imported = {
+        node.module: sorted(alias.name for alias in node.names)
+        for block in blocks("docs/architecture.md", "python")
+        for node in ast.parse(block).body
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert imported == {name: sorted(importlib.import_module(name).__all__) for name in PACKAGES}
+
+
+def test_the_map_names_what_stands_in_the_files() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`(?:fedplan/)?([a-z_/]+\.py): ([\w.]+)`", text)
+    assert len(named) > 20
+    for file, name in named:
+        place = ROOT / "fedplan" / file
+        if file in COMING and not place.exists():
+            continue
+        found = importlib.import_module(f"fedplan.{file[:-3].replace('/', '.')}")
+        for part in name.split("."):
+            found = getattr(found, part)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -21,7 +21,7 @@ FACES = [f for f in FILES if f.name == "__init__.py" and f.parent != PACKAGE]
 
 # Imports flow one way: each package, or module of the root, may use those that stand before it.
 ORDER = (
-    *("errors", "seeds", "faces"),
+    *("errors", "seeds", "faces", "reader"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports"),
     *("parts", "testing", "cli", "__init__"),

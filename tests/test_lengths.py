@@ -11,7 +11,8 @@ import pytest
 
 import fedplan as fp
 from fedplan.errors import PlanError
-from fedplan.language.parser import DEEPEST, LONGEST
+from fedplan.language.parser import LONGEST
+from fedplan.reader import DEEPEST
 
 PARAMS = fp.params_of("vit-tiny-16")[:20]
 SCORES = {p.at: 1.0 for p in PARAMS if p.at}

@@ -221,11 +221,11 @@ def test_a_folder_that_is_missing_is_told(tmp_path: Path) -> None:
 LIVES = """
 import os, sys, json, torch
 from pathlib import Path
-from fedplan.failpoints import VARIABLE, forget, reach
-from fedplan.privacy.aggregate import Mechanism
-from fedplan.privacy.budget import Budget
-from fedplan.privacy.secret import secret_of
-from fedplan.sums import ExactSum
+from fedplan.storage.failpoints import VARIABLE, forget, reach
+from fedplan.privacy.mechanisms.gaussian import Mechanism
+from fedplan.privacy.accounting.budget import Budget
+from fedplan.privacy.mechanisms.secret import secret_of
+from fedplan.tensors.sums import ExactSum
 
 folder, lives = Path(sys.argv[1]), json.loads(sys.argv[2])
 mechanism = Mechanism({"x": ((4,), torch.float32)}, 1.0, 4.0, 10.0)

@@ -119,13 +119,13 @@ def test_a_request_of_another_run_is_refused(here: Path) -> None:
     worker = Worker(Sites(file, here / "home").specs["client-00"])
     agreement = simulation.federation.agreement
     worker.answer("hello", packed({}, {"run": agreement.run}))
-    down = push(agreement, simulation.federation.world, "client-00", {})
-    endpoint = worker._desk  # pyright: ignore[reportPrivateUsage]
+    request = push(agreement, simulation.federation.world, "client-00", {})
+    endpoint = worker._endpoint  # pyright: ignore[reportPrivateUsage]
     assert endpoint is not None
-    for change in ({"run": "0" * 16}, {"name": down.name.replace(agreement.run, "0" * 16)}):
-        answer = endpoint.answer("train", request_message(replace(down, **change)))
+    for change in ({"run": "0" * 16}, {"name": request.name.replace(agreement.run, "0" * 16)}):
+        answer = endpoint.answer("train", request_message(replace(request, **change)))
         assert "refused" in unpacked(answer)[1]
-    assert "line" in unpacked(endpoint.answer("train", request_message(down)))[1]
+    assert "line" in unpacked(endpoint.answer("train", request_message(request)))[1]
 
 
 def test_all_that_changes_a_result_is_in_the_fingerprint(here: Path) -> None:

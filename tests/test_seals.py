@@ -151,10 +151,10 @@ def test_the_key_is_not_shown() -> None:
 BARE = """
 import sys
 sys.modules["cryptography"] = None
-import fedplan.store
+import fedplan.storage.encryption
 from fedplan.errors import FedplanError
 try:
-    fedplan.store.Seal(bytes(32))
+    fedplan.storage.encryption.Encryption(bytes(32))
 except FedplanError as error:
     assert "pip install 'fedplan[flower]'" in str(error), error
 else:
@@ -538,7 +538,7 @@ KILLS = """
 import os, sys
 from pathlib import Path
 from test_seals import KEY, NOTE, SECRETS
-from fedplan.store import Store
+from fedplan.storage.store import Store
 
 for point in eval(sys.argv[2]):
     store = Store(Path(sys.argv[1]) / point, seal=KEY)

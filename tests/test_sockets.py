@@ -21,26 +21,26 @@ from fedplan.studies.schema import read_study
 
 LEAKY = """
 from pathlib import Path
-from fedplan.errands import ask
-from fedplan.runners.flower.apps import _order, server_of
+from fedplan.runners.worker_client import ask
+from fedplan.runners.flower.apps import _spec, server_of
 from fedplan.runners.flower.client import client_app
-from fedplan.parcel import Parcel
+from fedplan.tensors.message import Message
 
 STUDY = Path(__file__).parent / "study.toml"
 
-def answer(context, kind, parcel):
-    found = ask(_order(STUDY, context, ""), kind, parcel)
+def answer(context, kind, message):
+    found = ask(_spec(STUDY, context, ""), kind, message)
     if kind != "train":
         return found
-    from fedplan.config import read_study
-    from fedplan.desk import journal_in
-    from fedplan.message import pack
-    from fedplan.trainer import folder_of
+    from fedplan.studies.schema import read_study
+    from fedplan.federation.endpoint import journal_in
+    from fedplan.tensors.serialization import pack
+    from fedplan.runners.worker import folder_of
 
     folder = folder_of(str(context.node_config["home"]), read_study(STUDY), str(context.node_config["name"]))
     (run,) = [each for each in folder.iterdir() if len(each.name) == 16]
     home = journal_in(run).home()[0]
-    return Parcel(found.header, (*found.blobs, pack({f"stolen {k}": v for k, v in home.items()}, {})))
+    return Message(found.header, (*found.blobs, pack({f"stolen {k}": v for k, v in home.items()}, {})))
 
 client = client_app(answer)
 server = server_of(STUDY)

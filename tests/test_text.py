@@ -12,7 +12,8 @@ from often import often
 import fedplan as fp
 from fedplan.errors import PlanError
 from fedplan.language import parts
-from fedplan.language.parser import CALLS, DEEPEST, parse, parse_part
+from fedplan.language.parser import CALLS, parse, parse_part
+from fedplan.reader import DEEPEST
 
 PYTHON = {**CALLS, **{word: parts.Word(word) for word in parts.WORDS}}
 
@@ -87,7 +88,9 @@ def test_any_string_is_a_plan_or_a_plan_error_with_a_position(text: str) -> None
         ("by('a', {'x': share(), 'x': keep()})", 26, "a name of its own"),
         ("share(query)\n + 1", 14, "'+' is not part"),
         ("~" * (DEEPEST + 1) + "query", DEEPEST, "nested more than"),
-        ("lambda: 0", 0, "no part called 'lambda'"),
+        ("lambda: 0", 0, "no 'lambda' in the plan language; it has adapter"),
+        ("after(1.5)", 0, "takes a whole number from"),
+        ("best(1.2.3)", 5, "'1.2.3' is not a number"),
     ],
 )
 def test_errors_point_at_the_character_and_suggest(text: str, position: int, words: str) -> None:

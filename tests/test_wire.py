@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
 from itertools import permutations
 from typing import Any
 
@@ -15,13 +16,13 @@ from hypothesis import strategies as st
 from often import often
 from torch import Tensor
 
+from fedplan.reader import DEEPEST
 from fedplan.tensors.codecs import Wire, WireError
 from fedplan.tensors.serialization import pack, unpack
 from fedplan.tensors.wire import (
     CODECS,
     bf16,
     delta,
-    half,
     int8,
     parse_wire,
     pipe,
@@ -34,10 +35,19 @@ FRACTIONS = st.sampled_from([0.01, 0.1, 1 / 3, 0.5, 1.0]) | st.floats(1e-9, 1)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+INNER = [make for name, make in CODECS.items() if name not in ("plain", "delta", "int8", "pipe")]
+"""The codecs that may stand anywhere in a pipe; a new one is tried in every order."""
+
+
+def made(codec: Callable[..., Wire], fraction: float) -> Wire:
+    """A codec, with a fraction if it takes one."""
+    return codec(fraction) if signature(codec).parameters else codec()
+
+
 def orders() -> list[Wire]:
     """Every pipe of different codecs in every order that a pipe allows."""
-    middle = (bf16(), half(), topk(0.3), prune(0.4))
-    inner = [each for size in range(5) for each in permutations(middle, size) if allowed(each)]
+    middle, sizes = [made(codec, 0.3) for codec in INNER], range(len(INNER) + 1)
+    inner = [each for size in sizes for each in permutations(middle, size) if allowed(each)]
     ends = [(a, b) for a in ((), (delta(),)) for b in ((), (int8(),))]
     return [pipe(*first, *each, *last) for each in inner for first, last in ends]
 
@@ -54,7 +64,7 @@ EVERY = orders()
 @st.composite
 def wires(draw: st.DrawFn) -> Wire:
     """A pipe in any order that a pipe allows, with fractions of its own."""
-    middle = (bf16(), half(), topk(draw(FRACTIONS)), prune(draw(FRACTIONS)))
+    middle = [made(codec, draw(FRACTIONS)) for codec in INNER]
     inner = draw(st.lists(st.sampled_from(middle), max_size=4, unique=True).filter(allowed))
     first = [delta()] if draw(st.booleans()) else []
     last = [int8()] if draw(st.booleans()) else []
@@ -353,41 +363,46 @@ def test_pipes_are_flat_and_plain_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "position", "words"),
     [
-        ("", "end of text"),
-        ("delta", "brackets are missing"),
-        ("pipe(delta(), bf61())", "did you mean bf16"),
-        ("Topk(0.1)", "did you mean topk"),
-        ("gzip()", "did you mean plain or delta"),
-        ("pipe(delta()", "a comma or a bracket is missing"),
-        ("pipe(delta(),", "end of text"),
-        ("pipe(delta() bf16())", "a comma or a bracket is missing"),
-        ("pipe(,)", "',' cannot stand"),
-        ("delta())", "nothing may follow"),
-        ("delta(3)", "does not take 1 arguments"),
-        ("topk()", "does not take 0 arguments"),
-        ("topk(0)", "over 0 and up to 1"),
-        ("topk(-0.5)", "over 0 and up to 1"),
-        ("topk(1.5)", "over 0 and up to 1"),
-        ("topk(1e999)", "over 0 and up to 1"),
-        ("topk(0.1.2)", "is not a number"),
-        ("topk(delta())", "over 0 and up to 1"),
-        ("pipe(0.5)", "takes codecs such as"),
-        ("0.5", "takes codecs such as"),
-        ("topk(__import__('os'))", "no codec called '__import__'"),
-        ("pipe(bf16(), delta())", "put it first"),
-        ("pipe(int8(), bf16())", "put it last"),
-        ("pipe(topk(0.1), bf16(), prune(0.2))", "no rows: put it before"),
-        ("pipe(topk(0.1), topk(0.2))", "stands twice"),
-        ("pipe(" * 100, "cannot stand"),
-        ("x" * 2000, "longer than"),
+        ("", 0, "the text ends here"),
+        ("delta", 0, "write delta(...)"),
+        ("pipe(delta(), bf61())", 14, "did you mean bf16"),
+        ("Topk(0.1)", 0, "did you mean topk"),
+        ("gzip()", 0, "it has bf16, delta"),
+        ("pipe(delta()", 4, "never closed"),
+        ("pipe(delta(),", 13, "the text ends here"),
+        ("pipe(delta() bf16())", 13, "a comma or ')' is missing"),
+        ("pipe(delta() | bf16())", 13, "a comma or ')' is missing"),
+        ("pipe(,)", 5, "',' cannot stand"),
+        ("~delta()", 0, "'~' cannot stand"),
+        ("delta())", 7, "nothing may follow"),
+        ("delta(3)", 0, "does not take 1 arguments"),
+        ("topk()", 0, "does not take 0 arguments"),
+        ("topk(0)", 0, "over 0 and up to 1"),
+        ("pipe(topk(-0.5))", 5, "over 0 and up to 1"),
+        ("topk(1.5)", 0, "over 0 and up to 1"),
+        ("topk(1e999)", 0, "over 0 and up to 1"),
+        ("topk('1')", 0, "over 0 and up to 1"),
+        ("topk(0.1.2)", 5, "'0.1.2' is not a number"),
+        ("topk(delta())", 0, "over 0 and up to 1"),
+        ("pipe(0.5)", 0, "takes codecs such as"),
+        ("0.5", 0, "takes codecs such as"),
+        ("topk(__import__('os'))", 5, "no '__import__' in the language of wires"),
+        ("pipe(bf16(), delta())", 0, "put it first"),
+        ("pipe(int8(), bf16())", 0, "put it last"),
+        ("pipe(topk(0.1), bf16(), prune(0.2))", 0, "no rows: put it before"),
+        ("pipe(topk(0.1), topk(0.2))", 0, "stands twice"),
+        ("pipe(" * 100, 5 * DEEPEST, "nested more than"),
+        ("x" * 2000, 0, "longer than 1000"),
     ],
 )
-def test_errors_name_the_word_and_the_remedy(text: str, words: str) -> None:
+def test_errors_point_at_the_character_and_name_the_remedy(
+    text: str, position: int, words: str
+) -> None:
     with pytest.raises(WireError) as caught:
         parse_wire(text)
-    assert words in str(caught.value)
+    assert (caught.value.position, words in str(caught.value)) == (position, True)
 
 
 SOUP = st.lists(
@@ -402,6 +417,6 @@ def test_any_string_is_a_wire_or_a_wire_error(text: str) -> None:
     try:
         wire = parse_wire(text)
     except WireError as error:
-        assert str(error)
+        assert error.position is not None and 0 <= error.position <= len(text)
     else:
         assert parse_wire(wire.text) == wire

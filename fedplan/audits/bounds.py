@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Auditing: what epsilon a mechanism has at least, shown by telling two worlds apart.
+"""Bounds: what epsilon a mechanism has at least, shown by telling two worlds apart.
 
 Worlds are neighbours: the same clients, with and without one. An event that is likely in one and
 rare in the other proves an epsilon; one above what was claimed proves a mistake.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification: a run's ledger re-checked against its plan: nothing frozen moved, nothing left."""
+"""Ledgers: a run's ledger re-checked against its plan: nothing frozen moved, nothing left."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _kept_faults(run: Run, journal: Journal, turn: TurnRecord) -> Iterator[str]:
 
 
 def _charge_faults(run: Run) -> list[str]:
-    """Charges that were changed, or are not those of the promise."""
+    """Charges that were changed, or are not those of the guarantee."""
     try:
         if run.agreement.guarantee is not None:
             Statement.of(run.agreement.guarantee, run.study.train.rounds, run.folder)

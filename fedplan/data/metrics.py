@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation: scores of many clients, put together."""
+"""Metrics: scores of many clients, put together."""
 
 from __future__ import annotations
 

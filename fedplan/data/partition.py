@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data: the division of a table among clients, and of a client's rows in two, row by row."""
+"""Partitions: the division of a table among clients, and of a client's rows in two, row by row."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Agreement:
 
 
 def require_sound(guarantee: Guarantee, method: Method) -> None:
-    """Refuse a method that does not hold together with a promise, and say what would."""
+    """Refuse a method that does not hold together with a guarantee, and say what would."""
     chooses = any(isinstance(each, Best) for each in method.plan.within())
     private = chooses and not is_public(method.probe)
     refusals: list[tuple[bool, str]] = [

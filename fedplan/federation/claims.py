@@ -67,7 +67,7 @@ def require_turn(
         if says != known:
             raise Rejected(f"its record's {name} is {str(says)[:60]!r}, and it is {known!r}")
     if agreement.guarantee is not None and (record.weight != 1 or record.loss is not None):
-        raise Rejected("its record tells a weight or a loss, which this promise does not let it")
+        raise Rejected("its record tells a weight or a loss, which this guarantee does not let it")
     roles = roles_of(agreement, record)
     alike = [list(each) for each in record.scores or ()] == listed(turn.scores or {})
     if record.scores is not None and agreement.method.together and not alike:

@@ -31,13 +31,13 @@ FAILURES = {
     "settings": "its study, or what its node was started with, cannot be used",
     "disk": "its disk, or what lies on it, cannot be used",
     "memory": "it has too little memory",
-    "trainer": "its trainer did not start, or ended again and again",
+    "trainer": "its worker did not start, or ended again and again",
     "fault": "something that nobody foresaw",
 }
 LACKING = {"lacking": "it does not have what it was sent before: it needs all of it"}
 KINDS = {"refused": REFUSALS, "failed": FAILURES, "lacking": LACKING}
 EXITS = {code: 64 + n for n, code in enumerate((*REFUSALS, *FAILURES, *LACKING))}
-"""How a trainer ends that cannot start: its log may tell of rows, a number does not."""
+"""How a worker ends that cannot start: its log may tell of rows, a number does not."""
 
 
 def code_of(error: BaseException) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outgoing: a site's own record of every byte that left it in one experiment."""
+"""Egress: a site's own record of every byte that left it in one experiment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECORD, AGREEMENT = "outgoing.jsonl", "agreed.json"
 class Egress:
     """The record of one site in one experiment. A line is on disk before its bytes leave.
 
-    Several processes may write it: of a simulation, or a trainer that is started beside another.
+    Several processes may write it: of a simulation, or a worker that is started beside another.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Desks: where a site takes requests and hands out answers, whatever carries them."""
+"""Endpoints: where a site takes requests and hands out answers, whatever carries them."""
 
 from __future__ import annotations
 

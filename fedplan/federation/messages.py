@@ -109,12 +109,12 @@ def request_header(request: Request) -> dict[str, JSON]:
 
 
 def request_message(request: Request) -> Message:
-    """A request as a parcel."""
+    """A request as a message."""
     return packed(request.values, request_header(request))
 
 
 def request_of(message: Message) -> Request:
-    """A request from its parcel."""
+    """A request from its message."""
     values, said = unpacked(message)
     turn = Turn(
         round=_read(said, "round", int),
@@ -145,7 +145,7 @@ def run_of(message: Message) -> str:
 
 
 def update_message(update: Update) -> Message:
-    """An answer as a parcel."""
+    """An answer as a message."""
     said: dict[str, JSON] = {
         "client": update.client,
         "request": update.request,

@@ -27,10 +27,10 @@ class World:
     """The federation's values, each with the round that last changed it.
 
     `known` says which version of what each client has, `settled` which params it has as its own
-    (`Setup.owned`), and `heard` when it last answered; `memory` is the server optimiser's; `drift`
-    that of the last round; `choice` are the scores of the last vote, and `clip` is the bound that
-    follows the clients' changes, if any does. Version 0 is the value that a model starts with: of
-    the federation's params it travels at first contact, riders start at zero.
+    (`Agreement.owned`), and `heard` when it last answered; `memory` is the server optimiser's;
+    `drift` is that of the last round; `choice` are the scores of the last vote, and `clip` is the
+    bound that follows the clients' changes, if any does. Version 0 is the value that a model starts
+    with: of the federation's params it travels at first contact, riders start at zero.
     """
 
     values: dict[str, Tensor]

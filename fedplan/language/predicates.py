@@ -154,9 +154,16 @@ def joined(sign: str, sides: Iterable[Predicate[S]]) -> Joined[S]:
     return Joined(sign, tuple(of))
 
 
-def require_alike(first: Predicate[Any], other: Predicate[Any]) -> None:
+def a_predicate(value: Any) -> Predicate[Any]:
+    """The value, if it is a part or a condition."""
+    if not isinstance(value, Predicate):
+        raise PlanError(f"parts and conditions can be joined, and this is {value!s}")
+    return value  # pyright: ignore[reportUnknownVariableType]
+
+
+def require_alike(first: Any, other: Any) -> None:
     """Raise unless both speak of params, or both of turns."""
-    if other.about != first.about:
+    if a_predicate(other).about != a_predicate(first).about:
         raise PlanError(
             f"{first.text} is a {first.about} and {other.text} is a {other.about}: "
             "they cannot be joined"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that share the whole model: they differ in the local fit and at the server."""
+"""Methods that share the whole model: they differ in the local fit and in the server optimiser."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anatomies: how one architecture names its blocks and their parts, and how it fuses them."""
+"""Layouts: how one architecture names its blocks and their parts, and how it fuses them."""
 
 from __future__ import annotations
 

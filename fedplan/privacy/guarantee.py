@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises: whose presence a run hides, by how much noise, and what that will cost."""
+"""Guarantees: whose presence a run hides, by how much noise, and what that will cost."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ SECRET, CHARGES = "secret", "charges.jsonl"
 
 
 class Guard:
-    """A promise with the secret and the charges that keep it.
+    """A guarantee with the secret and the charges that keep it.
 
     A folder may hold the charges of many runs: those of this one have names that begin with `run`.
     All of them together stay within the `limit`, of the `delta`, that the folder's owner has set.

@@ -34,7 +34,7 @@ EXCLUDED = (
 
 @dataclass(frozen=True)
 class Statement:
-    """A promise, and what a run has spent of it: by the client that has spent most."""
+    """A guarantee, and what a run has spent of it: by the client that has spent most."""
 
     guarantee: Guarantee
     rounds: int
@@ -136,7 +136,7 @@ class Statement:
 
 
 def _require_promised(guarantee: Guarantee, charge: Spent) -> None:
-    """What was drawn and charged is what is stated: another rate or noise is another promise."""
+    """What was drawn and charged is what is stated: another rate or noise is another guarantee."""
     votes = charge.about.endswith(voted(""))
     about = charge.about.removesuffix(voted("")) if votes else charge.about
     bill = guarantee.bill(1, about)

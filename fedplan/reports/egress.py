@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Auditors: what a site's own record says, as a person reads it."""
+"""Egress: what a site's own record says, as a person reads it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw: the parts of a Transformer, coloured by the roles that a plan gives them."""
+"""Figures: the parts of a Transformer, coloured by the roles that a plan gives them."""
 
 from __future__ import annotations
 

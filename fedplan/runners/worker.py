@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers: a process that stays at a site, so that imports, model and rows are there at once."""
+"""Workers: a process that stays at a site, so that imports, model and rows are there at once."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ SAID = frozenset(
 """What a node may be started with; every other word is a trait of the site."""
 
 IDLE = 900.0
-"""Seconds without a request after which a trainer ends."""
+"""Seconds without a request after which a worker ends."""
 
 
 class Worker:
-    """A site's rows and model, and its desk in the run that it was last asked in.
+    """A site's rows and model, and its endpoint in the run that it was last asked in.
 
     What it writes only its owner may read; with a key, what tells of rows is sealed.
     """
@@ -65,10 +65,10 @@ class Worker:
             self.traits = _traits(self.study, name, spec.node)
             self.account = account_of(spec, name, self.seal)
             self.faults = FaultLog(Path(spec.home), self.seal)
-        self._desk: Endpoint | None = None
+        self._endpoint: Endpoint | None = None
 
     def answer(self, kind: str, message: Message) -> Message:
-        """The answer of the desk of the run that a request is of."""
+        """The answer of the endpoint of the run that a request is of."""
         with _private():
             try:
                 endpoint = self.endpoint(run_of(message))
@@ -77,14 +77,14 @@ class Worker:
             return endpoint.answer(kind, message)
 
     def endpoint(self, run: str) -> Endpoint:
-        """The desk in a run."""
-        if self._desk is None or self._desk.agreement.run != run:
+        """The endpoint in a run."""
+        if self._endpoint is None or self._endpoint.agreement.run != run:
             with _private():
-                self._desk = _desk(self, run)
-        return self._desk
+                self._endpoint = _endpoint_in(self, run)
+        return self._endpoint
 
 
-def _desk(worker: Worker, run: str) -> Endpoint:
+def _endpoint_in(worker: Worker, run: str) -> Endpoint:
     study, name, stage = worker.study, worker.name, worker.stage
     agreement, account = replace(stage.agreed, run=run), worker.account
     folder = folder_of(worker.spec.home, study, name)
@@ -214,7 +214,7 @@ def serve(worker: Worker, listener: socket.socket, *, idle: float = IDLE) -> Non
 
 
 def noted(spec: WorkerSpec, error: Exception) -> str:
-    """The code of an error of a site that has no desk yet; its text goes into the site's log.
+    """The code of an error of a site that has no endpoint yet; its text goes into the site's log.
 
     If not even the key can be read, nothing else was.
     """
@@ -224,21 +224,21 @@ def noted(spec: WorkerSpec, error: Exception) -> str:
 
 
 def answered(spec: WorkerSpec, kind: str, message: Message) -> Message:
-    """The answer of a site whose trainer does not stay."""
+    """The answer of a site whose worker does not stay."""
     try:
-        worker = _office(spec.text)
+        worker = _worker_of(spec.text)
     except Exception as error:
         return packed({}, {**said_of(noted(spec, error))})
     return worker.answer(kind, message)
 
 
 @cache
-def _office(spec: str) -> Worker:
+def _worker_of(spec: str) -> Worker:
     return Worker(WorkerSpec.of(spec))
 
 
 def main(text: str, address: str) -> None:
-    """Build a desk, and stay. The socket opens when all is ready."""
+    """Build an endpoint, and stay. The socket opens when all is ready."""
     spec = WorkerSpec.of(text)
     os.umask(0o077)
     try:

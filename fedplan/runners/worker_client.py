@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errands: a request carried to the trainer that stays at a site, which is started when needed.
+"""The worker's client: carries a request to the worker of a site, and starts it when needed.
 
 This takes neither torch nor transformers: who carries a request need not wait for their import.
 """
@@ -27,7 +27,7 @@ from fedplan.tensors.message import BrokenMessage, Message
 Value = str | int | float | bool
 
 STARTED_WITHIN = 600.0
-"""Seconds that a trainer may take to import all, and to load its model and its rows."""
+"""Seconds that a worker may take to import all, and to load its model and its rows."""
 
 TRIES = 3
 
@@ -56,7 +56,7 @@ class WorkerSpec:
 
     @property
     def address(self) -> Path:
-        """The socket of its trainer: another one for any other study, rows or home."""
+        """The socket of its worker: another one for any other study, rows or home."""
         found = hashlib.sha256(Path(self.study).read_bytes())
         if self.rows:
             found.update(Path(self.rows.rpartition(":")[0]).read_bytes())
@@ -66,7 +66,7 @@ class WorkerSpec:
 
 
 def ask(spec: WorkerSpec, kind: str, message: Message) -> Message:
-    """The trainer's answer. One that dies is started again, and answers a request as before."""
+    """The worker's answer. One that dies is started again, and answers a request as before."""
     address = spec.address
     for left in reversed(range(TRIES)):
         try:
@@ -77,13 +77,13 @@ def ask(spec: WorkerSpec, kind: str, message: Message) -> Message:
         except (OSError, BrokenMessage) as error:
             if not left:
                 raise FedplanError(
-                    f"the trainer ended {TRIES} times while it was asked; see {log_of(spec)}"
+                    f"the worker ended {TRIES} times while it was asked; see {log_of(spec)}"
                 ).coded("trainer") from error
     raise AssertionError
 
 
 def log_of(spec: WorkerSpec) -> Path:
-    """Where a site's trainer writes what it has to say, but for what went wrong."""
+    """Where a site's worker writes what it has to say, but for what went wrong."""
     return Path(spec.home) / "trainer.log"
 
 
@@ -107,7 +107,7 @@ def _dialled(address: Path) -> socket.socket | None:
 
 
 def _started(spec: WorkerSpec, address: Path) -> socket.socket:
-    """A line to a trainer that one of those who need it starts."""
+    """A line to a worker that one of those who need it starts."""
     with address.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if found := _dialled(address):
@@ -129,7 +129,7 @@ def _started(spec: WorkerSpec, address: Path) -> socket.socket:
             process.wait()
     code = next((code for code, exit in EXITS.items() if exit == process.poll()), "trainer")
     raise FedplanError(
-        f"the trainer did not start ({told(code)}): `fedplan faults {spec.home}` and {log} say why"
+        f"the worker did not start ({told(code)}): `fedplan faults {spec.home}` and {log} say why"
     ).coded(code)
 
 

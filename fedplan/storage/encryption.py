@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seals: AES-256-GCM with a key from a file, for what a client keeps on its disk.
+"""Encryption: AES-256-GCM with a key from a file, for what a client keeps on its disk.
 
 Every sealing draws a salt and derives a key of its own from it (HKDF-SHA256), so that the chunks'
 nonces may simply count. Each chunk is bound to its number, to whether it is the last, and to the

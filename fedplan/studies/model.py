@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading: the model that every site of a study starts from."""
+"""Models: the one that every site of a study starts from."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations: one study as one TOML file, read by one strict schema."""
+"""The schema: one study as one TOML file, read by one strict schema."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class MethodSection(Section):
     """A published method with its settings, a plan of your own, or both: the plan is said after it.
 
     `inside` is another method, whose local fit and server optimiser this one takes. A plan of your
-    own names its `probe`, if it chooses; `phases` are announced once so many rounds are done.
+    own names its `probe`, if it chooses blocks; `phases` are announced after so many rounds.
     """
 
     name: str = ""

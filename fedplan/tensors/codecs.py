@@ -8,13 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedplan.errors import FedplanError
+from fedplan.errors import TextError
 from fedplan.tensors.riders import is_rider
 
 Tensors = Mapping[str, Tensor]
@@ -29,7 +28,7 @@ SLACK = 1.01
 """Room for the rounding within the arithmetic of a codec, over the one rounding of its result."""
 
 
-class WireError(FedplanError):
+class WireError(TextError):
     """A wire that cannot be read, or tensors that it cannot code or cannot have coded."""
 
 
@@ -155,15 +154,15 @@ class Delta(Wire):
 
     def code(self, value: Tensor, base: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         work = Form.of(value).work
-        return {"": _finite((value.to(work) - base.to(work)).to(value.dtype))}
+        return {"": finite((value.to(work) - base.to(work)).to(value.dtype))}
 
     def restore(self, parts: Tensors, whole: Form, base: Tensor) -> Tensor:
-        return _cast(base.to(whole.work) + _finite(parts[""]).to(whole.work), whole.dtype)
+        return clamped(base.to(whole.work) + finite(parts[""]).to(whole.work), whole.dtype)
 
     def error(self, value: Tensor, base: Tensor, later: float) -> float:
         difference = self.code(value, base, torch.Generator())[""]
-        sent = later + _rounding(value.dtype, _largest(difference))
-        return sent + _rounding(value.dtype, _largest(value) + sent)
+        sent = later + rounding(value.dtype, largest(difference))
+        return sent + rounding(value.dtype, largest(value) + sent)
 
 
 @dataclass(frozen=True)
@@ -180,16 +179,16 @@ class Cast(Wire):
         return {"": Form(whole.shape, self.dtype)}
 
     def code(self, value: Tensor, base: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        return {"": _cast(_finite(value), self.dtype)}
+        return {"": clamped(finite(value), self.dtype)}
 
     def restore(self, parts: Tensors, whole: Form, base: Tensor) -> Tensor:
-        return _cast(_finite(parts[""]), whole.dtype)
+        return clamped(finite(parts[""]), whole.dtype)
 
     def error(self, value: Tensor, base: Tensor, later: float) -> float:
-        largest, most = _largest(value), torch.finfo(self.dtype).max
-        sent = later + max(0.0, largest - most) + _rounding(self.dtype, min(largest, most))
+        size, most = largest(value), torch.finfo(self.dtype).max
+        sent = later + max(0.0, size - most) + rounding(self.dtype, min(size, most))
         wider = torch.promote_types(self.dtype, value.dtype) == value.dtype
-        return sent if wider else sent + _rounding(value.dtype, largest + sent)
+        return sent if wider else sent + rounding(value.dtype, size + sent)
 
 
 @dataclass(frozen=True)
@@ -219,72 +218,17 @@ class Int8(Wire):
             raise WireError(f"a scale of {scale.item()} is not one that int8() makes")
         if (steps == -128).any():
             raise WireError("it holds a step of -128, and int8() makes steps from -127 to 127")
-        return _cast(steps.to(scale.dtype) * scale, whole.dtype)
+        return clamped(steps.to(scale.dtype) * scale, whole.dtype)
 
     def error(self, value: Tensor, base: Tensor, later: float) -> float:
         step = self._scale(value).item() * SLACK
-        return later + step + _rounding(value.dtype, _largest(value) + step)
+        return later + step + rounding(value.dtype, largest(value) + step)
 
     def _scale(self, value: Tensor) -> Tensor:
         """A 127th of the largest magnitude, and never so small that dividing by it overflows."""
         work = Form.of(value).work
-        size = max(_largest(value) / 127, torch.finfo(work).tiny)
+        size = max(largest(value) / 127, torch.finfo(work).tiny)
         return torch.tensor(size, dtype=work, device=value.device)
-
-
-@dataclass(frozen=True)
-class Sparse(Wire):
-    """A fraction of the numbers, or of the rows; those of smaller magnitude become zero.
-
-    A tensor with fewer than two dimensions has no rows and is kept whole.
-    """
-
-    what: str
-    fraction: float
-
-    @property
-    def text(self) -> str:
-        return f"{'prune' if self.what == 'rows' else 'topk'}({self.fraction!r})"
-
-    def form(self, whole: Form) -> dict[str, Form]:
-        laid = self._laid(whole.shape)
-        if laid is None:
-            return {"": whole}
-        kept = _share(self.fraction, laid[0])
-        return {
-            "": Form((kept, *laid[1:]), whole.dtype),
-            self.what: Form((kept,), torch.int32),
-        }
-
-    def code(self, value: Tensor, base: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        laid = self._laid(_finite(value).shape)
-        if laid is None:
-            return {"": value}
-        items = value.reshape(laid)
-        kept = _foremost(items, self.fraction)
-        return {"": items[kept], self.what: kept.to(torch.int32)}
-
-    def restore(self, parts: Tensors, whole: Form, base: Tensor) -> Tensor:
-        laid = self._laid(whole.shape)
-        if laid is None:
-            return _finite(parts[""])
-        items = torch.zeros(laid, dtype=whole.dtype, device=base.device)
-        items[_places(parts[self.what], len(items))] = _finite(parts[""])
-        return items.reshape(whole.shape)
-
-    def error(self, value: Tensor, base: Tensor, later: float) -> float:
-        laid = self._laid(_finite(value).shape)
-        if laid is None:
-            return later
-        rest = value.reshape(laid).clone()
-        rest[_foremost(rest, self.fraction)] = 0
-        return max(later, _largest(rest))
-
-    def _laid(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape in which the first dimension counts what is kept or not."""
-        if self.what == "index":
-            return (math.prod(shape),)
-        return tuple(shape) if len(shape) >= 2 else None
 
 
 def _key(name: str, part: str) -> str:
@@ -320,7 +264,7 @@ def _require_forms(given: Tensors, wanted: Mapping[str, Form]) -> None:
             )
 
 
-def _largest(value: Tensor) -> float:
+def largest(value: Tensor) -> float:
     """The largest magnitude, if all are finite."""
     if value.numel() == 0:
         return 0.0
@@ -331,55 +275,19 @@ def _largest(value: Tensor) -> float:
     return found
 
 
-def _finite(value: Tensor) -> Tensor:
+def finite(value: Tensor) -> Tensor:
     """The value, if it is finite."""
-    _largest(value)
+    largest(value)
     return value
 
 
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+def clamped(value: Tensor, dtype: torch.dtype) -> Tensor:
     """The value in a dtype; what lies beyond its range becomes its largest number."""
     most = torch.finfo(dtype).max
     return value.to(torch.promote_types(value.dtype, dtype)).clamp(-most, most).to(dtype)
 
 
-def _rounding(dtype: torch.dtype, largest: float) -> float:
+def rounding(dtype: torch.dtype, magnitude: float) -> float:
     """How far one rounding moves numbers of at most this magnitude."""
     info = torch.finfo(dtype)
-    return SLACK * (largest * info.eps / 2 + info.smallest_normal * info.eps)
-
-
-def _share(fraction: float, count: int) -> int:
-    """How many of `count` are kept. Reckoned exactly, so that both ends agree."""
-    return math.ceil(Fraction(repr(fraction)) * count)
-
-
-def _foremost(items: Tensor, fraction: float) -> Tensor:
-    """Where the items of the largest norm stand, in order; of equal ones the first."""
-    if len(items) >= 2**31:
-        raise WireError(f"{len(items)} items are too many for an index of 32 bits")
-    count = _share(fraction, len(items))
-    if count == len(items):
-        return torch.arange(count, device=items.device)
-    norms = _norms(items)
-    edge = norms.kthvalue(len(items) - count + 1).values
-    above = (norms > edge).nonzero().flatten()
-    level = (norms == edge).nonzero().flatten()
-    return torch.cat([above, level[: count - len(above)]]).sort().values
-
-
-def _norms(items: Tensor) -> Tensor:
-    if items.dim() == 1:
-        return items.abs().to(Form.of(items).work)
-    rows = items.reshape(len(items), math.prod(items.shape[1:]))
-    if rows.dtype == torch.float64:  # of which the squares may be beyond the range
-        rows = rows / (_largest(rows) or 1.0)
-    return cast("Tensor", torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64))
-
-
-def _places(index: Tensor, length: int) -> Tensor:
-    """An index, if it points at different items in order."""
-    found = index.to(torch.int64)
-    if len(found) and (found[0] < 0 or found[-1] >= length or (found.diff() <= 0).any()):
-        raise WireError(f"its index does not point at different items out of {length} in order")
-    return found
+    return SLACK * (magnitude * info.eps / 2 + info.smallest_normal * info.eps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parcels: a message as bytes, whatever carries it: a header, and tensors in a few blobs.
+"""Messages: what is sent, as bytes, whatever carries it: a header, and tensors in a few blobs.
 
 To carry one takes neither torch nor numpy.
 """
@@ -18,7 +18,7 @@ _MARK = b"fp01"
 
 
 class Stream(Protocol):
-    """What a parcel is written to and read from."""
+    """What a message is written to and read from."""
 
     def read(self, size: int, /) -> bytes: ...
     def write(self, data: bytes, /) -> int: ...
@@ -26,7 +26,7 @@ class Stream(Protocol):
 
 
 class BrokenMessage(FedplanError):
-    """Bytes that end too soon, or are no parcel."""
+    """Bytes that end too soon, or are no message."""
 
     code = "message"
 
@@ -53,16 +53,16 @@ class Message:
 
     @staticmethod
     def read(stream: Stream, *, limit: int = 2**40) -> Message:
-        """The parcel that was written to a stream."""
+        """The message that was written to a stream."""
         mark, count = _HEAD.unpack(_exactly(stream, _HEAD.size))
         if mark != _MARK or count > MOST_BLOBS:
-            raise BrokenMessage("these bytes are no parcel")
+            raise BrokenMessage("these bytes are no message")
         found = list[bytes]()
         for _ in range(count + 1):
             (size,) = _SIZE.unpack(_exactly(stream, _SIZE.size))
             limit -= size
             if limit < 0:
-                raise BrokenMessage("the parcel is larger than it may be")
+                raise BrokenMessage("the message is larger than it may be")
             found.append(_exactly(stream, size))
         return Message(found[0], tuple(found[1:]))
 
@@ -70,5 +70,5 @@ class Message:
 def _exactly(stream: Stream, count: int) -> bytes:
     found = stream.read(count)
     if len(found) != count:
-        raise BrokenMessage(f"a parcel ended after {len(found)} of {count} bytes")
+        raise BrokenMessage(f"a message ended after {len(found)} of {count} bytes")
     return found

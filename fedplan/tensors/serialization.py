@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages: tensors and a small JSON header as bytes. Safetensors, never pickle."""
+"""Serialization: tensors and a small JSON header as bytes. Safetensors, never pickle."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def packed(tensors: Mapping[str, Tensor], said: Mapping[str, JSON]) -> Message:
 def unpacked(
     message: Message, *, limit: int | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a parcel of at most `limit` bytes, and what is said of them."""
+    """The tensors of a message of at most `limit` bytes, and what is said of them."""
     if limit is not None and message.nbytes > limit:
         raise SerializationError(
             f"a message of {message.nbytes} bytes is larger than the limit, {limit}"

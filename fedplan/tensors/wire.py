@@ -3,37 +3,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedplan.tensors.codecs import Cast, Delta, Form, Int8, Sparse, Tensors, Wire, WireError
-
-__all__ = [
-    "CODECS",
-    "Pipe",
-    "Tensors",
-    "Wire",
-    "WireError",
-    "bf16",
-    "delta",
-    "half",
-    "int8",
-    "parse_wire",
-    "pipe",
-    "plain",
-    "prune",
-    "topk",
-]
-
-LONGEST, DEEPEST = 1000, 16
-"""Limits of a text."""
+from fedplan.reader import Table
+from fedplan.tensors.codecs import Cast, Delta, Form, Int8, Tensors, Wire, WireError
+from fedplan.tensors.sparse import Sparse
 
 
 @dataclass(frozen=True)
@@ -137,61 +116,17 @@ CODECS: dict[str, Callable[..., Wire]] = {
 
 
 def parse_wire(text: str) -> Wire:
-    """Read a wire, such as `pipe(delta(), bf16())`. Nothing is evaluated."""
-    if len(text) > LONGEST:
-        raise WireError(f"a wire of {len(text)} characters is longer than {LONGEST}")
-    tokens = [match[0] for match in _TOKEN.finditer(text)]
-    value = _read(tokens, 0)
-    if tokens:
-        raise WireError(f"nothing may follow the wire, and there is {tokens[0]!r} in {text!r}")
-    return _a_wire(value, "a wire")
+    """Read a wire, such as `pipe(delta(), bf16())`. Nothing is evaluated; errors point."""
+    return TABLE.read(text, lambda value: _a_wire(value, "a wire"))
 
 
-_TOKEN = re.compile(r"[a-zA-Z_]\w*|-?\d[\d.]*(?:e-?\d+)?|\S", re.ASCII)
-
-
-def _read(tokens: list[str], depth: int) -> Any:
-    """The codec or number that the tokens begin with; they are taken off the list."""
-    token = tokens.pop(0) if tokens else "end of text"
-    if token.lstrip("-")[:1].isdigit():
-        return _number(token)
-    if not token.isidentifier() or depth > DEEPEST:
-        raise WireError(f"{token!r} cannot stand in a wire there: write pipe(delta(), bf16())")
-    if token not in CODECS:
-        near = get_close_matches(token.lower(), CODECS, n=1) or [" or ".join(CODECS)]
-        raise WireError(f"there is no codec called {token!r}: did you mean {near[0]}?")
-    return _made(token, _arguments(tokens, token, depth))
-
-
-def _arguments(tokens: list[str], name: str, depth: int) -> list[Any]:
-    """What stands in the brackets after a name."""
-    if tokens[:1] != ["("]:
-        raise WireError(f"brackets are missing after {name!r}: write {name}(...)")
-    tokens.pop(0)
-    found = list[Any]()
-    while tokens[:1] != [")"]:
-        found.append(_read(tokens, depth + 1))
-        if tokens[:1] == [","]:
-            tokens.pop(0)
-        elif tokens[:1] != [")"]:
-            raise WireError(f"a comma or a bracket is missing in {name}(...)")
-    tokens.pop(0)
-    return found
-
-
-def _made(name: str, arguments: list[Any]) -> Wire:
-    try:
-        signature(CODECS[name]).bind(*arguments)
-    except TypeError as error:
-        raise WireError(f"{name} does not take {len(arguments)} arguments") from error
-    return CODECS[name](*arguments)
-
-
-def _number(token: str) -> float:
-    try:
-        return float(token)
-    except ValueError as error:
-        raise WireError(f"{token!r} is not a number: write such as 0.1") from error
+TABLE = Table(
+    name="the language of wires",
+    calls=CODECS,
+    error=WireError,
+    longest=1000,
+    remedy="write such as pipe(delta(), bf16())",
+)
 
 
 def _a_fraction(value: Any, name: str) -> float:

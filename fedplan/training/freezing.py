@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State: the values of a live model's params: taken, put back, and marked as trainable or not."""
+"""Freezing: a live model's params marked as trainable or not, rows of fused tensors too."""
 
 from __future__ import annotations
 

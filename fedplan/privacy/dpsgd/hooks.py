@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls: what goes into a layer and comes out of it, and the gradients that follow from both."""
+"""Hooks: what goes into a layer and comes out of it, and the gradients that follow from both."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contributions: what each example adds to a private step, at most a bound long.
+"""Per example: what each example adds to a private step, at most a bound long.
 
 An example's gradient is that of the loss on its row alone, over all trained params as one vector.
 Here the rows are taken one by one, which is right for every model; `ghost` is the faster way.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay: the loss of every row by itself, though the model runs only once.
+"""Row losses: the loss of every row by itself, though the model runs only once.
 
 A loss is asked for all rows together, and then for each; when it turns to the model again, the
 model repeats what it said of that row. So any loss will do that asks the model once.

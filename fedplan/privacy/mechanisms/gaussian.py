@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aggregate: the sum of clients' changes with the noise that hides each of them.
+"""Gaussian: the sum of clients' changes with the noise that hides each of them.
 
 What each client adds is clipped as one vector; every coordinate of the public set gets noise,
 whoever sent it and whether anybody did; and the divisor is public. So the support, the divisor and

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's app: Flower's messages carried to a site's desk and back.
+"""The client's app: Flower's messages carried to a site's endpoint and back.
 
 Flower starts a new process for every message. This one imports no torch: it hands the request to
-the trainer that stays at the site.
+the worker that stays at the site.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Answer = Callable[[Context, str, Message], Message]
 
 
 def client_app(answer: Answer) -> ClientApp:
-    """A Flower app that answers by a site's desk."""
+    """A Flower app that answers by a site's endpoint."""
     app = ClientApp()
 
     def answered(envelope: FlowerMessage, context: Context, kind: str) -> FlowerMessage:

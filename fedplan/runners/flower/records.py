@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records: parcels as Flower's records, each blob one array of bytes.
+"""Records: messages as Flower's records, each blob one array of bytes.
 
 Flower fetches every array by a request of its own, and its arrays know neither bfloat16 nor
 eight-bit floats: to it, tensors are bytes.
@@ -15,7 +15,7 @@ ARRAYS, HEADER, FIELD = "arrays", "header", "fedplan"
 
 
 def records_of(message: Message, arrays: ArrayRecord | None = None) -> RecordDict:
-    """A parcel as records; `arrays` are those of its blobs, if they are at hand."""
+    """A message as records; `arrays` are those of its blobs, if they are at hand."""
     said = ConfigRecord({FIELD: message.header})
     return RecordDict({ARRAYS: arrays or arrays_of(message.blobs), HEADER: said})
 
@@ -31,7 +31,7 @@ def arrays_of(blobs: tuple[bytes, ...]) -> ArrayRecord:
 
 
 def message_in(records: RecordDict) -> Message:
-    """The parcel of some records."""
+    """The message of some records."""
     held, said = records.get(ARRAYS), records.get(HEADER)
     if not isinstance(held, ArrayRecord) or not isinstance(said, ConfigRecord):
         raise BrokenMessage("this is no message of fedplan: it lacks arrays or a header")

@@ -74,7 +74,7 @@ class Partial(FedAvg):
 
     def __init__(self, plan: Plan | str, model: nn.Module, **settings: Any) -> None:
         super().__init__(**settings)
-        self._setup, self._model = _agreed(plan, model), deepcopy(model).cpu()
+        self._agreement, self._model = _agreed(plan, model), deepcopy(model).cpu()
         self._run = uuid.uuid4().hex
 
     def configure_train(
@@ -104,7 +104,7 @@ class Partial(FedAvg):
                 counted[client] = reply.content
             except FedplanError as error:
                 log.warning("round %d: an update is left out: %s", server_round, str(error)[:200])
-        put(self._model, sums.mean(), self._setup.params)
+        put(self._model, sums.mean(), self._agreement.params)
         metrics = self._mean(list(counted.values()), self.train_metrics_aggr_fn)
         return _arrays(self._model), metrics
 
@@ -120,15 +120,15 @@ class Partial(FedAvg):
     ) -> tuple[ArrayRecord, ConfigRecord]:
         """Take up the world as Flower's loop hands it over; of it, what travels."""
         self._model.load_state_dict(arrays.to_torch_state_dict())
-        resting: dict[str, JSON] = {**_resting(self._setup, self._model)}
+        resting: dict[str, JSON] = {**_resting(self._agreement, self._model)}
         said = {**self._asked(number), "round": number, "resting": resting}
-        message = packed(take(self._model, self._setup.movable), said)
+        message = packed(take(self._model, self._agreement.movable), said)
         return records.arrays_of(message.blobs), ConfigRecord(
             {**config, records.FIELD: message.header}
         )
 
     def _asked(self, number: int) -> dict[str, JSON]:
-        return {"request": f"{self._run}/{number}", "agreed": self._setup.fingerprint}
+        return {"request": f"{self._run}/{number}", "agreed": self._agreement.fingerprint}
 
     def _checked(
         self, number: int, reply: FlowerMessage, counted: Collection[str]
@@ -146,7 +146,7 @@ class Partial(FedAvg):
             raise Rejected(f"the {self.weighted_by_key} of {client} is no whole number")
         told = cast("dict[str, Any]", traits)
         turn = Turn(number, client, traits={name: str(value) for name, value in told.items()})
-        roles = resolve(self._setup.method.plan, self._setup.params, turn)
+        roles = resolve(self._agreement.method.plan, self._agreement.params, turn)
         shared = {p.key: (p.shape, p.dtype) for p in roles if roles[p] is Role.SHARE}
         came = {k: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in values.items()}
         if wrong := sorted(shared.items() ^ came.items()):
@@ -209,7 +209,7 @@ class _Mod:
     def _turn(
         self, envelope: FlowerMessage, context: Context, call_next: Next, kind: str
     ) -> FlowerMessage:
-        came, said = unpacked(_parcel(envelope.content))
+        came, said = unpacked(_message(envelope.content))
         turn = self.client.turn(said, context)
         journal = Journal(home_of(self.home, turn.client))
         request = said["request"] if kind == "train" else ""
@@ -328,7 +328,7 @@ def _arrays(model: nn.Module) -> ArrayRecord:
     return ArrayRecord({k: v.float() if v.dtype == torch.bfloat16 else v for k, v in state})
 
 
-def _parcel(content: RecordDict) -> Message:
+def _message(content: RecordDict) -> Message:
     """What came down, whatever the app calls its arrays and its configuration."""
     (arrays,), (config,) = content.array_records.values(), content.config_records.values()
     return records.message_in(RecordDict({records.ARRAYS: arrays, records.HEADER: config}))
