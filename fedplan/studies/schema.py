@@ -196,8 +196,8 @@ class ClientsSection(Section):
     """
 
     share: Annotated[float, Field(gt=0, le=1)] = Participation.share
-    dropped: Share = Participation.dropped
-    late: Share = Participation.late
+    dropped: Share = 0.0
+    late: Share = 0.0
     names: Annotated[list[str], AfterValidator(client_names)] = []
     quorum: Positive = 1
     traits: dict[str, dict[str, str]] = {}
