@@ -24,9 +24,9 @@ from fedplan.audits.attacks.recovery import (
     METHODS,
     ROWS,
     VOCABULARY,
+    CuriousServer,
     Read,
     Recovered,
-    Server,
     drawn,
     recovered,
     updates,
@@ -158,7 +158,7 @@ def test_dp_sgd_with_hardly_any_noise_hides_nothing() -> None:
     way = replace(ways(epsilon=8.0)[2], epsilon=1e5)
     held = [victims.texts(0, ROWS, vocabulary=VOCABULARY, length=LENGTH)]
     change = updates(way.changed(METHODS["fedavg"]), drawn(), held, way.pace)
-    found = Server(drawn()).read(Kind.EMBED, change, [victims.words_in(held[0])])
+    found = CuriousServer(drawn()).read(Kind.EMBED, change, [victims.words_in(held[0])])
     assert found.recovered and found.recovered > 4 * CHANCE
 
 

@@ -13,7 +13,6 @@ import sites
 import torch
 from clients import GUARANTEES, few, loss
 from sites import (
-    POLL,
     PRIVATE,
     SAFL,
     VOTE,
@@ -26,7 +25,7 @@ from sites import (
 )
 
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.endpoint import Endpoint
+from fedplan.federation.endpoint import POLL, Endpoint
 from fedplan.privacy.guard import ServerGuard
 from fedplan.runners.local import Federation
 from fedplan.tensors.sums import ExactSum

@@ -171,7 +171,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("runner", "name", "promise"), CASES)
+@pytest.mark.parametrize(("runner", "name", "guarantee"), CASES)
 def test_what_is_released_has_one_shape_whoever_comes(
     runner: str, name: str, guarantee: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

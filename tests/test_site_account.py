@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from commands import run
 from sites import (
-    POLL,
     PRIVATE,
     SAFL,
     SHARE,
@@ -28,7 +27,7 @@ from sites import (
 
 from fedplan.errors import FedplanError
 from fedplan.federation.account import Account, Answer, Limits, read_answers
-from fedplan.federation.endpoint import Endpoint
+from fedplan.federation.endpoint import POLL, Endpoint
 from fedplan.federation.messages import Refused
 from fedplan.privacy.accounting.accountant import epsilon
 from fedplan.privacy.accounting.events import Steps

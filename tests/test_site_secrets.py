@@ -97,7 +97,7 @@ def test_no_digest_of_what_a_client_keeps_can_be_guessed(name: str, tmp_path: Pa
 @pytest.mark.parametrize(
     "wire", ["plain()", "half()", "pipe(delta(), int8())", "pipe(delta(), topk(0.2))"]
 )
-@pytest.mark.parametrize("promise", [None, GUARANTEES["weighed"]], ids=["", "weighed"])
+@pytest.mark.parametrize("guarantee", [None, GUARANTEES["weighed"]], ids=["", "weighed"])
 def test_a_digest_of_what_is_shared_is_of_what_was_sent(
     wire: str, guarantee: Guarantee | None, tmp_path: Path
 ) -> None:
