@@ -2,8 +2,8 @@
 """Adapters: what peft adds to a model, told by the classes that hold it; the rest is refused.
 
 A family is whitelisted by name, with the places in which it keeps its numbers, after the laws of
-`tests/test_adapters.py` held for it. peft's classes are known by where they are defined, so that
-a family that is not listed is refused and never taken for its host.
+`tests/models/test_adapters.py` held for it. peft's classes are known by where they are defined, so
+that a family that is not listed is refused and never taken for its host.
 """
 
 from __future__ import annotations

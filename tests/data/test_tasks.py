@@ -26,7 +26,7 @@ from fedplan.language.plan import Role
 from fedplan.models.params import Kind, Param
 from fedplan.training.fit import Job, Pace, plain
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 WORDS = [
     "[PAD]",
     "[UNK]",

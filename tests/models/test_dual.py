@@ -45,7 +45,7 @@ from fedplan.tensors.serialization import pack
 from fedplan.testing import check_method
 from fedplan.training.fit import Pace
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 each = pytest.mark.parametrize("name", BACKBONES)
 FUSIONS = ("attention", "replace", "mlp", "sum")
 

@@ -159,8 +159,8 @@ def test_the_same_made_twice_has_one_fingerprint() -> None:
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_another_process_makes_the_same(seed: str) -> None:
     said = f"from {__name__} import agreements\nfor each in agreements().values(): print(each.text)"
-    tests = Path(__file__).parent
-    path = os.pathsep.join(map(str, (tests, tests.parent, Path(fedplan.__file__).parent.parent)))
+    root = str(Path(fedplan.__file__).parent.parent)
+    path = os.pathsep.join([*sys.path, root, str(Path(__file__).parent)])
     env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", said], env=env, capture_output=True, text=True, check=True

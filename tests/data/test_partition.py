@@ -28,7 +28,7 @@ from fedplan.errors import UnknownModel
 from fedplan.models.catalog import params_of
 from fedplan.models.hub import is_hub_id
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 ROWS = {"text": ["a", "b", "c\nd"], "split": ["train", "test", "train"], "n": [1, 2, 3]}
 
 

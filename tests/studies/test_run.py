@@ -173,8 +173,7 @@ def read_elsewhere(place: Path) -> tuple[dict[str, Any], str]:
     tried = subprocess.run([*readonly, "true"], capture_output=True, text=True, check=False)
     refused = tried.stderr if tried.returncode else ""
     command = command if refused else [*readonly, *command]
-    here = str(Path(__file__).parent)
-    path = f"{here}:{Path(fedplan.__file__).parent.parent}"
+    path = ":".join([*sys.path, str(Path(fedplan.__file__).parent.parent)])
     done = subprocess.run(
         ["env", f"PYTHONPATH={path}", *command], capture_output=True, text=True, check=False
     )

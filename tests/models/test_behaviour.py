@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws of behaviour: every row tells the truth about what its params move, and a wrong one is seen.
 
-`python tests/fifty.py` prints the table of the fifty types.
+`python tests/kit/fifty.py` prints the table of the fifty types.
 """
 
 from __future__ import annotations

@@ -537,7 +537,7 @@ def test_a_meta_that_is_too_large_when_sealed_is_refused(tmp_path: Path) -> None
 KILLS = """
 import os, sys
 from pathlib import Path
-from test_seals import KEY, NOTE, SECRETS
+from test_encryption import KEY, NOTE, SECRETS
 from fedplan.storage.store import Store
 
 for point in eval(sys.argv[2]):
@@ -554,7 +554,7 @@ for point in eval(sys.argv[2]):
 
 def test_a_kill_leaves_one_generation_or_the_other_and_nothing_readable(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLS, str(tmp_path), repr(STORE_POINTS)]
-    place = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    place = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, check=False, env=place)
     assert done.returncode == 0, done.stderr.decode()
     assert readable(tmp_path) == []
