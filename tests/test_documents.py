@@ -63,7 +63,6 @@ def test_the_map_names_what_stands_in_the_files() -> None:
     named = re.findall(r"`(?:fedplan/)?([a-z_/]+\.py): ([\w.]+)`", text)
     assert len(named) > 20
     for file, name in named:
-        place = ROOT / "fedplan" / file
         found = importlib.import_module(f"fedplan.{file[:-3].replace('/', '.')}")
         for part in name.split("."):
             found = getattr(found, part)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss, Seeded
 from fedplan.language.plan import Roles
+from fedplan.language.wording import spelled_out
 from fedplan.models.params import Param
 from fedplan.tensors.named import Tensors
 from fedplan.training.freezing import Marked, mark
@@ -38,9 +39,7 @@ class Pace:
     @property
     def text(self) -> str:
         """All of it in one line, for both ends to compare."""
-        said = {each.name: getattr(self, each.name) for each in fields(self)}
-        words = said | {"optimiser": self.optimiser.text}
-        return ", ".join(f"{name}={value}" for name, value in words.items())
+        return spelled_out("pace", self)
 
     def start(self, marked: Marked) -> torch.optim.Optimizer:
         """The optimiser of one turn: it starts without memory."""

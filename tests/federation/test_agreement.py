@@ -40,6 +40,7 @@ from fedplan.models.params import Block
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.tensors.wire import parse_wire
 from fedplan.training.fit import Fit, Pace
+from fedplan.training.optimisers import adamw, sgd
 from fedplan.training.probes import Look, at_random, attention, fixed, from_the_top, gradient
 from fedplan.training.wraps import alternate, proximal
 
@@ -116,10 +117,8 @@ def agreements() -> dict[str, Agreement]:
     base = Agreement("law", PARAMS, fedavg(), Pace())
     made = {name: replace(base, method=each) for name, each in methods().items()}
     paces = {
-        "optimiser": "sgd",
+        "optimiser": sgd(),
         "rate": 10.0,
-        "decay": 0.1,
-        "momentum": 0.9,
         "epochs": 2,
         "steps": 3,
         "batch": 16,
@@ -128,6 +127,8 @@ def agreements() -> dict[str, Agreement]:
     }
     assert paces.keys() == {f.name for f in fields(Pace)}
     made |= {f"pace {k}": replace(base, pace=replace(Pace(), **{k: v})) for k, v in paces.items()}
+    others = {"decay": adamw(decay=0.1), "momentum": sgd(momentum=0.9)}
+    made |= {f"its {k}": replace(base, pace=Pace(each)) for k, each in others.items()}
     made["guarantee"] = replace(base, guarantee=GUARANTEE)
     assert OTHERS.keys() == {f.name for f in fields(Guarantee)}
     for name, value in OTHERS.items():

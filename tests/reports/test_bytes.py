@@ -41,10 +41,11 @@ from fedplan.tensors.named import digests, nbytes
 from fedplan.tensors.serialization import unpacked
 from fedplan.tensors.wire import parse_wire
 from fedplan.training.fit import Pace
+from fedplan.training.optimisers import sgd
 
 WIRES = ("plain()", "delta()", "bf16()", "int8()", "pipe(delta(), topk(0.3), int8())")
 ROUNDS, NAMES = 3, ("client-0", "client-1")
-PACE = Pace(optimiser="sgd", rate=1e-2, batch=2, steps=1)
+PACE = Pace(sgd(), rate=1e-2, batch=2, steps=1)
 SOON = Patience(sites=2.0, answers=60.0, absent=1.0, look=0.001)
 
 
