@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from commands import STUDY
+from fedplan.federation.server.identity import read_identity
 from flwr.app import Context
 from grids import InProcess
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedplan.federation.identity import read_identity
 from fedplan.federation.messages import request_message
 from fedplan.federation.record import RecordError, RoundRecord, TurnRecord, read_record
 from fedplan.federation.rounds import push
@@ -89,9 +89,9 @@ def test_two_runs_of_one_name_share_nothing_at_a_site(here: Path) -> None:
 def test_a_run_keeps_its_id_and_refuses_another_start_or_study(here: Path) -> None:
     file = study(here, "study.toml")
     said = read_study(file)
-    first = Simulation(said, here / "run").federation.identity
-    assert Simulation(said, here / "run").federation.identity == first
-    assert Simulation(said, here / "other").federation.identity.id != first.id
+    first = Simulation(said, here / "run").federation.server.identity
+    assert Simulation(said, here / "run").federation.server.identity == first
+    assert Simulation(said, here / "other").federation.server.identity.id != first.id
     with pytest.raises(Exception, match="another study"):
         Simulation(read_study(file, ["train.rate=0.5"]), here / "run")
     changed = replace(first, start="0" * 16, marks="0" * len(first.marks))

@@ -48,6 +48,7 @@ from fedplan.runners.flower.records import message_in, records_of
 from fedplan.runners.local import Federation
 from fedplan.storage.journal import Journal, home_of
 from fedplan.storage.lines import read_lines
+from fedplan.tensors import serialization
 from fedplan.tensors.message import BrokenMessage, Message
 from fedplan.tensors.named import digests
 from fedplan.tensors.serialization import SerializationError
@@ -356,7 +357,7 @@ HEAD = "classifier.weight"
         (lambda d: replace(d, values=d.values | {HEAD: torch.zeros(1)}), "refused: values"),
         (lambda d: replace(d, versions=d.versions | {HEAD: 1}), "refused: values"),
         (lambda d: replace(d, agreed="another plan"), "both ends must run the same study"),
-        (lambda d: replace(d, request="flower/other/1/client-0"), "both ends must run"),
+        (lambda d: replace(d, name="flower/other/1/client-0"), "both ends must run"),
         (lambda d: replace(d, turn=replace(d.turn, round=9)), "both ends must run"),
         (
             lambda d: replace(d, values={k: v.double() for k, v in d.values.items()}),
@@ -399,7 +400,7 @@ def test_what_is_wrapped_comes_out(
     shapes: dict[str, tuple[torch.dtype, list[int]]], size: int
 ) -> None:
     tensors = {name: torch.ones(shape).to(dtype) for name, (dtype, shape) in shapes.items()}
-    before, messages.BUCKET = messages.BUCKET, size
+    before, serialization.BUCKET = serialization.BUCKET, size
     try:
         scores = {Block("encoder", 3): 0.25}
         down = Request("r", "a", Turn(3, "c", "frozen", {"x": "y"}, scores), tensors, {"k": 2})
@@ -413,7 +414,7 @@ def test_what_is_wrapped_comes_out(
                 assert value.dtype == tensors[name].dtype and torch.equal(value, tensors[name])
         assert messages.request_of(messages.request_message(down)).turn == down.turn
     finally:
-        messages.BUCKET = before
+        serialization.BUCKET = before
 
 
 def test_another_apps_message_is_refused() -> None:
