@@ -91,7 +91,7 @@ def methods() -> dict[str, Method]:
         "scaffold": scaffold(),
         "fedper": fedper(),
         "fedrep": fedrep(),
-        "another serve": Method(share(), server_optimiser=mean(rate=0.5)),
+        "another server optimiser": Method(share(), server_optimiser=mean(rate=0.5)),
         "alternate 3": Method(share(), wraps=(alternate(3),)),
         "two wraps": Method(share(), wraps=(proximal(0.1), alternate(3))),
         "two wraps, swapped": Method(share(), wraps=(alternate(3), proximal(0.1))),

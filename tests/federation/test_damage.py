@@ -322,7 +322,7 @@ def test_a_line_over_a_lossy_wire_is_held_to_the_rest(tmp_path: Path) -> None:
 
 
 def carried(message: Message) -> Message:
-    """A parcel as it comes out of Flower's records."""
+    """A message as it comes out of Flower's records."""
     return message_in(records_of(message))
 
 

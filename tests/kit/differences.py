@@ -73,7 +73,7 @@ def _blanked(key: str, value: Any) -> Any:
 
 def shape_of(said: Said) -> Any:
     """A message without its noisy values: words, sizes, names, shapes."""
-    values, words = said.opened()
+    values, words = said.unpacked()
     kinds = {k: (tuple(v.shape), str(v.dtype)) for k, v in sorted(values.items())}
     sizes = [len(b) for b in said.message.blobs] if said.message is not None else []
     return said.way, said.kind, said.site, blank(words), kinds, sizes, said.error
@@ -134,7 +134,7 @@ def sums_of(seen: Seen, site: str = "north") -> list[dict[str, Tensor]]:
     """What each turn of a site added to where it began, as the sum that its noise is for."""
     found, held = list[dict[str, Tensor]](), dict[str, Tensor]()
     for each in [s for s in seen.said if s.site == site]:
-        values, words = each.opened()
+        values, words = each.unpacked()
         if each.way == "down":
             held |= {k: v.double() for k, v in values.items()}
         elif each.kind == "train" and "line" in words:
@@ -177,7 +177,7 @@ def sensitive(case: Case, one: Seen, other: Seen) -> list[Finding]:
 
 
 def _scores(said: Said) -> dict[str, float]:
-    return {f"{s} {n}": score for s, n, score in said.opened()[1].get("scores") or ()}
+    return {f"{s} {n}": score for s, n, score in said.unpacked()[1].get("scores") or ()}
 
 
 def _beyond(what: str, apart: float, bound: float, slack: float) -> list[Finding]:

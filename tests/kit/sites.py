@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real site for tests: a tiny study, rows on disk, a desk, and what a server asks of it."""
+"""A real site for tests: a tiny study, rows on disk, an endpoint, and what a server asks of it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def write_rows(file: Path, *, count: int = 24, seed: int = 0, **change: Any) -> 
 
 
 def site_of(folder: Path, study: str, **node: Value) -> Endpoint:
-    """The desk of a site with the rows and the home of a folder."""
+    """The endpoint of a site with the rows and the home of a folder."""
     (folder / "study.toml").write_text(study)
     if not (folder / "rows.npz").exists():
         write_rows(folder / "rows.npz")

@@ -187,6 +187,6 @@ def test_a_vote_that_is_no_number_is_left_out(tmp_path: Path) -> None:
     tally = whole.server.begin()
     whole.ask(tally)
     assert all(d.turn.scores for d in tally.cohort.values())
-    whole.agreement = replace(whole.agreement, method=broken)
+    whole.server.agreement = replace(whole.agreement, method=broken)
     with pytest.raises(FedplanError, match="nothing can be chosen"):
-        whole.ask(whole.begin())
+        whole.ask(whole.server.begin())

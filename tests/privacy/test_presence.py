@@ -93,7 +93,7 @@ def released(server: Server, tally: Tally) -> dict[str, Any]:
         "voted": sorted(world.choice),
         "drift": world.drift,
         "clip": world.clip > 0,
-        "charges": [(c.about, c.event) for c in server.guard.budget.charges if server.guard],
+        "charges": [(c.about, c.event) for c in server.aggregation.guard.budget.charges],
         "drawn": sorted(tally.cohort),
         "asked": {n: told(tally, n) for n in tally.cohort if n != NAMES[1]},
     }
@@ -129,7 +129,7 @@ def played(
         for _ in range(ROUNDS):
             tally = whole.round()
             whole.commit(tally)
-            found.append(released(whole, tally))
+            found.append(released(whole.server, tally))
         return found
     start = take(zoo.build("bert"), agreement.params)
     roster = {name: TRAITS.get(name, {}) for name in NAMES}

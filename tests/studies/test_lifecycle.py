@@ -20,11 +20,11 @@ from grids import InProcess
 from zoo import VISION
 
 from fedplan.federation import identity
+from fedplan.federation.server import Server
 from fedplan.methods.registry import METHODS
 from fedplan.privacy.mechanisms import secret
 from fedplan.runners.flower.carrier import carry_study
 from fedplan.runners.flower.client import client_app
-from fedplan.runners.local import Federation
 from fedplan.runners.worker import Worker, folder_of
 from fedplan.runners.worker_client import WorkerSpec
 from fedplan.studies.schema import read_study
@@ -135,15 +135,15 @@ def test_a_start_that_dies_in_its_first_round_is_taken_over(
 ) -> None:
     """Homes and lines of the study as it was must not be those of the mended one."""
 
-    def broken(self: Federation, tally: object, update: object) -> None:
+    def broken(self: Server, tally: object, update: object, **more: object) -> None:
         del self, tally, update
         raise KeyboardInterrupt
 
-    calm = Federation.take
-    monkeypatch.setattr(Federation, "take", broken)
+    calm = Server.take
+    monkeypatch.setattr(Server, "take", broken)
     assert run("run", "study.toml", "--output", "out", "--set", "train.rate=0.5")[0] == 130
     assert any((here / "out/homes").rglob("*.json"))
-    monkeypatch.setattr(Federation, "take", calm)
+    monkeypatch.setattr(Server, "take", calm)
     code, out = run("run", "study.toml", "--output", "out")
     assert code == 0, out
     assert run("run", "study.toml", "--output", "new")[0] == 0

@@ -15,7 +15,7 @@ from zoo import VISION
 
 from fedplan.audits import run as audit
 from fedplan.audits.run import verify_run
-from fedplan.runners.local import Federation
+from fedplan.federation.server import Server
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import read_study
 
@@ -108,12 +108,12 @@ def test_an_export_of_a_run_that_was_stopped_is_of_its_last_round(
     export = ("--client", "client-01")
     assert run("export", "a", "before", *export)[0] == 0
 
-    def stopped(self: Federation, tally: object) -> None:
+    def stopped(self: Server, tally: object) -> None:
         del self, tally
         raise KeyboardInterrupt
 
     home = files(here / "a/homes/client-01")
-    monkeypatch.setattr(Federation, "end", stopped)
+    monkeypatch.setattr(Server, "end", stopped)
     assert run("run", "--resume", "a", "--set", "train.rounds=3")[0] == 130
     assert files(here / "a/homes/client-01") != home
     assert run("export", "a", "after", *export)[0] == 0
