@@ -8,8 +8,10 @@ from importlib import import_module
 from typing import Any
 
 
-def face(package: str, shown: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__`: of each module, the names that it shows.
+def face(
+    package: str, shown: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's `__getattr__` and `__dir__`: of each module, the names that it shows.
 
     To read a plan takes no torch, so no face may import all that stands behind it.
     """
@@ -20,4 +22,7 @@ def face(package: str, shown: Mapping[str, str]) -> Callable[[str], Any]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f"{package}.{places[name]}"), name)
 
-    return find
+    def names() -> list[str]:
+        return sorted({*vars(import_module(package)), *places})
+
+    return find, names

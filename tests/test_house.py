@@ -30,8 +30,8 @@ APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
 LENT = {
     "tensors": """
-        DTYPES Digests GRID JSON LARGEST_VALUE at_rest beside is_rider nbytes param_of plain
-        rider riders_of split_riders
+        DTYPES Digests GRID JSON LARGEST_VALUE PIECES at_rest beside is_rider nbytes
+        param_of plain rider riders_of split_riders
     """,
     "storage": """
         Claim Generation Read a_study_name alone claimed client_names explained folder_named
@@ -176,6 +176,7 @@ def test_a_face_is_one_sentence_and_what_it_says(file: Path) -> None:
     for name in package.__all__:
         found = getattr(package, name)
         assert not isinstance(found, type(fedplan)), f"{name} is hidden by a module of its name"
+    assert set(package.__all__) <= set(dir(package))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         package.nothing  # noqa: B018
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attack", "lower_bound", "verify_lines", "verify_run"]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__,
     {
         "attacks.leaks": "attack",

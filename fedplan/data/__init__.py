@@ -25,7 +25,7 @@ __all__ = [
     "task",
 ]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__,
     {
         "examples": "Examples Images Loss Ragged Sequences",

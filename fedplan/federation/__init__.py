@@ -44,7 +44,7 @@ __all__ = [
     "push",
 ]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__,
     {
         "aggregation": "Aggregation Plain Private",

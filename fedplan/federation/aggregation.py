@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aggregation: what becomes of all updates of a round: begun, added to one by one, closed once.
 
-A way of aggregating is one class here, with its open sum. Neither a client, nor the server, nor the
-round knows which it is: `Plain` sums updates as they are, `Private` clips and hides each of them.
+A way of aggregating is one class here, with its open sum: `Plain` sums updates as they are, and
+`Private` clips and hides each of them. A round does not know which it is, and a server asks only
+whether it hides who was there.
 """
 
 from __future__ import annotations

@@ -199,7 +199,9 @@ def close(
     values, versions = dict(world.values), dict(world.versions)
     memory = {key: held for key, held in world.memory.items() if key in later}
     for key, mean in outcome.means.items():
-        values[key], fresh = optimised(values[key], mean, world.memory.get(key, {}))
+        made, fresh = optimised(values[key], mean, world.memory.get(key, {}))
+        _require_made(key, values[key], made, fresh)
+        values[key] = made
         versions[key] = number
         if fresh and key in later:
             memory[key] = fresh
@@ -218,6 +220,17 @@ def close(
         clip=outcome.clip,
         settled=settled,
     )
+
+
+def _require_made(key: str, old: Tensor, made: Tensor, memory: Mapping[str, Tensor]) -> None:
+    """Refuse what no later round could go on with, before it is the world's."""
+    if (made.shape, made.dtype) != (old.shape, old.dtype) or not bool(made.isfinite().all()):
+        raise FedplanError(
+            f"the server optimiser made {made.dtype} {tuple(made.shape)} of {key}, which is "
+            f"{old.dtype} {tuple(old.shape)}, or it is no number"
+        )
+    if strange := [name for name in memory if not name.isidentifier()]:
+        raise FedplanError(f"the server optimiser calls a memory {strange[0]!r}: give it a word")
 
 
 def _heard(

@@ -161,6 +161,8 @@ class Server:
 
     def _settle(self, tally: Tally, scores: Mapping[Block, float] | None) -> None:
         """Have all choose by these scores, if any; what may then be shared is what is summed."""
+        if tally.heard:
+            raise FedplanError("all choose before anybody is heard, and some were")
         if scores is not None:
             tally.choose(scores)
             tally.total = self._total(self.world.round + 1, scores)

@@ -48,7 +48,7 @@ __all__ = [
     "when",
 ]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__,
     {
         "parser": "parse parse_part",

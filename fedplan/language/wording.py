@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from numbers import Number
+from pathlib import PurePath
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
@@ -57,9 +59,10 @@ def text_of(value: object) -> str:
     with its defaults, the arguments of a `partial`, and what it captured, as far as that cannot
     change. A lambda, and what has no source, is told by its bytecode: of one version of Python.
 
-    Not seen are globals and other functions that it uses, what it captured in lists, dicts, tensors
-    or objects that can change (they are told by their class), and a file edited since it was
-    loaded. Who relies on these says a `text` that has them in it: see `stated`.
+    Not seen are globals and other functions that it uses, what a method of a class captured, what
+    it captured in lists, dicts, tensors or objects that can change (they are told by their class), and
+    a file edited since it was loaded. Who relies on these says a `text` that has them in it: see
+    `stated`.
     """
     return _text(value, ())
 
@@ -69,6 +72,8 @@ def _text(value: object, above: tuple[object, ...]) -> str:
         return _plain(value)
     if isinstance(value, bytes):
         return f"bytes {value.hex()}"
+    if isinstance(value, Number | range | slice | PurePath) or _is_word_of_torch(value):
+        return f"{type(value).__name__} {value!r}"
     if (said := _said(value)) is not None:
         return said
     if isinstance(value, Mapping):
@@ -80,6 +85,12 @@ def _text(value: object, above: tuple[object, ...]) -> str:
         each = (_text(v, above) for v in cast("AbstractSet[object]", value))
         return f"set({', '.join(sorted(each))})"
     return _called(value, above)
+
+
+def _is_word_of_torch(value: object) -> bool:
+    """Whether a value is one of torch's own constants, such as a dtype; torch is not needed."""
+    kind = type(value)
+    return kind.__module__ == "torch" and kind.__name__ in ("dtype", "device", "layout")
 
 
 def _plain(value: str | bool | int | float | Enum | None) -> str:
@@ -117,6 +128,8 @@ def _called(value: object, above: tuple[object, ...]) -> str:
         return f"{_text(value.__func__, above)} of {_kept(value.__self__, above)}"
     if isinstance(value, FunctionType):
         return _function(value, above)
+    if (inside := getattr(value, "__wrapped__", None)) is not None:
+        return f"{_named(type(value))} of {_text(inside, above)}"
     if isinstance(getattr(value, "__qualname__", None), str):
         return _named(value)
     if is_dataclass(value) and cast("Any", value).__dataclass_params__.frozen:
@@ -167,10 +180,18 @@ def _source(value: Any) -> bytes:
     # Two lambdas may stand in one line, and their sources are that line.
     if value.__qualname__.endswith("<lambda>"):
         return compiled
+    # Of a function its own lines, not those of a function that it wraps.
+    held = [code] if isinstance(code, CodeType) else _line(value)
     try:
-        return inspect.cleandoc(inspect.getsource(value)).encode()
+        return b"".join(inspect.cleandoc(inspect.getsource(each)).encode() for each in held)
     except (OSError, TypeError):
         return compiled
+
+
+def _line(value: Any) -> list[Any]:
+    """A class with those that it is made from."""
+    made_from = value.__mro__ if isinstance(value, type) else (value,)
+    return [each for each in made_from if getattr(each, "__module__", "") != "builtins"]
 
 
 def _compiled(code: CodeType) -> bytes:

@@ -75,7 +75,7 @@ __all__ = [
     "yogi",
 ]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__,
     {
         "adapters": "fedit fedsa_lora ffa_lora",

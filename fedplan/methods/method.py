@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from fedplan.errors import FedplanError
 from fedplan.language.plan import Plan
 from fedplan.language.wording import text_of
 from fedplan.methods.phases import Announce, Planned
 from fedplan.methods.server_optimiser import ServerOptimiser, mean
-from fedplan.tensors.codecs import Wire
+from fedplan.tensors.codecs import PIECES, Wire
 from fedplan.tensors.wire import plain as as_is
 from fedplan.training.fit import Fit, Wrap, plain
-from fedplan.training.probes import Probe, at_random
+from fedplan.training.probes import Probe, at_random, is_public
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,13 @@ class Method:
     server_optimiser: ServerOptimiser = field(default_factory=mean)
     adapt: Callable[[nn.Module], nn.Module] | None = None
 
+    def __post_init__(self) -> None:
+        kinds = self.riders if isinstance(self.riders, tuple) else ()
+        if kinds != self.riders or not all(re.fullmatch("[a-z_]+", kind) for kind in kinds):
+            raise FedplanError(f"riders are {self.riders!r}: give their kinds, as ('control',)")
+        if taken := PIECES & set(kinds):
+            raise FedplanError(f"a codec has a piece called {min(taken)!r}: call the rider another")
+
     @property
     def lines(self) -> tuple[str, ...]:
         """It in lines, each a word and what it says, for both ends to compare."""
@@ -51,7 +60,7 @@ class Method:
             "riders": text_of(self.riders),
             "together": text_of(self.together),
             "absent": text_of(self.absent),
-            "probe": text_of(self.probe),
+            "probe": text_of(self.probe) + (" without rows" if is_public(self.probe) else ""),
             "phases": text_of(self.announce),
             "wraps": text_of(self.wraps),
             "server optimiser": text_of(self.server_optimiser),

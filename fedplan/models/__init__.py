@@ -37,7 +37,7 @@ __all__ = [
     "verdicts",
 ]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__,
     {
         "architectures": "teach",

@@ -30,7 +30,7 @@ __all__ = [
     "epsilon",
 ]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__,
     {
         "accounting.accountant": "calibrate epsilon",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Explanation", "draw", "explain", "follow", "forecast"]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__,
     {
         "explanation": "Explanation explain",

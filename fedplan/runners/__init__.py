@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Faults", "Federation", "Simulation"]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__, {"faults": "Faults", "local": "Federation", "simulation": "Simulation"}
 )

@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Encryption", "Journal", "Lines", "Store"]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__, {"encryption": "Encryption", "journal": "Journal", "lines": "Lines", "store": "Store"}
 )

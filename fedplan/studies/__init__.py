@@ -22,7 +22,7 @@ __all__ = [
     "stage_of",
 ]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__,
     {
         "export": "export_run",

@@ -32,7 +32,7 @@ __all__ = [
     "unpacked",
 ]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__,
     {
         "codecs": "Wire WireError",

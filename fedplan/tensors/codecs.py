@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedplan.errors import TextError
-from fedplan.tensors.riders import is_rider
+from fedplan.tensors.riders import is_rider, rider
 
 Tensors = Mapping[str, Tensor]
 
@@ -24,6 +24,8 @@ FLOATS = {8: torch.float64, 4: torch.float32, 2: torch.float16}
 CODED = frozenset((*FLOATS.values(), torch.bfloat16))
 """The dtypes that codecs code; every other tensor is sent as it is."""
 
+PIECES = frozenset({"scale", "index", "rows"})
+"""What codecs call the pieces of a coded tensor: no rider may be called so."""
 SLACK = 1.01
 """Room for the rounding within the arithmetic of a codec, over the one rounding of its result."""
 
@@ -232,7 +234,7 @@ class Int8(Wire):
 
 
 def _key(name: str, part: str) -> str:
-    return f"{name}#{part}" if part else name
+    return rider(name, part) if part else name
 
 
 @contextmanager

@@ -56,7 +56,7 @@ __all__ = [
     "sgd",
 ]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__,
     {
         "fit": "Done Fit Job Pace Wrap plain",

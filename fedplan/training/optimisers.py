@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fedplan.errors import FedplanError
+from fedplan.language.wording import text_of
 from fedplan.training.freezing import Marked
 
 DECAY, MOMENTUM = 0.0, 0.0
@@ -129,6 +130,8 @@ def optimiser_named(name: str, settings: Mapping[str, Any] | None = None) -> Cli
         text = ", ".join(f"{word}={_text(word, value)}" for word, value in said.items())
     except (TypeError, ValueError) as error:
         raise FedplanError(f"a setting of {name} is no plain value: {error}") from error
+    # A name of torch's says what it is; of a name of your own, what it stands for is said too.
+    text += f"; by {text_of(make)}" if name in _REGISTERED else ""
     return ClientOptimiser(name, lambda leaves, rate: make(leaves, lr=rate, **said), text)
 
 
@@ -138,8 +141,11 @@ def _made_by(name: str) -> Callable[..., torch.optim.Optimizer]:
         raise FedplanError(f"{name} cannot train clients: {_UNFIT[name]}")
     if name not in known:
         close = get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
-        raise FedplanError(f"there is no optimiser {name!r}: {hint}")
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}."
+        raise FedplanError(
+            f"there is no optimiser {name!r}: {hint} One of your own is registered by each process "
+            "that uses it (fedplan.training.register_optimiser); the command line knows torch's"
+        )
     return known[name]
 
 

@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from decimal import Decimal
 from functools import partial, wraps
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import fedplan
+from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.language.plan import best, keep, share
 from fedplan.language.wording import phrase, stated, text_of
@@ -39,9 +45,18 @@ from fedplan.models.catalog import params_of
 from fedplan.models.params import Block
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.tensors.wire import parse_wire
+from fedplan.training import optimisers
 from fedplan.training.fit import Fit, Pace
 from fedplan.training.optimisers import adamw, sgd
-from fedplan.training.probes import Look, at_random, attention, fixed, from_the_top, gradient
+from fedplan.training.probes import (
+    Look,
+    at_random,
+    attention,
+    fixed,
+    from_the_top,
+    gradient,
+    public,
+)
 from fedplan.training.wraps import alternate, proximal
 
 PARAMS = params_of("bert-base")
@@ -98,7 +113,7 @@ def methods() -> dict[str, Method]:
         "another wire": Method(share(), wire=parse_wire("bf16()")),
         "together": Method(share(), together=True),
         "absent": Method(share(), absent=True),
-        "riders": Method(share(), riders=("#a",)),
+        "riders": Method(share(), riders=("a",)),
         "phases": Method(share(), announce=Planned({"a": 1})),
         "phases, another round": Method(share(), announce=Planned({"a": 2})),
         "phases, another name": Method(share(), announce=Planned({"b": 1})),
@@ -254,3 +269,54 @@ def test_plans_that_differ_have_two_fingerprints() -> None:
     plans = (share(), keep(), best(2), best(3))
     made = {Agreement("law", PARAMS, Method(plan), Pace()).fingerprint for plan in plans}
     assert len(made) == len(plans)
+
+
+def test_a_registered_name_is_told_with_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def calm(params: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=lr)
+
+    def wild(params: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=10 * lr)
+
+    texts = set[str]()
+    for make in (calm, wild):
+        monkeypatch.setattr(optimisers, "_REGISTERED", {})
+        optimisers.register_optimiser("mine", make)
+        pace = Pace(optimisers.optimiser_named("mine"))
+        texts.add(Agreement("law", PARAMS, fedavg(), pace).fingerprint)
+    assert len(texts) == 2
+
+
+def test_wrappers_and_values_that_cannot_change_are_told_apart() -> None:
+    def one(call: Any) -> Any:
+        @functools.wraps(call)
+        def inner(*args: Any) -> Any:
+            return call(*args)
+
+        return inner
+
+    def two(call: Any) -> Any:
+        @functools.wraps(call)
+        def inner(*args: Any) -> Any:
+            return call(*args) * 2
+
+        return inner
+
+    def own(look: Any) -> Any:
+        return look
+
+    assert text_of(one(own)) != text_of(two(own)) != text_of(own)
+    assert text_of(functools.lru_cache(one)) != text_of(functools.lru_cache(two))
+    pairs = [(torch.float16, torch.float32), (np.float32(0.1), np.float32(0.2)), (1j, 2j)]
+    pairs += [(range(2), range(3)), (Path("a"), Path("b")), (Decimal(1), Decimal(2))]
+    for a, b in pairs:
+        assert text_of(functools.partial(own, a)) != text_of(functools.partial(own, b)), (a, b)
+        assert text_of(a) == text_of(copy.copy(a))
+    first = Method(best(1), probe=lambda look: {})
+    assert first.lines != replace(first, probe=public(lambda look: {})).lines
+
+
+@pytest.mark.parametrize("riders", ["control", ("",), ("#a",), ("scale",), ("index",), ["a"]])
+def test_riders_that_no_name_can_tell_are_refused(riders: Any) -> None:
+    with pytest.raises(FedplanError, match=r"rider|codec"):
+        Method(share(), riders=riders)

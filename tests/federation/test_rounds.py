@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedplan import parse
 from fedplan.audits.ledger import verify_lines
+from fedplan.errors import FedplanError
 from fedplan.federation.aggregation import PlainSum
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.messages import Refused, Request, Update
@@ -317,3 +318,28 @@ def test_world_starts_with_what_may_travel_only(tmp_path: Path) -> None:
     fed = federation(tmp_path)
     world = World.start(fed.agreement, fed.server.start)
     assert set(world.values) == {p.key for p in fed.agreement.params if p.kind in ("value", "head")}
+
+
+MADE: dict[str, Any] = {
+    "another dtype": lambda old, mean, memory: (mean.double(), {}),
+    "another shape": lambda old, mean, memory: (mean[None], {}),
+    "no number": lambda old, mean, memory: (mean / 0, {}),
+    "a memory of two words": lambda old, mean, memory: (mean, {"sum/all": mean}),
+}
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_what_no_later_round_could_go_on_with_is_refused(what: str, tmp_path: Path) -> None:
+    fed = federation(tmp_path, Method(parse(PLAN), server_optimiser=MADE[what]))
+    before = digests(fed.world.values)
+    with pytest.raises(FedplanError, match="the server optimiser"):
+        fed.round()
+    assert digests(fed.world.values) == before and fed.world.round == 0
+
+
+def test_all_choose_before_anybody_is_heard(tmp_path: Path) -> None:
+    fed = federation(tmp_path)
+    tally = fed.server.begin()
+    fed.server.take(tally, local(fed.agreement, fed.clients["client-0"], tally.cohort["client-0"]))
+    with pytest.raises(FedplanError, match="before anybody is heard"):
+        fed.server._settle(tally, {fed.agreement.blocks[0]: 1.0})

@@ -167,7 +167,7 @@ def test_an_optimiser_of_the_user_has_a_name(registered: dict[str, Any]) -> None
     register_optimiser("signs", Signs)
     study = study_of(STUDY | {"train": {"optimiser": "signs", "rate": 0.5}})
     assert study.train.pace == Pace(optimiser_named("signs"), rate=0.5)
-    assert optimiser_named("signs", {"pull": 0.5}).text == "signs(pull=0.5)"
+    assert optimiser_named("signs", {"pull": 0.5}).text.startswith("signs(pull=0.5; by ")
     model = zoo.build("bert")
     job = job_of(model, replace(study.train.pace, batch=8))
     plain(job)

@@ -10,4 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["attack"]
 
-__getattr__ = face(__name__, {"leaks": "attack"})
+__getattr__, __dir__ = face(__name__, {"leaks": "attack"})

@@ -11,4 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["propose", "verdicts"]
 
-__getattr__ = face(__name__, {"judging": "verdicts", "proposal": "propose"})
+__getattr__, __dir__ = face(__name__, {"judging": "verdicts", "proposal": "propose"})

@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Budget", "Release", "Steps", "calibrate", "epsilon"]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__, {"accountant": "calibrate epsilon", "budget": "Budget", "events": "Release Steps"}
 )

@@ -10,4 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["DPSGD", "dp_sgd"]
 
-__getattr__ = face(__name__, {"fit": "DPSGD dp_sgd"})
+__getattr__, __dir__ = face(__name__, {"fit": "DPSGD dp_sgd"})

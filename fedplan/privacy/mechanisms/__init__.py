@@ -12,4 +12,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Mechanism", "Noise", "Vote", "aggregate"]
 
-__getattr__ = face(__name__, {"gaussian": "Mechanism aggregate", "noise": "Noise", "vote": "Vote"})
+__getattr__, __dir__ = face(
+    __name__, {"gaussian": "Mechanism aggregate", "noise": "Noise", "vote": "Vote"}
+)

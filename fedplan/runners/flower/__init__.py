@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Carrier", "Partial", "client_of", "partial", "server_of"]
 
-__getattr__ = face(
+__getattr__, __dir__ = face(
     __name__, {"apps": "client_of server_of", "carrier": "Carrier", "strategy": "Partial partial"}
 )
