@@ -48,8 +48,8 @@ class Agreement:
         """All that changes what is worked out, a line each: what both ends compare.
 
         Not in it are the experiment's name, which is in the name of each request; the rows and
-        their loss, which a study says and a Python call does not; and what `text_of` does not see of a
-        function that somebody wrote for himself.
+        their loss, which a study says and a Python call does not; and what `text_of` does not see
+        of a function that somebody wrote for himself.
         """
         said = {
             "pace": text_of(self.pace),

@@ -60,9 +60,9 @@ def text_of(value: object) -> str:
     change. A lambda, and what has no source, is told by its bytecode: of one version of Python.
 
     Not seen are globals and other functions that it uses, what a method of a class captured, what
-    it captured in lists, dicts, tensors or objects that can change (they are told by their class), and
-    a file edited since it was loaded. Who relies on these says a `text` that has them in it: see
-    `stated`.
+    it captured in lists, dicts, tensors or objects that can change (they are told by their class),
+    and a file edited since it was loaded. Who relies on these says a `text` that has them in it:
+    see `stated`.
     """
     return _text(value, ())
 

@@ -45,10 +45,10 @@ class Method:
     adapt: Callable[[nn.Module], nn.Module] | None = None
 
     def __post_init__(self) -> None:
-        kinds = self.riders if isinstance(self.riders, tuple) else ()
-        if kinds != self.riders or not all(re.fullmatch("[a-z_]+", kind) for kind in kinds):
+        told = all(re.fullmatch("[a-z_]+", kind) for kind in self.riders)
+        if type(self.riders) is not tuple or not told:
             raise FedplanError(f"riders are {self.riders!r}: give their kinds, as ('control',)")
-        if taken := PIECES & set(kinds):
+        if taken := PIECES & set(self.riders):
             raise FedplanError(f"a codec has a piece called {min(taken)!r}: call the rider another")
 
     @property
