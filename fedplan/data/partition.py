@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -299,6 +299,18 @@ def to_train(contents: Sequence[bytes], *, share: float, seed: int) -> np.ndarra
     if not 0 < share <= 1:
         raise DataError(f"share = {share} of the rows to train on: it must be above 0, at most 1")
     return chances(contents, "own test", seed) < share
+
+
+def halve(
+    table: Dataset, *, share: float, seed: int, columns: Iterable[str] = ()
+) -> tuple[Dataset, Dataset]:
+    """Rows to train on, about this share of them, and the others to test on.
+
+    On which side a row is follows from what it holds in `columns`, or in all of them, and from the
+    seed. A side may have no rows.
+    """
+    first = to_train(contents(table, columns), share=share, seed=seed)
+    return rows(table, _at(first, True)), rows(table, _at(first, False))
 
 
 def some(table: Dataset, most: int, *, seed: int) -> Dataset:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from commands import STUDY
-from fedplan.federation.server.identity import read_identity
 from flwr.app import Context
 from grids import InProcess
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedplan.federation.identity import read_identity
 from fedplan.federation.messages import request_message
 from fedplan.federation.record import RecordError, RoundRecord, TurnRecord, read_record
 from fedplan.federation.rounds import push
