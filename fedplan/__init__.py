@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """fedplan: which part of a Transformer each client trains, shares and keeps, round by round."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedplan.errors import FedplanError, PlanError, UnknownArchitecture, UnknownModel
+from fedplan.faces import face
 from fedplan.language.parser import parse
 from fedplan.language.plan import (
     Plan,
@@ -65,15 +65,8 @@ __all__ = [
     "when",
 ]
 
-_WITH_TORCH = {
-    "describe": "fedplan.models.description",
-    "mark": "fedplan.training.freezing",
-    "open_run": "fedplan.studies.run",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # To read a plan takes no torch: what needs it is imported when it is first asked for.
-    if name in _WITH_TORCH:
-        return getattr(import_module(_WITH_TORCH[name]), name)
-    raise AttributeError(f"module 'fedplan' has no attribute {name!r}")
+# To read a plan takes no torch: what needs it is imported when it is first asked for.
+__getattr__, __dir__ = face(
+    __name__,
+    {"models.description": "describe", "studies.run": "open_run", "training.freezing": "mark"},
+)

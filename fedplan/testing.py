@@ -135,7 +135,7 @@ def law_a_param_is_the_mean_over_its_own_senders(case: _Case) -> None:
     federation = case.federation()
     one, *_ = federation.clients
     agreement = replace(federation.agreement, method=replace(case.method, server_optimiser=mean()))
-    federation.server.agreement = agreement  # both ends agree on how it is served, too
+    federation.server.agreement = agreement  # both ends agree on the server optimiser, too
     world = World.start(agreement, federation.server.start)
     tally = Tally({one: push(agreement, world, one, {})}, PlainSum(agreement, world.values, 2))
     federation.ask(tally)

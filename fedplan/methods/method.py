@@ -22,7 +22,7 @@ from fedplan.training.probes import Probe, at_random, is_public
 
 @dataclass(frozen=True)
 class Method:
-    """What is trained and whose it is (plan), how (wraps), how it travels (wire), how it is served.
+    """What is trained and whose it is (plan), how (wraps), how it travels (wire), and what then.
 
     `server_optimiser` makes the world's values of the clients' means, by one of the rules of its
     module or a function of your own. `probe` gives the scores that a plan with `best` chooses by,
@@ -77,7 +77,7 @@ class Method:
         return fit
 
     def inside(self, other: Method) -> Method:
-        """The same plan, fitted and served as another method does: FedFrozen inside SCAFFOLD."""
+        """The same plan, with another method's fit and server: FedFrozen inside SCAFFOLD."""
         return replace(
             self,
             wraps=(*other.wraps, *self.wraps),

@@ -19,7 +19,7 @@ from fedplan.runners.flower.keys import (
     require_sites,
 )
 
-STARTERS = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parent / "templates"
 SITE = "site/supernode.sh"
 PROXY = ("server/proxy.sh", "server/nginx.conf")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -127,10 +127,10 @@ def _lay_out(
 
 def _files(insecure: bool) -> dict[str, Path]:
     """The files of a starter by their places; on loopback, some are others and some are not."""
-    found = _below(STARTERS / "federation")
+    found = _below(TEMPLATES / "federation")
     if insecure:
         found = {n: f for n, f in found.items() if n not in PROXY and not n.startswith("units/")}
-        found |= _below(STARTERS / "loopback")
+        found |= _below(TEMPLATES / "loopback")
     return found
 
 
