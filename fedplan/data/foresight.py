@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedplan.data.tables import DataError
-from fedplan.tensors.devices import at_rest
+from fedplan.tensors.devices import at_rest, device_of
 
 _HALF = 4
 """Tokens of each half of the texts that a model is tried on."""
@@ -50,8 +50,7 @@ def _tried(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     words = [number for number in range(size) if number != pad][-3 * _HALF :]
     first, second, third = (_spread(words, start) for start in range(3))
     texts = torch.tensor([first + second, third + second, first + third])
-    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    texts = texts.to(device)
+    texts = texts.to(device_of(model))
     with at_rest(model), torch.no_grad():
         found: Any = model(input_ids=texts, attention_mask=torch.ones_like(texts))
     logits = cast("Tensor", found if isinstance(found, Tensor) else found.logits).float()

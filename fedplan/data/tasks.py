@@ -33,7 +33,7 @@ from fedplan.models.catalog import TASKS
 from fedplan.models.dual import TEMPLATE
 from fedplan.models.hub import bare, is_hub_id
 from fedplan.models.images import centre_of, drawn
-from fedplan.tensors.devices import at_rest
+from fedplan.tensors.devices import at_rest, brought, device_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -84,8 +84,8 @@ class Task(ABC):
         with at_rest(model), torch.no_grad():
             for indices in cast("tuple[Tensor, ...]", torch.arange(len(rows)).split(batch_size)):
                 logits, labels, sizes = self._answers(model, rows.batch(indices))
-                losses = cross_entropy(logits, labels, reduction="none").double()
-                parts.append((losses.cpu(), labels.cpu(), logits.argmax(-1).cpu(), sizes.cpu()))
+                losses = cross_entropy(logits, labels, reduction="none").cpu().double()
+                parts.append((losses, labels.cpu(), logits.argmax(-1).cpu(), sizes.cpu()))
         losses, truth, guess, sizes = (torch.cat(p) for p in zip(*parts, strict=True))
         if not len(truth):
             return {"examples": float(len(rows))}
@@ -97,8 +97,7 @@ class Task(ABC):
         self, model: nn.Module, batch: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits and labels wherever there is a label, and how many each row has."""
-        device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        inputs = brought(batch, device_of(model))
         labels = self._targets(inputs.pop("labels"))
         output: Any = model(**inputs)
         logits = cast("Tensor", output if isinstance(output, Tensor) else output.logits).float()

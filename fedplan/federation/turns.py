@@ -35,6 +35,7 @@ from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.buffers import buffers_of, require_rest
 from fedplan.models.values import take
+from fedplan.tensors.devices import HOST
 from fedplan.tensors.named import Tensors, digest, nbytes
 from fedplan.tensors.riders import beside, split_riders
 from fedplan.training.fit import Done, Job
@@ -207,7 +208,7 @@ def _require_still(
     resting = [p for p in agreement.params if p.key not in before]
     tensors = dict(client.model.named_parameters())
     for p in resting:
-        if not torch.equal(p.view(tensors[p.name]), client.start[p.key]):
+        if not torch.equal(p.view(tensors[p.name]).to(HOST), client.start[p.key]):
             raise FedplanError(f"{p.key} is trained by no turn of the plan, and moved")
     return was, now
 

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from fedplan.errors import FedplanError
 from fedplan.models.params import Param
+from fedplan.tensors.devices import HOST
 from fedplan.tensors.named import Tensors
 
 
 def take(model: nn.Module, params: Iterable[Param]) -> dict[str, Tensor]:
-    """Copies of the values that params have in a model."""
+    """Copies, in host memory, of the values that params have in a model."""
     tensors = dict(model.named_parameters())
-    return {p.key: p.view(tensors[p.name].detach()).clone() for p in params}
+    return {p.key: p.view(tensors[p.name].detach()).to(HOST, copy=True) for p in params}
 
 
 @torch.no_grad()

@@ -21,12 +21,12 @@ from fedplan.models.buffers import stilled
 from fedplan.models.dual import load_dual
 from fedplan.models.hub import bare, is_hub_id, quiet
 from fedplan.studies.schema import Study
+from fedplan.tensors.devices import forked
 
 
 def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
     """The model as the study says it; what is new in it is drawn from the study's seed."""
-    with quiet(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seeds.seed(study.name, "model", study.seed))
+    with quiet(), forked(seed=seeds.seed(study.name, "model", study.seed)):
         model = _made(study, task)
         require_sight(model, task.kind)
         model = stilled(model) if study.model.still else model

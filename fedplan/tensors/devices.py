@@ -76,10 +76,15 @@ def _brought(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """What sums are made in on a device: float64 where it has that."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def numbers(scalars: Iterable[Tensor]) -> list[float]:
     """Scalars of a device as numbers: it is waited for once, and not once for each."""
     held = [scalar.detach() for scalar in scalars]
-    return cast("list[float]", torch.stack(held).tolist()) if held else []
+    return cast("list[float]", torch.stack(held).to(HOST).tolist()) if held else []
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import cast
 
 import torch
@@ -14,6 +16,7 @@ from fedplan.data.examples import Examples, Loss, Seeded
 from fedplan.language.plan import Roles
 from fedplan.language.wording import spelled_out
 from fedplan.models.params import Param
+from fedplan.tensors.devices import autocast, brought, device_of, forked, numbers
 from fedplan.tensors.named import Tensors
 from fedplan.training.freezing import Marked, mark
 from fedplan.training.optimisers import ClientOptimiser, adamw
@@ -87,26 +90,27 @@ Wrap = Callable[[Fit], Fit]
 
 def plain(job: Job) -> Done:
     """Train every SHARE and KEEP param on the client's rows."""
-    total, steps = 0.0, 0
-    with torch.random.fork_rng(devices=[]), mark(job.model, job.roles) as marked:
-        torch.manual_seed(job.seed)
+    losses, device = list[Tensor](), device_of(job.model)
+    with forked(device, job.seed), mark(job.model, job.roles) as marked:
         trained = [tensor for _, tensor in marked.named_parameters()]
         if not trained:
             return Done(loss=float("nan"), steps=0)
-        optimiser, device = job.pace.start(marked), trained[0].device.type
+        optimiser = job.pace.start(marked)
         rows = job.rows.seeded(job.seed) if isinstance(job.rows, Seeded) else job.rows
         job.model.train()
         for indices in batches(len(job.rows), job.pace, job.seed):
-            batch = rows.batch(indices)
-            with torch.autocast(device, torch.bfloat16, enabled=job.pace.bf16):
+            batch = brought(rows.batch(indices), device)
+            with autocast(device, torch.bfloat16 if job.pace.bf16 else None):
                 loss = job.loss(job.model, batch)
             loss.backward()
             adjust(marked, job)
             optimiser.step()
             optimiser.zero_grad()
-            total, steps = total + loss.item(), steps + 1
+            losses.append(loss.detach())
         job.model.eval()
-    return Done(loss=total / max(steps, 1), steps=steps)
+    # They are read once, at the end: to read each would make the device wait at every step.
+    total = reduce(add, numbers(losses), 0.0)
+    return Done(loss=total / max(len(losses), 1), steps=len(losses))
 
 
 def batches(count: int, pace: Pace, seed: int) -> Iterator[Tensor]:

@@ -24,6 +24,7 @@ from fedplan.privacy.dpsgd.ghost import distrust, ghost
 from fedplan.privacy.dpsgd.per_example import Subject, Sum, one_by_one, require_apart, trained
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.mechanisms.noise import finest, on_grid
+from fedplan.tensors.devices import device_of, forked
 from fedplan.training.fit import Done, Fit, Job, adjust
 from fedplan.training.freezing import Marked, mark
 
@@ -110,10 +111,9 @@ def dp_sgd(privately: DPSGD, *, normal: Normal, uniform: Uniform) -> Fit:
 
 def train(job: Job, privately: DPSGD, *, normal: Normal, uniform: Uniform) -> tuple[Done, Sampled]:
     """Train by DP-SGD, and say what was done."""
-    with torch.random.fork_rng(devices=[]), mark(job.model, job.roles) as marked:
-        # Were masks known, a row that is there would show in the masks of those after it.
-        seed = int(float(_require(uniform(1), (1,))) * 2**53)
-        torch.manual_seed(seed)
+    # Were masks known, a row that is there would show in the masks of those after it.
+    seed = int(float(_require(uniform(1), (1,))) * 2**53)
+    with forked(device_of(job.model), seed), mark(job.model, job.roles) as marked:
         if not list(marked.parameters()):
             return Done(loss=nan, steps=0), Sampled()
         job.model.train()
