@@ -35,7 +35,7 @@ from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.buffers import buffers_of, require_rest
 from fedplan.models.values import take
-from fedplan.tensors.devices import HOST
+from fedplan.tensors.devices import HOST, deterministic
 from fedplan.tensors.named import Tensors, digest, nbytes
 from fedplan.tensors.riders import beside, split_riders
 from fedplan.training.fit import Done, Job
@@ -43,6 +43,11 @@ from fedplan.training.fit import Done, Job
 
 def local(agreement: Agreement, client: Client, request: Request) -> Update:
     """A client's turn: it obeys its own copy of the plan, and answers the same request the same."""
+    with deterministic(client.deterministic):
+        return _local(agreement, client, request)
+
+
+def _local(agreement: Agreement, client: Client, request: Request) -> Update:
     answered = client.journal.answered(request.name)
     home, notes = client.journal.home("" if answered else request.name)
     receive(agreement, client, request, notes)

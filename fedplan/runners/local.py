@@ -54,6 +54,7 @@ class Federation:
         replies: bool = False,
         marks: Mapping[str, str] | None = None,
         device: torch.device | None = None,
+        deterministic: bool = False,
     ) -> None:
         start = take(model, agreement.params)
         self.model = model.eval().to(device or device_of(model))
@@ -79,6 +80,7 @@ class Federation:
                 loss=loss,
                 digests=self.server.digests,
                 traits=roster[name],
+                deterministic=deterministic,
                 guard=guard_of(self.agreement, folder / "privacy" / home_of(folder, name).name),
             )
             for name, held in rows.items()

@@ -16,6 +16,7 @@ from fedplan.models.values import put
 from fedplan.runners.faults import faults_of
 from fedplan.runners.local import Federation
 from fedplan.studies.schema import ConfigError, Study
+from fedplan.tensors.devices import device_named
 from fedplan.tensors.named import Tensors
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Simulation:
             traits=study.clients.traits,
             names=names,
             marks=self.shares.marks,
+            device=device_named(study.device),
+            deterministic=study.deterministic,
         )
         agreed_run(self.federation.server, study, self.shares)
 

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
 from fedplan.errors import FedplanError
+from fedplan.federation.client import Client
 from fedplan.federation.participation import Participation
 from fedplan.federation.patience import Patience
 from fedplan.methods.method import Method
@@ -25,6 +26,7 @@ from fedplan.studies.plain import flat, odd, read_toml, value_of
 from fedplan.studies.words import (
     Clip,
     Count,
+    DeviceName,
     Division,
     Noise,
     OptimiserName,
@@ -35,6 +37,7 @@ from fedplan.studies.words import (
     TaskKind,
     as_fault,
 )
+from fedplan.tensors.devices import AUTO
 from fedplan.training.fit import Pace
 from fedplan.training.optimisers import DECAY, MOMENTUM, optimiser_named
 
@@ -44,8 +47,11 @@ PLACES = {
     "data": {"path", "test_path"},
 }
 """Where files lie: what is in them is told apart by digests of its own."""
-ASIDE: dict[str, Any] = {"evaluate": True, "patience": True, "threads": True, "train": {"rounds"}}
-"""What changes no turn: when is tested, how long is waited, when to stop."""
+ASIDE: dict[str, Any] = {
+    **dict.fromkeys(("evaluate", "patience", "threads", "device", "deterministic"), True),
+    "train": {"rounds"},
+}
+"""What ends need not agree on: tests, patience, when to stop, and each one's own machine."""
 
 
 class ConfigError(FedplanError):
@@ -265,6 +271,8 @@ class Study(Section):
     name: Annotated[str, AfterValidator(a_study_name)] = "study"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     threads: Positive = 1
+    device: DeviceName = AUTO
+    deterministic: bool = Client.deterministic
     model: ModelSection
     task: TaskSection
     data: DataSection = DataSection()

@@ -29,10 +29,15 @@ class DeviceError(FedplanError):
 
 def device_word(text: str) -> str:
     """A word for a device, if it is one; whether it is here is not asked."""
+    if text == AUTO:
+        return text
     try:
-        torch.device("cpu" if text == AUTO else text)
-    except RuntimeError as error:
-        raise DeviceError(f"there is no device {text!r}; the words are {_WORDS}") from error
+        found = torch.device(text)
+    except RuntimeError:
+        found = None
+    # Torch takes an index modulo 256, so that cuda:300 would be cuda:44.
+    if found is None or str(found) != text or found.type == "meta":
+        raise DeviceError(f"there is no device {text!r}; the words are {_WORDS}")
     return text
 
 
@@ -62,6 +67,17 @@ def _count(kind: str) -> int:
 def device_of(model: nn.Module) -> torch.device:
     """Where a model computes: where its first parameter is."""
     return next((tensor.device for tensor in model.parameters()), HOST)
+
+
+def device_text(device: torch.device) -> str:
+    """A device as its maker calls it, where torch knows: its kind alone does not say how it rounds.
+
+    >>> device_text(HOST)
+    'cpu'
+    """
+    module: Any = torch.get_device_module(device)
+    named = device.type in ("cuda", "xpu")
+    return f"{device.type} {module.get_device_name(device)}" if named else device.type
 
 
 def brought(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
