@@ -99,8 +99,17 @@ def widest(device: torch.device) -> torch.dtype:
 
 def numbers(scalars: Iterable[Tensor]) -> list[float]:
     """Scalars of a device as numbers: it is waited for once, and not once for each."""
+    return cast("list[float]", _read(scalars))
+
+
+def integers(scalars: Iterable[Tensor]) -> list[int]:
+    """Whole numbers of a device, read at once."""
+    return cast("list[int]", _read(scalars))
+
+
+def _read(scalars: Iterable[Tensor]) -> list[Any]:
     held = [scalar.detach() for scalar in scalars]
-    return cast("list[float]", torch.stack(held).to(HOST).tolist()) if held else []
+    return cast("list[Any]", torch.stack(held).to(HOST).tolist()) if held else []
 
 
 @contextmanager
