@@ -32,7 +32,8 @@ LENT = {
     "tensors": """
         AUTO DTYPES Digests GRID HOST JSON LARGEST_VALUE PIECES at_rest autocast beside
         brought checksum deterministic device_named device_of device_text device_word forked
-        integers is_rider nbytes numbers param_of plain rider riders_of split_riders widest
+        integers is_rider nbytes numbers param_of plain rider riders_of settled split_riders
+        widest
     """,
     "storage": """
         Claim Generation Read a_study_name alone claimed client_names explained

@@ -26,7 +26,7 @@ from fedplan.models.values import take
 from fedplan.runners.faults import Faults
 from fedplan.storage.failpoints import reach
 from fedplan.storage.journal import Journal, home_of
-from fedplan.tensors.devices import device_of
+from fedplan.tensors.devices import settled
 
 Said = TypeVar("Said")
 
@@ -58,7 +58,7 @@ class Federation:
         deterministic: bool = Client.deterministic,
     ) -> None:
         start = take(model, agreement.params)
-        self.model = model.eval().to(device or device_of(model))
+        self.model = settled(model.eval(), device) if device else model.eval()
         self.faults = faults or Faults()
         roster = {name: dict((traits or {}).get(name, {})) for name in names or rows}
         self.server = Server(

@@ -28,7 +28,7 @@ from fedplan.storage.names import folder_named
 from fedplan.studies.folder import note_task, write_run
 from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.studies.stage import stage_of
-from fedplan.tensors.devices import device_named
+from fedplan.tensors.devices import device_named, settled
 from fedplan.tensors.message import BrokenMessage, Message
 from fedplan.tensors.serialization import packed
 
@@ -64,7 +64,8 @@ class Worker:
             if name not in self.stage.shares.train:
                 raise ConfigError(f"the study has no client {name!r}")
             # The site knows its own machine: its word goes before the study's.
-            self.stage.model.to(device_named(str(spec.node.get("device", self.study.device))))
+            said = str(spec.node.get("device", self.study.device))
+            settled(self.stage.model, device_named(said))
             self.traits = _traits(self.study, name, spec.node)
             self.account = account_of(spec, name, self.seal)
             self.faults = FaultLog(Path(spec.home), self.seal)

@@ -69,6 +69,13 @@ def device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in model.parameters()), HOST)
 
 
+def settled(model: nn.Module, device: torch.device) -> nn.Module:
+    """A model on a device; one that is there is not touched, for quantised ones refuse to move."""
+    where = device_of(model)
+    there = where.type == device.type and device.index in (None, where.index)
+    return model if there else model.to(device)
+
+
 def device_text(device: torch.device) -> str:
     """A device as its maker calls it, where torch knows: its kind alone does not say how it rounds.
 

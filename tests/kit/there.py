@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fedplan.data.examples import Examples
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.turns import local
+from fedplan.language.turn import Turn
 from fedplan.methods.method import Method
 from fedplan.methods.registry import method_named
 from fedplan.models.architectures import EAGER
@@ -96,13 +97,15 @@ class Moves:
         """Each value once each way, and each batch once; beside them numbers alone."""
         agreement, turns = self.made.agreement, len(self.made.clients)
         each = {p.key: self.made.server.start[p.key] for p in agreement.trainable}
-        values, blocks = turns * nbytes(each), len(agreement.blocks)
+        values, resting = turns * nbytes(each), len(agreement.params) - len(each)
         # Who is asked what it would choose starts from the values once more.
         starts = 2 if agreement.method.together else 1
         # FedProx has the world's values beside the model's, and SCAFFOLD its controls.
         beside = values if any(w in " ".join(agreement.method.lines) for w in BESIDE) else 0
         batches = self._batches() - self.before
-        numbers = turns * 8 * (8 + len(agreement.params) + 64 * blocks)
+        # The losses of a turn, a checksum of what rests, and sums of each block for each row.
+        sums = 64 * len(agreement.blocks) if agreement.chooses(Turn(1)) else 0
+        numbers = turns * 8 * (PACE.steps * 2 + resting + sums)
         sent, fetched = self.backend.sent_bytes, self.backend.fetched_bytes
         assert sent <= starts * values + beside + batches, (where, "sent", sent, values, batches)
         assert fetched <= values + beside + numbers, (where, "fetched", fetched, values)
