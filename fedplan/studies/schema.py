@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
@@ -19,24 +19,24 @@ from fedplan.federation.patience import Patience
 from fedplan.methods.method import Method
 from fedplan.models.hub import is_hub_id
 from fedplan.privacy.accounting.budget import Unit
+from fedplan.privacy.dpsgd.fit import require_pace
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.storage.names import a_study_name, client_names
+from fedplan.studies.pace import TrainSection
 from fedplan.studies.plain import flat, odd, read_toml, value_of
 from fedplan.studies.words import (
     Clip,
     Count,
     Division,
     Noise,
-    OptimiserName,
     Positive,
     ProbeName,
     Scalar,
+    Section,
     Share,
     TaskKind,
     as_fault,
 )
-from fedplan.training.fit import Pace
-from fedplan.training.optimisers import DECAY, MOMENTUM, optimiser_named
 
 PLACES = {
     "model": {"path", "vision", "text", "bridge"},
@@ -52,12 +52,6 @@ class ConfigError(FedplanError):
     """A study file that does not fit the schema: the message names the field."""
 
     code = "settings"
-
-
-class Section(BaseModel):
-    """A part of the file: unknown fields are refused, values are not converted."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -156,34 +150,6 @@ class MethodSection(Section):
             raise ValueError("say name (a published method), plan (your own) or both")
         if self.name and (self.probe or self.together):
             raise ValueError("probe and together are for a plan without a name: see settings")
-        return self
-
-
-class TrainSection(Section):
-    """How each client trains in its turn."""
-
-    rounds: Positive = 10
-    optimiser: OptimiserName = Pace.optimiser.name
-    rate: Annotated[float, Field(gt=0)] = Pace.rate
-    decay: Annotated[float, Field(ge=0)] = DECAY
-    momentum: Annotated[float, Field(ge=0, lt=1)] = MOMENTUM
-    epochs: Positive = Pace.epochs
-    steps: Count = Pace.steps
-    batch: Positive = Pace.batch
-    clip: Annotated[float, Field(ge=0)] = Pace.clip
-    bf16: bool = Pace.bf16
-
-    @property
-    def pace(self) -> Pace:
-        """The same as a value, the optimiser by its name."""
-        settings = {w: v for w in ("decay", "momentum") if (v := getattr(self, w))}
-        said = self.model_dump(exclude={"rounds", "optimiser", "decay", "momentum"})
-        return Pace(optimiser_named(self.optimiser, settings), **said)
-
-    @model_validator(mode="after")
-    def _makes_steps(self) -> TrainSection:
-        with as_fault():
-            _ = self.pace
         return self
 
 
@@ -300,6 +266,9 @@ class Study(Section):
             raise ValueError("to hide examples, say train.steps and privacy.size, both public")
         if said and said.unit == "example" and said.size < self.train.batch:
             raise ValueError("privacy.size is below train.batch: a step takes no more than all")
+        if said and said.unit == "example":
+            with as_fault():
+                require_pace(self.train.pace)
         return self
 
     @model_validator(mode="after")

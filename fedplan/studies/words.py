@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words: the numbers and the names that a study may say, each refused where it stands."""
+"""Words: the numbers and the names that a study's sections say, each refused where it stands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from fedplan.data.partition import KINDS
 from fedplan.data.tasks import TASK_KINDS
@@ -19,6 +19,12 @@ from fedplan.training.probes import PROBES
 
 MOST = 10**9
 """The largest whole number."""
+
+
+class Section(BaseModel):
+    """A part of the file: unknown fields are refused, values are not converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 @contextmanager
