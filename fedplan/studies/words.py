@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words: the numbers and the names that a study's sections say, each refused where it stands."""
+"""Words: the numbers and the names that a study may say, each refused where it stands."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
+from fedplan.data.own import OWN
 from fedplan.data.partition import KINDS
 from fedplan.data.tasks import TASK_KINDS
 from fedplan.errors import FedplanError
@@ -19,12 +20,6 @@ from fedplan.training.probes import PROBES
 
 MOST = 10**9
 """The largest whole number."""
-
-
-class Section(BaseModel):
-    """A part of the file: unknown fields are refused, values are not converted."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 @contextmanager
@@ -68,7 +63,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Scalar = str | int | float | bool
 Clip = Annotated[float, AfterValidator(_within(BOUNDS))]
 Noise = Annotated[float, AfterValidator(_within(NOISES, zero=True))]
-TaskKind = Annotated[str, AfterValidator(_one_of("task", TASK_KINDS))]
+TaskKind = Annotated[str, AfterValidator(_one_of("task", (*TASK_KINDS, OWN)))]
 Division = Annotated[str, AfterValidator(_one_of("partition", KINDS))]
 ProbeName = Annotated[str, AfterValidator(_one_of("probe", ("", *PROBES)))]
 OptimiserName = Annotated[str, AfterValidator(_optimiser)]
