@@ -80,8 +80,9 @@ class Simulation:
             found["world"] = score
         if evaluate.personal and self.shares.own:
             found["clients"] = {name: self._personal(name) for name in self.shares.own}
-            key = "f1" if self.study.task.kind == "token-classification" else "accuracy"
-            found["personal"] = spread({n: s[key] for n, s in found["clients"].items() if key in s})
+            key, higher = self.shares.task.primary, self.shares.task.higher
+            own = {n: s[key] for n, s in found["clients"].items() if key in s}
+            found["personal"] = spread(own, higher=higher)
         return found
 
     def signs(self, before: Tensors) -> dict[str, Any]:

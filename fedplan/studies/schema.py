@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedplan.data.partition import Partition
-from fedplan.data.tasks import Task
+from fedplan.data.tasks import TASK_KINDS, Task
 from fedplan.errors import FedplanError
 from fedplan.federation.participation import Participation
 from fedplan.federation.patience import Patience
@@ -95,7 +95,8 @@ class TaskSection(Section):
     """What the model is asked to do, and in which columns the answer stands.
 
     `labels` are all that there are, where no end sees the rows of all. Of pictures, `image_size`
-    must be said: the side that the model takes.
+    must be said: the side that the model takes. `packing` puts several conversations into one row
+    of tokens. `weights` are what the loss of a label is multiplied by.
     """
 
     kind: TaskKind
@@ -106,6 +107,8 @@ class TaskSection(Section):
     max_length: Positive = Task.max_length
     image_size: Count = Task.image_size
     template: str = Task.template
+    packing: bool = Task.packing
+    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
 
 
 class DataSection(Section):
@@ -220,13 +223,14 @@ class EvaluateSection(Section):
     """When and on what the models are tested.
 
     `attention` is on how many of the common test's rows each round's move of the attention maps is
-    measured; 0 is not at all.
+    measured; 0 is not at all. `metrics` are measured beside those of the task.
     """
 
     every: Positive = 1
     batch: Positive = 128
     personal: bool = True
     attention: Count = 0
+    metrics: list[str] = []
 
 
 class PrivacySection(Section):
@@ -311,7 +315,8 @@ class Study(Section):
                 "clients.names are of sites with tables of their own: no data.path, or data.by = "
                 '"column"'
             )
-        if self.clients.names and self.task.label and not self.task.labels:
+        chosen = TASK_KINDS[self.task.kind].answers != "number"
+        if self.clients.names and self.task.label and chosen and not self.task.labels:
             raise ValueError("no end sees all labels: say them in task.labels")
         return self
 
