@@ -27,7 +27,7 @@ from fedplan.data.tables import (
     where,
 )
 from fedplan.data.tables import values as values_in
-from fedplan.data.tasks import TASK_KINDS, Task, task
+from fedplan.data.tasks import Task, task, task_class
 from fedplan.federation.marks import mark_of
 from fedplan.studies.schema import Study
 
@@ -64,6 +64,8 @@ CUT = "Each text is one example: of a longer one, its first {} tokens."
 
 def shares_of(study: Study, own: tuple[str, Dataset] | None) -> Shares:
     """The rows of a study; `own` is a site's name with the table that it brings."""
+    if study.data.given:
+        raise DataError("they were given from Python")
     test, table = _test(study), _table(study, own[1] if own else None)
     made = _task(study, _labels(study, [t for t in (table, test) if t is not None]))
     notes = [] if test is not None else [NO_TEST]
@@ -171,7 +173,7 @@ def _without_rows(train: dict[str, Examples], own: tuple[str, Dataset] | None) -
 def _labels(study: Study, tables: list[Dataset]) -> list[str | int]:
     """The labels that the study says, or those that its tables hold."""
     column, said = study.task.label, study.task.labels
-    if said or not column or TASK_KINDS[study.task.kind].answers not in ("class", "labels"):
+    if said or not column or task_class(study.task.kind).answers not in ("class", "labels"):
         return said
     if study.privacy is None:
         return cast("list[str | int]", labels_in(tables, column))
@@ -200,7 +202,7 @@ def _task(study: Study, labels: Iterable[str | int]) -> Task:
         single=hidden is not None and hidden.unit == "example",
         packing=asked.packing,
         weights=asked.weights,
-        metrics=map(metric_named, study.evaluate.metrics),
+        extra=map(metric_named, study.evaluate.metrics),
     )
 
 
@@ -220,7 +222,7 @@ def _held(study: Study, table: Dataset, own: tuple[str, Dataset] | None) -> dict
     )
     public = _public(study, partition) if study.privacy is not None else None
     # Each number would be a label of its own: by numbers no rows are divided.
-    label = "" if TASK_KINDS[study.task.kind].answers == "number" else study.task.label
+    label = "" if task_class(study.task.kind).answers == "number" else study.task.label
     return division(table, partition, seed=study.seed, label=label, public=public)
 
 

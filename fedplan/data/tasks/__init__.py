@@ -7,8 +7,8 @@ from fedplan.faces import face
 
 if TYPE_CHECKING:
     from fedplan.data.tasks.definition import Task
-    from fedplan.data.tasks.kinds import TASK_KINDS, task
+    from fedplan.data.tasks.kinds import TASK_KINDS, task, task_class
 
-__all__ = ["TASK_KINDS", "Task", "task"]
+__all__ = ["TASK_KINDS", "Task", "task", "task_class"]
 
-__getattr__, __dir__ = face(__name__, {"definition": "Task", "kinds": "TASK_KINDS task"})
+__getattr__, __dir__ = face(__name__, {"definition": "Task", "kinds": "TASK_KINDS task task_class"})

@@ -34,8 +34,8 @@ class Task(ABC):
     `max_length` is in tokens. `image_size` is the side of the pictures that the model takes: of
     pictures it must be said. With `single` each row is one example: of a language model, the first
     block of its text. `packing` puts several conversations into one row of tokens. `weights` are
-    what the loss of an answer is multiplied by; a label without one has 1. `metrics` are measured
-    beside those that the task measures by itself.
+    what the loss of an answer is multiplied by; a label without one has 1. `extra` are metrics
+    beside those that the task has by itself.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Task(ABC):
     single: bool = False
     packing: bool = False
     weights: tuple[tuple[str, float], ...] = ()
-    metrics: tuple[Metric, ...] = ()
+    extra: tuple[Metric, ...] = ()
 
     takes: ClassVar[tuple[int, int]] = (1, 1)
     """The fewest columns that a row's input may stand in, and the most."""
@@ -99,7 +99,7 @@ class Task(ABC):
             return {"examples": float(len(rows))}
         loss = losses.mean().item()
         own = self._measures(loss, truth, guess, sizes.tolist())
-        asked = measured(self.metrics, truth.numpy(), guess.numpy()) if self.metrics else {}
+        asked = measured(self.extra, truth.numpy(), guess.numpy()) if self.extra else {}
         return {"loss": loss, **own, **asked, "examples": float(len(rows))}
 
     def _answers(

@@ -34,6 +34,13 @@ TASK_KINDS: dict[str, type[Task]] = {
 """What a model can be asked to do; `catalog.TASKS` says for each how a model of it is loaded."""
 
 
+def task_class(kind: str) -> type[Task]:
+    """The class of a task, by its kind."""
+    if kind not in TASK_KINDS:
+        raise DataError(f"there is no task {kind!r}; there are {', '.join(TASK_KINDS)}")
+    return TASK_KINDS[kind]
+
+
 def task(
     kind: str,
     *,
@@ -48,7 +55,7 @@ def task(
     single: bool = Task.single,
     packing: bool = Task.packing,
     weights: Mapping[str, float] | Iterable[tuple[str, float]] = Task.weights,
-    metrics: Iterable[Metric] = Task.metrics,
+    extra: Iterable[Metric] = Task.extra,
 ) -> Task:
     """A task by its kind.
 
@@ -58,9 +65,7 @@ def task(
     folder or hub id, unless `tokenizer` names another. With `single` each row is one example,
     whatever is cut off.
     """
-    if kind not in TASK_KINDS:
-        raise DataError(f"there is no task {kind!r}; there are {', '.join(TASK_KINDS)}")
-    found = TASK_KINDS[kind]
+    found = task_class(kind)
     columns = (columns,) if isinstance(columns, str) else tuple(columns)
     known = tuple(sorted({str(each) for each in labels}, key=label_order))
     _require_columns(kind, columns)
@@ -90,12 +95,12 @@ def task(
         single,
         packing,
         _weights(kind, known, weights),
-        _metrics(kind, metrics),
+        _extra(kind, extra),
     )
 
 
 def _require_columns(kind: str, columns: tuple[str, ...]) -> None:
-    least, most = TASK_KINDS[kind].takes
+    least, most = task_class(kind).takes
     if not least <= len(columns) <= most:
         count = f"{least}" if least == most else f"{least} or {most}"
         raise DataError(f"{kind} has columns {list(columns)}: it takes {count}, as names apart")
@@ -124,8 +129,8 @@ def _weights(
     return tuple((label, found[label]) for label in labels if label in found)
 
 
-def _metrics(kind: str, said: Iterable[Metric]) -> tuple[Metric, ...]:
-    asked, answers = tuple(said), TASK_KINDS[kind].answers
+def _extra(kind: str, said: Iterable[Metric]) -> tuple[Metric, ...]:
+    asked, answers = tuple(said), task_class(kind).answers
     if odd := [metric.name for metric in asked if answers not in metric.of]:
         there = ", ".join(name for name, metric in METRICS.items() if answers in metric.of)
         raise DataError(f"the metric {odd[0]!r} cannot be taken of {kind}: there are {there}")
