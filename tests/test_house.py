@@ -38,9 +38,9 @@ LENT = {
         home_of keep_file mark_of_file put_file reach read_lines synced
     """,
     "models": """
-        ITEMSIZE Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare blocks_of
-        buffers_of centre_of drawn is_hub_id learn listen merged moved places quiet read
-        report require_rest small_copy written
+        ITEMSIZE LowRank Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare
+        blocks_of buffers_of centre_of drawn is_hub_id layers_of learn listen merged moved
+        places quiet read report require_rest small_copy written
     """,
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter bias
@@ -54,6 +54,9 @@ LENT = {
     """,
     "training": """
         CONTROL DECAY MOMENTUM PROBES adjust is_public public_look
+    """,
+    "methods": """
+        Sides
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot

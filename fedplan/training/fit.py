@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -55,7 +55,7 @@ class Job:
     """All that a fit may use: the marked roles, the rows, and what came with the world.
 
     `start` holds the shared values as they came down; `riders` what else came down with them;
-    `memory` what the client itself remembers from its last turn.
+    `memory` what the client itself remembers from its last turn; `traits` what it says of itself.
     """
 
     model: nn.Module
@@ -68,6 +68,7 @@ class Job:
     riders: Tensors = field(default_factory=dict[str, Tensor])
     memory: Tensors = field(default_factory=dict[str, Tensor])
     adjust: tuple[Adjust, ...] = ()
+    traits: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
