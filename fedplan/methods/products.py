@@ -151,6 +151,15 @@ def by_residual(scale: float = 1.0) -> ProductRule:
     return ByResidual(float(scale))
 
 
+def product_told(text: str) -> ProductRule:
+    """The rule that has a text."""
+    name, _, scale = text.removesuffix(")").partition("(scale=")
+    rules = {apart().text: apart(), by_svd().text: by_svd()}
+    if text not in rules and name != "by_residual":
+        raise FedplanError(f"there is no rule for products {text!r}: {', '.join(rules)}, ...")
+    return rules[text] if text in rules else by_residual(float(scale))
+
+
 def _signs(left: Tensor) -> Tensor:
     """Signs that make the largest number of each row positive, of equals the first."""
     largest = left.abs().argmax(dim=1, keepdim=True)
