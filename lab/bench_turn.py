@@ -158,6 +158,10 @@ def main() -> None:
         ),
         *(("llama, 0.4 M", lambda: llama(**TINY), p, small, 2000, False) for p in (ALL, TOP, LORA)),
         *(("gpt2, 0.3 M", lambda: gpt2(**gpt), p, small, 2000, False) for p in (ALL, TOP)),
+        *(
+            ("llama in bfloat16", lambda: llama(**TINY).to(torch.bfloat16), p, small, 2000, False)
+            for p in (ALL, LORA)
+        ),
         ("llama, checkpointing", lambda: llama(**TINY), ALL, again, 2000, False),
         *(
             ("bert as gte-small, 33 M", lambda: bert(**MID), p, mid, 2000, True)

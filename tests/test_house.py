@@ -57,7 +57,7 @@ LENT = {
         CONTROL DECAY MOMENTUM PROBES adjust is_public public_look
     """,
     "methods": """
-        Sides Told told_method
+        Sides Told product_told told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot

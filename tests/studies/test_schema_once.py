@@ -51,6 +51,7 @@ OTHER = {
     (TrainSection, "optimiser"): "a name there, and a value here",
     (MethodSection, "probe"): "a name there, and a value here",
     (MethodSection, "wire"): "a text there, and a value here",
+    (MethodSection, "product"): "a text there, and a value here",
 }
 
 
