@@ -175,6 +175,7 @@ def _fit(
         riders=beside(client.seen),
         memory=beside(home),
         round=turn.round,
+        traits=client.traits,
     )
     if client.guard is not None:
         about = agreement.request(turn.round, client.name)
