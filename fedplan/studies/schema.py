@@ -15,6 +15,7 @@ from fedplan.data.own import OWN
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.models.hub import is_hub_id
+from fedplan.privacy.dpsgd.fit import require_pace
 from fedplan.storage.names import a_study_name
 from fedplan.studies.plain import flat, odd, read_toml, value_of
 from fedplan.studies.sections import (
@@ -30,7 +31,7 @@ from fedplan.studies.sections import (
     TaskSection,
     TrainSection,
 )
-from fedplan.studies.words import Positive
+from fedplan.studies.words import Positive, as_fault
 
 PLACES = {
     "model": {"path", "vision", "text", "bridge"},
@@ -93,6 +94,9 @@ class Study(Section):
             raise ValueError("to hide examples, say train.steps and privacy.size, both public")
         if said and said.unit == "example" and said.size < self.train.batch:
             raise ValueError("privacy.size is below train.batch: a step takes no more than all")
+        if said and said.unit == "example":
+            with as_fault():
+                require_pace(self.train.pace)
         return self
 
     @property

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         probe_named,
         public,
     )
+    from fedplan.training.schedules import Schedule, schedule_named
     from fedplan.training.wraps import alternate, controlled, proximal
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Marked",
     "Pace",
     "Probe",
+    "Schedule",
     "Wrap",
     "adamw",
     "alternate",
@@ -53,6 +55,7 @@ __all__ = [
     "proximal",
     "public",
     "register_optimiser",
+    "schedule_named",
     "sgd",
 ]
 
@@ -63,6 +66,7 @@ __getattr__, __dir__ = face(
         "freezing": "Marked mark",
         "optimisers": "ClientOptimiser adamw optimiser_named register_optimiser sgd",
         "probes": "Look Probe at_random attention fixed from_the_top gradient probe_named public",
+        "schedules": "Schedule schedule_named",
         "wraps": "alternate controlled proximal",
     },
 )
