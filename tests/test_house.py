@@ -40,7 +40,7 @@ LENT = {
     "models": """
         ITEMSIZE LowRank Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare
         blocks_of buffers_of centre_of drawn is_hub_id layers_of learn listen merged moved
-        places quiet read report require_rest small_copy written
+        places quiet read report require_rest skeleton small_copy written
     """,
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter
@@ -82,7 +82,7 @@ LENT = {
         make_keys new_federation run_study simulate submit
     """,
     "reports": """
-        Figure follow_flower foretold parts_table stated told_of
+        Figure asked follow_flower foretold parts_table stated told_of
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""
