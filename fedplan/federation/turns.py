@@ -175,6 +175,7 @@ def _fit(
         riders=beside(client.seen),
         memory=beside(home),
         traits=client.traits,
+        round=turn.round,
     )
     if client.guard is not None:
         about = agreement.request(turn.round, client.name)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         public,
     )
     from fedplan.training.ranks import narrowed
+    from fedplan.training.schedules import Schedule, schedule_named
     from fedplan.training.wraps import alternate, controlled, proximal
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Marked",
     "Pace",
     "Probe",
+    "Schedule",
     "Wrap",
     "adamw",
     "alternate",
@@ -55,6 +57,7 @@ __all__ = [
     "proximal",
     "public",
     "register_optimiser",
+    "schedule_named",
     "sgd",
 ]
 
@@ -66,6 +69,7 @@ __getattr__, __dir__ = face(
         "optimisers": "ClientOptimiser adamw optimiser_named register_optimiser sgd",
         "probes": "Look Probe at_random attention fixed from_the_top gradient probe_named public",
         "ranks": "narrowed",
+        "schedules": "Schedule schedule_named",
         "wraps": "alternate controlled proximal",
     },
 )
