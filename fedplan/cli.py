@@ -19,17 +19,15 @@ from fedplan.console import (
     PlanText,
     Sites,
     Task,
-    phase_said,
-    setting_said,
     told,
 )
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse
 from fedplan.models.catalog import params_of
 from fedplan.models.schema import written
-from fedplan.reports.explanation import Explanation, parts_table
-from fedplan.reports.explanation import explain as explained
-from fedplan.reports.memory import Step
+from fedplan.reports.asked import asked
+from fedplan.reports.explanation import parts_table
+from fedplan.reports.memory import Load
 
 app = typer.Typer(
     help="Say which part of a Transformer each client trains, shares and keeps, round by round.",
@@ -73,8 +71,8 @@ def explain(
         list[str] | None, typer.Option(help="A setting of the method: with_head=false.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Rows a step: says the memory of a turn.", min=0)] = 0,
-    length: Annotated[int, typer.Option(help="Tokens a row.", min=1)] = Step.length,
-    optimiser: Annotated[str, typer.Option(help="adamw, sgd, momentum, ...")] = Step.optimiser,
+    length: Annotated[int, typer.Option(help="Tokens a row.", min=1)] = Load.length,
+    optimiser: Annotated[str, typer.Option(help="adamw, sgd, momentum, ...")] = Load.optimiser,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Keep less.")] = False,
     quantised: Annotated[str, typer.Option(help="nf4, fp4 or int8: how blocks are held.")] = "",
     as_json: Json = False,
@@ -83,37 +81,18 @@ def explain(
     if model.endswith(".toml") and not plan:
         return _explain_study(Path(model), as_json=as_json)
     with told():
-        step = Step(batch, length, optimiser, checkpointing, quantised) if batch else None
-        if method:
-            if plan:
-                raise FedplanError(f"{method} has a plan of its own: leave out {plan!r}")
-            from fedplan.reports.preview import foreseen
-
-            explanation = foreseen(
-                model,
-                method,
-                dict(map(setting_said, setting or ())),
-                rounds=rounds,
-                dtype=dtype,
-                task=task,
-                labels=labels,
-                step=step,
-            )
-            return _print_explanation(explanation, as_json=as_json)
-        if not plan:
-            raise FedplanError(
-                f"say what to do with {model}, as in 'share()', or name a study.toml"
-            )
-        if model.endswith(".toml"):
-            raise FedplanError(f"{model} is a study, with a plan of its own: leave out {plan!r}")
-        said = parse(plan)
-        phases = dict(map(phase_said, phase or ()))
-        params = params_of(model, task=task, labels=labels, dtype=dtype)
-        explanation = explained(said, params, rounds=rounds, phases=phases, step=step)
-    _print_explanation(explanation, as_json=as_json)
-
-
-def _print_explanation(explanation: Explanation, *, as_json: bool) -> None:
+        explanation = asked(
+            model,
+            plan,
+            method=method,
+            settings=setting or (),
+            rounds=rounds,
+            phases=phase or (),
+            task=task,
+            labels=labels,
+            dtype=dtype,
+            load=Load(batch, length, optimiser, checkpointing, quantised) if batch else None,
+        )
     if as_json:
         print(json.dumps(explanation.json(), indent=1))
     else:

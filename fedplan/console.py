@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Annotated
@@ -43,22 +42,3 @@ def told() -> Generator[None]:
         return
     Console(stderr=True, soft_wrap=True).print(f"fedplan: {words}", markup=False, style="red")
     raise typer.Exit(2)
-
-
-def setting_said(text: str) -> tuple[str, object]:
-    """A setting of a method: a number, true or false, or else a word."""
-    name, is_one, value = text.partition("=")
-    if not name or not is_one:
-        raise FedplanError(f"--setting takes NAME=VALUE, as in rank=8, not {text!r}")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
-
-
-def phase_said(text: str) -> tuple[str, int]:
-    """A phase and the round after which it is announced."""
-    name, _, after = text.partition("=")
-    if not name or not after.isdecimal():
-        raise FedplanError(f"--phase takes NAME=ROUND, as in frozen=20, not {text!r}")
-    return name, int(after)

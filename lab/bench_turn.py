@@ -26,7 +26,7 @@ from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.methods.registry import method_named
 from fedplan.models.description import describe
-from fedplan.reports.memory import Step, memory_of
+from fedplan.reports.memory import Load, memory_of
 from fedplan.training.freezing import mark
 
 OUT = Path(__file__).parent / "results" / "bench_turn.txt"
@@ -104,7 +104,7 @@ def measured(model: nn.Module, plan: str, batch: dict[str, Tensor]) -> tuple[int
 
 
 def compared(
-    name: str, make: Callable[[], nn.Module], plan: str, step: Step, words: int, labels: bool
+    name: str, make: Callable[[], nn.Module], plan: str, step: Load, words: int, labels: bool
 ) -> str:
     model = make()
     if plan == LORA:
@@ -149,9 +149,9 @@ def gpt2(**settings: Any) -> nn.Module:
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    small, again, mid = Step(4, 64), Step(4, 64, checkpointing=True), Step(4, 128)
+    small, again, mid = Load(4, 64), Load(4, 64, checkpointing=True), Load(4, 128)
     gpt = {"vocab_size": 2000, "n_embd": 64, "n_layer": 3, "n_head": 4}
-    cases: list[tuple[str, Callable[[], nn.Module], str, Step, int, bool]] = [
+    cases: list[tuple[str, Callable[[], nn.Module], str, Load, int, bool]] = [
         *(
             ("bert, 0.3 M", lambda: bert(**TINY), p, small, 2000, True)
             for p in (ALL, TOP, HEAD, LORA)

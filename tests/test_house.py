@@ -83,7 +83,7 @@ LENT = {
         make_keys new_federation run_study simulate submit
     """,
     "reports": """
-        Figure Step follow_flower foreseen foretold parts_table stated told_of
+        Figure asked follow_flower foretold parts_table stated told_of
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""

@@ -174,8 +174,8 @@ def _fit(
         start=before,
         riders=beside(client.seen),
         memory=beside(home),
-        round=turn.round,
         traits=client.traits,
+        round=turn.round,
     )
     if client.guard is not None:
         about = agreement.request(turn.round, client.name)

@@ -17,7 +17,7 @@ from fedplan.language.crowds import Crowd
 from fedplan.language.plan import Plan, Role
 from fedplan.models.params import Kind, Param, Params
 from fedplan.reports.forecasts import forecast
-from fedplan.reports.memory import CARD, Memory, Step, memory_of
+from fedplan.reports.memory import CARD, Load, Memory, memory_of
 from fedplan.reports.views import Forecast, Segment, Span, View
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Explanation:
     """What a plan will do: print it, or ask for `json`. With a `step`, the memory of a turn too."""
 
     forecast: Forecast
-    step: Step | None = None
+    step: Load | None = None
 
     def __str__(self) -> str:
         out = StringIO()
@@ -252,7 +252,7 @@ def explain(
     phases: Mapping[str, int] | None = None,
     crowd: Crowd | None = None,
     fare: Fare | None = None,
-    step: Step | None = None,
+    step: Load | None = None,
 ) -> Explanation:
     """Say what a plan will do with a model: who trains each part, who sees it, and what it costs.
 

@@ -23,7 +23,7 @@ _ATTENDING = (Kind.QUERY, Kind.KEY, Kind.VALUE)
 
 
 @dataclass(frozen=True)
-class Step:
+class Load:
     """One step of a client: its batch, tokens a row, optimiser, and how the model is held.
 
     `checkpointing` keeps a block's input alone and works the rest out again; `quantised` holds the
@@ -90,7 +90,7 @@ class Memory:
         }
 
 
-def memory_of(params: Params, roles: Roles, step: Step) -> Memory:
+def memory_of(params: Params, roles: Roles, step: Load) -> Memory:
     """The memory of one turn in which params have these roles."""
     trained = frozenset(p for p in params if roles[p].trained)
     weights = Counter[str]()
@@ -110,22 +110,22 @@ def memory_of(params: Params, roles: Roles, step: Step) -> Memory:
     )
 
 
-def _held(param: Param, step: Step) -> str:
+def _held(param: Param, step: Load) -> str:
     return step.quantised if _is_packed(param, step) else param.dtype
 
 
-def _is_packed(param: Param, step: Step) -> bool:
+def _is_packed(param: Param, step: Load) -> bool:
     """A linear weight of a block; embeddings, norms, heads, biases and adapters stay."""
     linear = param.kind in (*_ATTENDING, Kind.OUT, Kind.MLP) and len(param.shape) > 1
     return bool(step.quantised) and linear and param.at is not None and "bias" not in param.tags
 
 
-def _nbytes(param: Param, step: Step) -> int:
+def _nbytes(param: Param, step: Load) -> int:
     packed = _is_packed(param, step)
     return int(param.numel * PACKED[step.quantised]) if packed else param.nbytes
 
 
-def _activations(params: Params, trained: frozenset[Param], step: Step) -> int:
+def _activations(params: Params, trained: frozenset[Param], step: Load) -> int:
     """What the blocks keep for the backward pass, from the lowest one that is trained on.
 
     With checkpointing it is the input of each, and one of them whole. A forward pass alone takes
@@ -171,7 +171,7 @@ def _lowest(stack: str, trained: frozenset[Param]) -> int | None:
     return 0 if below else min(numbers, default=None)
 
 
-def _kept(params: list[Param], trained: frozenset[Param], step: Step) -> int:
+def _kept(params: list[Param], trained: frozenset[Param], step: Load) -> int:
     """The bytes that one block keeps.
 
     For each token: the input of each norm; query, key, value and what attention gives; what enters
@@ -227,7 +227,7 @@ def _width(params: list[Param]) -> int:
     return max(norms or [p.shape[-1] for p in params])
 
 
-def _item(params: list[Param], step: Step) -> int:
+def _item(params: list[Param], step: Load) -> int:
     """Bytes of one number that a block computes: as it holds most of its numbers."""
     if step.bf16:
         return 2
@@ -237,7 +237,7 @@ def _item(params: list[Param], step: Step) -> int:
     return ITEMSIZE[sizes.most_common(1)[0][0]]
 
 
-def _answers(params: Params, trained: frozenset[Param], step: Step) -> int:
+def _answers(params: Params, trained: frozenset[Param], step: Load) -> int:
     """Where a model answers with a word for each token: logits, their logarithms and gradients."""
     heads = [p for p in params if p.kind is Kind.HEAD and len(p.shape) > 1]
     tied = [p for p in params if p.kind is Kind.EMBED and p.tied]

@@ -23,7 +23,7 @@ from fedplan.models.params import ITEMSIZE, Kind, Params
 from fedplan.privacy.guard import CHARGES
 from fedplan.privacy.statement import Statement
 from fedplan.reports.explanation import Explanation, explain
-from fedplan.reports.memory import STATES, Step
+from fedplan.reports.memory import STATES, Load
 from fedplan.storage.files import put_file
 from fedplan.studies.folder import study_in
 from fedplan.studies.run import Run, open_run
@@ -55,14 +55,16 @@ def foreseen(
     settings: Mapping[str, Any],
     *,
     rounds: int,
-    dtype: str = "float32",
-    task: str = "",
-    labels: int = 0,
-    step: Step | None = None,
+    dtype: str,
+    head: tuple[str, int],
+    step: Load | None,
 ) -> Explanation:
-    """What a published method will do with a model that is only named, adapters and all."""
+    """What a published method will do with a model that is only named, adapters and all.
+
+    `head` is a task with its number of labels, where the usual head is not meant.
+    """
     made = method_named(method, settings)
-    params = _adapted(model, made, dtype=dtype, task=task, labels=labels)
+    params = _adapted(model, made, dtype=dtype, task=head[0], labels=head[1])
     announce, fare = made.announce, Agreement("explained", params, made, Pace()).fare
     phases = announce.after if isinstance(announce, Planned) else None
     return explain(made.plan, params, rounds=rounds, phases=phases, fare=fare, step=step)
@@ -77,7 +79,7 @@ def _adapted(model: str, method: Method, *, dtype: str, task: str, labels: int) 
     return tuple(replace(p, dtype=own if p.kind is Kind.ADAPTER else dtype) for p in found)
 
 
-def _step(study: Study, params: Params) -> Step | None:
+def _step(study: Study, params: Params) -> Load | None:
     """How a client of a study trains; None if nobody knows what its optimiser remembers."""
     train, task = study.train, study.task
     named = "momentum" if train.optimiser == "sgd" and train.momentum else train.optimiser
@@ -85,7 +87,7 @@ def _step(study: Study, params: Params) -> Step | None:
         return None
     patches = [p.shape[-1] for p in params if p.kind is Kind.EMBED and len(p.shape) == 4]
     side = task.image_size // patches[0] if patches else 0
-    return Step(
+    return Load(
         batch=train.batch,
         length=side**2 + 1 if side else task.max_length,
         optimiser=named,

@@ -68,8 +68,8 @@ __getattr__, __dir__ = face(
         "freezing": "Marked mark",
         "optimisers": "ClientOptimiser adamw optimiser_named register_optimiser sgd",
         "probes": "Look Probe at_random attention fixed from_the_top gradient probe_named public",
-        "schedules": "Schedule schedule_named",
         "ranks": "narrowed",
+        "schedules": "Schedule schedule_named",
         "wraps": "alternate controlled proximal",
     },
 )

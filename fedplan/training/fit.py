@@ -120,8 +120,8 @@ class Job:
     riders: Tensors = field(default_factory=dict[str, Tensor])
     memory: Tensors = field(default_factory=dict[str, Tensor])
     adjust: tuple[Adjust, ...] = ()
-    round: int = 1
     traits: Mapping[str, str] = field(default_factory=dict[str, str])
+    round: int = 1
 
     def stepper(self, marked: Marked, steps: int) -> Stepper:
         """What takes the steps of this turn, which has so many."""
@@ -129,8 +129,6 @@ class Job:
         _require_scaling(pace, marked)
         factor = pace.schedule.factor(pace.rate, self.round, steps)
         return Stepper(pace.start(marked), factor, scaler(device, pace.dtype))
-
-    traits: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from fedplan.language.turn import Turn
 from fedplan.methods.registry import method_named
 from fedplan.models.description import describe
 from fedplan.models.params import Params
-from fedplan.reports.memory import Memory, Step, memory_of
+from fedplan.reports.memory import Load, Memory, memory_of
 from fedplan.reports.units import megabytes
 from fedplan.training.freezing import mark
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "memory.md"
-STEP = Step(batch=4, length=64)
+STEP = Load(batch=4, length=64)
 WORDS = 100
 SHAPE: dict[str, Any] = {
     "vocab_size": WORDS,
@@ -92,7 +92,7 @@ def kept(model: nn.Module, plan: str) -> int:
     return found
 
 
-def told(params: Params, plan: str, step: Step = STEP) -> Memory:
+def told(params: Params, plan: str, step: Load = STEP) -> Memory:
     return memory_of(params, fp.resolve(fp.parse(plan), params, Turn(1, "a")), step)
 
 
@@ -113,7 +113,7 @@ def test_weights_gradients_and_optimiser_follow_from_shapes() -> None:
     found = told(params, "share()")
     assert found.weights == {"float32": whole}
     assert (found.gradients, found.optimiser) == (whole, 2 * whole)
-    assert told(params, "share()", Step(optimiser="sgd")).optimiser == 0
+    assert told(params, "share()", Load(optimiser="sgd")).optimiser == 0
     some = told(params, "chain(freeze(), share(query))")
     assert some.gradients == sum(p.nbytes for p in params if p.kind == "query")
 
@@ -124,13 +124,13 @@ def test_what_stands_below_the_lowest_trained_block_keeps_nothing() -> None:
         told(params, f"chain(freeze(), share(blocks({i})))").activations for i in (0, 8, 15)
     )
     assert all_ > 1.9 * low > 3.5 * high > 0
-    again = told(params, "share()", Step(checkpointing=True))
-    assert again.activations < told(params, "share()", Step()).activations / 5
+    again = told(params, "share()", Load(checkpointing=True))
+    assert again.activations < told(params, "share()", Load()).activations / 5
 
 
 def test_four_bits_are_half_a_byte_and_their_scales() -> None:
     params = fp.params_of("llama-3.2-1b", dtype="bfloat16")
-    held = told(params, "chain(freeze(), share(norm))", Step(quantised="nf4")).weights
+    held = told(params, "chain(freeze(), share(norm))", Load(quantised="nf4")).weights
     linear = sum(p.numel for p in params if str(p.kind) in ["query", "key", "value", "out", "mlp"])
     assert held["nf4"] == linear // 2 + linear // 16
     assert held["bfloat16"] == 2 * (sum(p.numel for p in params) - linear)
@@ -169,4 +169,4 @@ def test_a_wrong_word_is_a_message(said: list[str], words: str) -> None:
 
 def test_a_step_of_nothing_is_refused() -> None:
     with pytest.raises(FedplanError, match="a step has rows and tokens"):
-        Step(batch=0)
+        Load(batch=0)
