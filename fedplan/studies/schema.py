@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
@@ -21,8 +21,10 @@ from fedplan.models.hub import is_hub_id
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.storage.names import a_study_name, client_names
+from fedplan.studies.model_section import ModelSection
 from fedplan.studies.plain import flat, odd, read_toml, value_of
 from fedplan.studies.words import (
+    STRICT,
     Clip,
     Count,
     Division,
@@ -38,10 +40,10 @@ from fedplan.studies.words import (
 from fedplan.training.fit import Pace
 from fedplan.training.optimisers import DECAY, MOMENTUM, optimiser_named
 
-PLACES = {
-    "model": {"path", "vision", "text", "bridge"},
-    "task": {"tokenizer"},
-    "data": {"path", "test_path"},
+PLACES: dict[str, dict[str, Any]] = {
+    "model": {"path": ..., "vision": ..., "text": ..., "bridge": ..., "adapter": {"path": ...}},
+    "task": {"tokenizer": ...},
+    "data": {"path": ..., "test_path": ...},
 }
 """Where files lie: what is in them is told apart by digests of its own."""
 ASIDE: dict[str, Any] = {"evaluate": True, "patience": True, "threads": True, "train": {"rounds"}}
@@ -55,40 +57,9 @@ class ConfigError(FedplanError):
 
 
 class Section(BaseModel):
-    """A part of the file: unknown fields are refused, values are not converted."""
+    """A part of the file, with fields of its own."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class ModelSection(Section):
-    """The model: a folder or hub:org/name with weights, or a type and settings to start from.
-
-    A model of two towers may also be made of two: `vision` and `text`, joined by a `bridge`.
-    `digest` pins it: every end refuses a model whose `fedplan digest` is another. `still` has batch
-    norms use the statistics that they have: a run moves params, and nothing else. For a type that
-    fedplan does not know, `like` names the row of one that it does, or `anatomy` says its own.
-    """
-
-    path: str = ""
-    type: str = ""
-    settings: dict[str, Any] = {}
-    vision: str = ""
-    text: str = ""
-    bridge: str = ""
-    digest: str = ""
-    still: bool = False
-    like: str = ""
-    anatomy: dict[str, Any] = {}
-
-    @model_validator(mode="after")
-    def _one(self) -> ModelSection:
-        if bool(self.vision) != bool(self.text) or (self.bridge and not self.vision):
-            raise ValueError("two towers are both vision and text, and a bridge is between them")
-        if sum(map(bool, (self.path, self.type, self.vision))) != 1:
-            raise ValueError("say one of path (pretrained), type (from scratch), vision and text")
-        if (self.like or self.anatomy) and (self.vision or (self.like and self.anatomy)):
-            raise ValueError("say like, or an anatomy (which may say like), of a model of one type")
-        return self
+    model_config = STRICT
 
 
 class TaskSection(Section):
@@ -319,6 +290,10 @@ class Study(Section):
     def _towers(self) -> Study:
         if self.model.vision and self.task.kind != "image-text":
             raise ValueError("a model of vision and text is for the task image-text")
+        if self.task.kind == "image-text" and not self.model.plain:
+            raise ValueError(
+                "model.dtype, model.quantised and model.adapter are of a model of one tower"
+            )
         return self
 
 
@@ -336,17 +311,20 @@ def read_study(file: Path, overrides: list[str] | None = None) -> Study:
 
 def placed(study: Study, base: Path) -> Study:
     """The study with every relative path made absolute, from a folder; hub ids stay as they are."""
-    changes = {
-        section: {name: _place(getattr(getattr(study, section), name), base) for name in names}
-        for section, names in PLACES.items()
-    }
-    sections = {s: getattr(study, s).model_copy(update=said) for s, said in changes.items()}
-    return study.model_copy(update=sections)
+    return study.model_copy(
+        update={name: _place(getattr(study, name), base, held) for name, held in PLACES.items()}
+    )
 
 
-def _place(said: str, base: Path) -> str:
+def _place(said: Any, base: Path, held: Mapping[str, Any]) -> Any:
+    """A path made absolute; of a section, those that it holds."""
+    if isinstance(said, BaseModel):
+        changes = {name: _place(getattr(said, name), base, held[name]) for name in held}
+        return said.model_copy(update=changes)
+    if not said:
+        return said
     found = base.resolve() / said
-    return said if not said or (is_hub_id(said) and not found.exists()) else str(found)
+    return said if is_hub_id(said) and not found.exists() else str(found)
 
 
 def differences(one: Study, other: Study) -> list[str]:
