@@ -38,9 +38,10 @@ LENT = {
         home_of keep_file mark_of_file put_file reach read_lines synced
     """,
     "models": """
-        ITEMSIZE Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare blocks_of
-        buffers_of centre_of drawn is_hub_id learn listen merged moved places quiet read
-        report require_rest small_copy written
+        ITEMSIZE Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts aligned bare
+        blocks_of buffers_of centre_of configured drawn families_in family_named fetched graft
+        is_hub_id is_quantised learn listen load_adapter moved places quantisation quiet read
+        report require_rest save_adapter small_copy steadied value_in whole written
     """,
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter bias
@@ -54,6 +55,9 @@ LENT = {
     """,
     "training": """
         CONTROL DECAY MOMENTUM PROBES adjust is_public public_look
+    """,
+    "methods": """
+        layers_of
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot

@@ -12,11 +12,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedplan.errors import UnknownAdapter
 from fedplan.models.adapters import FAMILIES, families_in, graft_of, merged
 from fedplan.models.hub import bare, is_hub_id
+from fedplan.models.params import Kind
 from fedplan.models.quantised import dequantised, is_quantised
 
 ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,6 +40,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OURS = frozenset(
     ("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path")
 ) | {"revision", "inference_mode"}
+_PROMPTS = "prompt_embeddings"
 _STARTS = (True, False, "gaussian", "orthogonal")
 
 
@@ -59,10 +61,8 @@ def configured(name: str, settings: Mapping[str, Any], loader: str = "") -> Any:
 
     `loader` is the class of transformers that loads the model: what peft calls the task follows.
     """
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as CONFIGS
-
     family, told = family_named(name)
-    kinds = {kind.value.lower(): each for kind, each in CONFIGS.items()}
+    kinds = {k.value.lower(): each for k, each in _peft().PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     if family not in kinds:
         raise UnknownAdapter(f"this version of peft has no {family}: install a later one")
     _require_known(name, settings, {f.name for f in fields(cast("Any", kinds[family]))} - _OURS)
@@ -105,7 +105,7 @@ def load_adapter(model: nn.Module, name: str) -> nn.Module:
     config.inference_mode = False
     made = graft(model, config)
     answer = peft.set_peft_model_state_dict(made, load_file(folder / WEIGHTS))
-    wrong: list[str] = [*answer.unexpected_keys, *_missing(made, answer.missing_keys)]
+    wrong = sorted({*answer.unexpected_keys} - {_PROMPTS}) + _missing(made, answer.missing_keys)
     if wrong:
         raise UnknownAdapter(f"the adapter {name!r} does not fit this model: see {wrong[0]!r}")
     return made
@@ -134,11 +134,15 @@ def _require_whole(config: Any, name: str) -> None:
         )
 
 
-def _missing(made: nn.Module, names: Iterable[str]) -> list[str]:
-    """Of the names that a file lacks, those of the adapter that is to be filled."""
-    modules = dict(made.named_modules())
-    held = dict(made.named_parameters())
-    return [name for name in names if name in held and graft_of(modules, name) is not None]
+def _missing(made: nn.Module, lacking: Iterable[str]) -> list[str]:
+    """The adapter's tensors that a file has by none of their names; prompts came by another way."""
+    modules, lacks = dict(made.named_modules()), set(lacking)
+    found = dict[Tensor, list[str]]()
+    for name, tensor in made.named_parameters(remove_duplicate=False):
+        graft = graft_of(modules, name) if tensor.requires_grad else None
+        if graft is not None and graft.kind is not Kind.PROMPT:
+            found.setdefault(tensor, []).append(name)
+    return [names[0] for names in found.values() if lacks.issuperset(names)]
 
 
 def save_adapter(model: nn.Module, folder: Path, moved: Iterable[str] = ()) -> None:
