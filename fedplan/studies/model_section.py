@@ -58,6 +58,8 @@ class ModelSection(BaseModel):
     `digest` pins it: every end refuses a model whose `fedplan digest` is another. `still` has batch
     norms use the statistics that they have: a run moves params, and nothing else. For a type that
     fedplan does not know, `like` names the row of one that it does, or `anatomy` says its own.
+    `given` is the class of a model that came from Python.
+
     `dtype` is that of its weights; `quantised` packs those of its layers, which then rest, and
     `adapter` is put on it before the method adds one of its own.
     """
@@ -74,6 +76,7 @@ class ModelSection(BaseModel):
     still: bool = False
     like: str = ""
     anatomy: dict[str, Any] = {}
+    given: str = ""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     quantised: Packing = ""
     adapter: AdapterSection | None = None
@@ -82,7 +85,7 @@ class ModelSection(BaseModel):
     def _one(self) -> ModelSection:
         if bool(self.vision) != bool(self.text) or (self.bridge and not self.vision):
             raise ValueError("two towers are both vision and text, and a bridge is between them")
-        if sum(map(bool, (self.path, self.type, self.vision))) != 1:
+        if sum(map(bool, (self.path, self.type, self.vision, self.given))) != 1:
             raise ValueError("say one of path (pretrained), type (from scratch), vision and text")
         if (self.like or self.anatomy) and (self.vision or (self.like and self.anatomy)):
             raise ValueError("say like, or an anatomy (which may say like), of a model of one type")

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from fedplan.data.own import OWN
 from fedplan.data.partition import KINDS
 from fedplan.data.tasks import TASK_KINDS
 from fedplan.errors import FedplanError
@@ -66,7 +67,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Scalar = str | int | float | bool
 Clip = Annotated[float, AfterValidator(_within(BOUNDS))]
 Noise = Annotated[float, AfterValidator(_within(NOISES, zero=True))]
-TaskKind = Annotated[str, AfterValidator(one_of("task", TASK_KINDS))]
+TaskKind = Annotated[str, AfterValidator(one_of("task", (*TASK_KINDS, OWN)))]
 Division = Annotated[str, AfterValidator(one_of("partition", KINDS))]
 ProbeName = Annotated[str, AfterValidator(one_of("probe", ("", *PROBES)))]
 OptimiserName = Annotated[str, AfterValidator(_optimiser)]
