@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +89,7 @@ def played(made: Study, folder: str = "run", rounds: int = 0) -> Simulation:
         for _ in range(rounds):
             simulation.federation.commit(simulation.federation.round())
     else:
-        simulation.run(lambda *_: None)
+        simulation.run()
     return simulation
 
 
@@ -323,3 +325,18 @@ def test_a_head_that_the_adapter_saves_goes_with_it(chat: Path) -> None:
     export_run(Path("run"), Path("out"), adapter=True)
     base = hf.AutoModelForCausalLM.from_pretrained("chat")
     assert torch.equal(logits(peft.PeftModel.from_pretrained(base, "out")), was)
+
+
+# The document ------------------------------------------------------------------------------
+
+
+def test_the_studies_of_the_document_can_be_played(chat: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
+    lora, qlora = re.findall(r"^```toml\n(.*?)^```", text, flags=re.M | re.S)
+    Path("study.toml").write_text(qlora)
+    small = ("model.path=chat", "task.input=response", "data.clients=2", "train.rounds=1")
+    made = study(*small)
+    assert is_quantised(played(made).federation.model)
+    said = tomllib.loads(lora)["model"]
+    assert adapter(**said["adapter"]) and said["path"] == tomllib.loads(qlora)["model"]["path"]
+    assert stage_of(study(*small, adapter(**said["adapter"]))).agreement.movable
