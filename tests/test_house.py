@@ -24,7 +24,7 @@ ORDER = (
     *("errors", "seeds", "faces", "reader"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports"),
-    *("parts", "testing", "cli", "__init__"),
+    *("parts", "testing", "console", "cli", "__init__"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
@@ -33,16 +33,18 @@ LENT = {
         AUTO DTYPES Digests GRID HOST JSON LARGEST_VALUE PIECES at_rest autocast beside
         brought checksum deterministic device_named device_of device_text device_word forked
         integers is_rider nbytes numbers param_of plain rider riders_of settled split_riders
-        widest
+        scaler widest
     """,
     "storage": """
         Claim Generation Read a_study_name alone claimed client_names explained
         folder_named home_of keep_file mark_of_file put_file reach read_lines synced
     """,
     "models": """
-        ITEMSIZE Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare blocks_of
-        buffers_of centre_of drawn is_hub_id learn listen merged moved places quiet read
-        report require_rest small_copy written
+        ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts
+        aligned bare blocks_of buffers_of centre_of configured drawn families_in
+        family_named fetched graft is_hub_id is_quantised layers_of learn listen
+        load_adapter moved places quantisation quiet read report require_rest
+        save_adapter skeleton small_copy steadied value_in whole written
     """,
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter
@@ -51,19 +53,19 @@ LENT = {
         rounds_ahead spelled_out stated text_of touched value
     """,
     "data": """
-        Collate KINDS Measure OWN Own Seeded TASK_KINDS contents division is_among
-        label_text labels_in model_loss named_columns names_in require_sight rows some
-        spread to_train values where
+        Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_KINDS contents division
+        is_among label_text labels_in model_loss named_columns names_in require_sight
+        rows some spread task_class to_train values where
     """,
     "training": """
-        CONTROL DECAY MOMENTUM PROBES adjust is_public public_look
+        CONTROL DECAY MOMENTUM PROBES adjust checkpointed is_public public_look
     """,
     "methods": """
-        Told told_method
+        Sides Told hosts_of product_told told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
-        capped counted derived needed read_secret secret_of
+        capped counted derived needed read_secret require_pace secret_of
     """,
     "federation": """
         AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping Fare
@@ -84,7 +86,7 @@ LENT = {
         make_keys new_federation run_study simulate submit
     """,
     "reports": """
-        Figure follow_flower foretold parts_table stated told_of
+        Figure asked follow_flower foretold parts_table stated told_of
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""

@@ -35,6 +35,7 @@ from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.buffers import buffers_of, require_rest
 from fedplan.models.params import Param
+from fedplan.models.quantised import value_in
 from fedplan.models.values import take
 from fedplan.tensors.devices import HOST, deterministic, device_of, integers
 from fedplan.tensors.named import Tensors, checksum, digest, nbytes
@@ -181,6 +182,8 @@ def _fit(
         start=before,
         riders=beside(client.seen),
         memory=beside(home),
+        traits=client.traits,
+        round=turn.round,
     )
     if client.guard is not None:
         about = agreement.request(turn.round, client.name)
@@ -223,7 +226,7 @@ def _moved(client: Client, resting: Sequence[Param]) -> Iterator[Param]:
     move a whole frozen model for the sake of an adapter.
     """
     tensors = dict(client.model.named_parameters())
-    live = {p: p.view(tensors[p.name].detach()) for p in resting}
+    live = {p: value_in(client.model, p, tensors[p.name]) for p in resting}
     if device_of(client.model) == HOST:
         return (p for p, value in live.items() if not torch.equal(value, client.start[p.key]))
     sums = integers(checksum(value) for value in live.values())

@@ -9,19 +9,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
+from fedplan.data.own import OWN
+from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.client import Client
 from fedplan.models.hub import is_hub_id
+from fedplan.privacy.dpsgd.fit import require_pace
 from fedplan.storage.names import a_study_name
+from fedplan.studies.model_section import ModelSection
 from fedplan.studies.plain import flat, odd, read_toml, value_of
 from fedplan.studies.sections import (
     ClientsSection,
     DataSection,
     EvaluateSection,
     MethodSection,
-    ModelSection,
     PatienceSection,
     PrivacySection,
     Section,
@@ -29,13 +32,13 @@ from fedplan.studies.sections import (
     TaskSection,
     TrainSection,
 )
-from fedplan.studies.words import DeviceName, Positive
+from fedplan.studies.words import DeviceName, Positive, as_fault
 from fedplan.tensors.devices import AUTO
 
-PLACES = {
-    "model": {"path", "vision", "text", "bridge"},
-    "task": {"tokenizer"},
-    "data": {"path", "test_path"},
+PLACES: dict[str, dict[str, Any]] = {
+    "model": {"path": ..., "vision": ..., "text": ..., "bridge": ..., "adapter": {"path": ...}},
+    "task": {"tokenizer": ...},
+    "data": {"path": ..., "test_path": ...},
 }
 """Where files lie: what is in them is told apart by digests of its own."""
 ASIDE: dict[str, Any] = {
@@ -96,6 +99,9 @@ class Study(Section):
             raise ValueError("to hide examples, say train.steps and privacy.size, both public")
         if said and said.unit == "example" and said.size < self.train.batch:
             raise ValueError("privacy.size is below train.batch: a step takes no more than all")
+        if said and said.unit == "example":
+            with as_fault():
+                require_pace(self.train.pace)
         return self
 
     @property
@@ -122,7 +128,9 @@ class Study(Section):
                 "clients.names are of sites with tables of their own: no data.path, or data.by = "
                 '"column"'
             )
-        if self.clients.names and self.task.label and not self.task.labels:
+        task = self.task
+        number = task.kind != OWN and task_class(task.kind).answers == "number"
+        if self.clients.names and task.label and not task.labels and not number:
             raise ValueError("no end sees all labels: say them in task.labels")
         return self
 
@@ -130,6 +138,10 @@ class Study(Section):
     def _towers(self) -> Study:
         if self.model.vision and self.task.kind != "image-text":
             raise ValueError("a model of vision and text is for the task image-text")
+        if self.task.kind == "image-text" and not self.model.plain:
+            raise ValueError(
+                "model.dtype, model.quantised and model.adapter are of a model of one tower"
+            )
         return self
 
 
@@ -147,17 +159,20 @@ def read_study(file: Path, overrides: list[str] | None = None) -> Study:
 
 def placed(study: Study, base: Path) -> Study:
     """The study with every relative path made absolute, from a folder; hub ids stay as they are."""
-    changes = {
-        section: {name: _place(getattr(getattr(study, section), name), base) for name in names}
-        for section, names in PLACES.items()
-    }
-    sections = {s: getattr(study, s).model_copy(update=said) for s, said in changes.items()}
-    return study.model_copy(update=sections)
+    return study.model_copy(
+        update={name: _place(getattr(study, name), base, held) for name, held in PLACES.items()}
+    )
 
 
-def _place(said: str, base: Path) -> str:
+def _place(said: Any, base: Path, held: Mapping[str, Any]) -> Any:
+    """A path made absolute; of a section, those that it holds."""
+    if isinstance(said, BaseModel):
+        changes = {name: _place(getattr(said, name), base, held[name]) for name in held}
+        return said.model_copy(update=changes)
+    if not said:
+        return said
     found = base.resolve() / said
-    return said if not said or (is_hub_id(said) and not found.exists()) else str(found)
+    return said if is_hub_id(said) and not found.exists() else str(found)
 
 
 def differences(one: Study, other: Study) -> list[str]:

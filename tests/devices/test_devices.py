@@ -383,11 +383,12 @@ def test_a_study_runs_there_and_goes_on_here(here: Path, device: torch.device) -
         assert scores[0] == pytest.approx(scores[1], rel=1e-3)
 
 
-def test_bf16_is_the_same_there(device: torch.device) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_smaller_dtypes_are_the_same_there(precision: str, device: torch.device) -> None:
     ends = list[dict[str, Tensor]]()
     for place in (HOST, device):
         model = built("bert", chance=False).to(place)
-        pace = Pace(sgd(), rate=1e-2, batch=2, steps=2, bf16=True)
+        pace = Pace(sgd(), rate=1e-2, batch=2, steps=2, precision=precision)
         fit.plain(job_of(model, few("bert")["client-0"], pace=pace))
         ends.append(take(model, describe(model)))
     for key, value in ends[0].items():

@@ -64,7 +64,7 @@ class Subject:
     tensors: tuple[Trained, ...]
     rows: Examples
     loss: Loss
-    bf16: bool = False
+    dtype: torch.dtype | None = None
 
     @property
     def name(self) -> str:
@@ -73,7 +73,7 @@ class Subject:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Where forward passes belong, as in any other fit."""
-        return autocast(device_of(self.model), torch.bfloat16 if self.bf16 else None)
+        return autocast(device_of(self.model), self.dtype)
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
         """Some rows, where the model is."""
