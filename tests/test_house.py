@@ -24,23 +24,24 @@ ORDER = (
     *("errors", "seeds", "faces", "reader"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports"),
-    *("parts", "testing", "cli", "__init__"),
+    *("parts", "testing", "console", "cli", "__init__"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
 LENT = {
     "tensors": """
-        DTYPES Digests GRID JSON LARGEST_VALUE PIECES at_rest autocast beside brought device_of
-        forked is_rider nbytes numbers param_of plain rider riders_of scaler split_riders
+        DTYPES Digests GRID JSON LARGEST_VALUE PIECES at_rest autocast beside brought
+        device_of forked is_rider nbytes numbers param_of plain rider riders_of scaler
+        split_riders
     """,
     "storage": """
         Claim Generation Read a_study_name alone claimed client_names explained
         folder_named home_of keep_file mark_of_file put_file reach read_lines synced
     """,
     "models": """
-        ITEMSIZE Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare blocks_of
-        buffers_of centre_of drawn is_hub_id learn listen merged moved places quiet read
-        report require_rest small_copy written
+        ITEMSIZE LowRank Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare
+        blocks_of buffers_of centre_of drawn is_hub_id layers_of learn listen merged
+        moved places quiet read report require_rest skeleton small_copy written
     """,
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter
@@ -49,15 +50,15 @@ LENT = {
         rounds_ahead spelled_out stated text_of touched value
     """,
     "data": """
-        Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_KINDS contents division is_among
-        label_text labels_in model_loss named_columns names_in require_sight rows some
-        spread to_train values where
+        Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_KINDS contents division
+        is_among label_text labels_in model_loss named_columns names_in require_sight
+        rows some spread task_class to_train values where
     """,
     "training": """
         CONTROL DECAY MOMENTUM PROBES adjust checkpointed is_public public_look
     """,
     "methods": """
-        Told told_method
+        Sides Told product_told told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
@@ -82,7 +83,7 @@ LENT = {
         make_keys new_federation run_study simulate submit
     """,
     "reports": """
-        Figure follow_flower foretold parts_table stated told_of
+        Figure asked follow_flower foretold parts_table stated told_of
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""

@@ -82,7 +82,8 @@ class TaskSection(Section):
 
     `labels` are all that there are, where no end sees the rows of all. Of pictures, `image_size`
     must be said: the side that the model takes. `given` is what came from Python: the task, or a
-    loss and a collator of one's own.
+    loss and a collator of one's own. `packing` puts several conversations into one row of tokens.
+    `weights` are what the loss of a label is multiplied by.
     """
 
     kind: TaskKind
@@ -93,6 +94,8 @@ class TaskSection(Section):
     max_length: Positive = Task.max_length
     image_size: Count = Task.image_size
     template: str = Task.template
+    packing: bool = Task.packing
+    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
     given: str = ""
 
 
@@ -140,6 +143,7 @@ class MethodSection(Section):
     phases: dict[str, Count] = {}
     inside: MethodSection | None = None
     wire: str = ""
+    product: str = ""
     given: list[str] = []
 
     @model_validator(mode="after")
@@ -243,13 +247,14 @@ class EvaluateSection(Section):
     """When and on what the models are tested.
 
     `attention` is on how many of the common test's rows each round's move of the attention maps is
-    measured; 0 is not at all.
+    measured; 0 is not at all. `metrics` are measured beside those of the task.
     """
 
     every: Positive = 1
     batch: Positive = 128
     personal: bool = True
     attention: Count = 0
+    metrics: list[str] = []
 
 
 class StopSection(Section):
