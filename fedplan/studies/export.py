@@ -18,7 +18,7 @@ from fedplan.language.turn import Turn
 from fedplan.models.adapters import merged
 from fedplan.models.dual import Dual
 from fedplan.models.folder import Preprocessing, save_folder
-from fedplan.models.hub import bare, is_hub_id, quiet
+from fedplan.models.hub import quiet
 from fedplan.models.images import centre_of
 from fedplan.models.values import put
 from fedplan.studies.folder import agreement_in, noted_task, study_in
@@ -88,7 +88,7 @@ def _written(model: nn.Module, task: Task, out: Path) -> str:
     whole = cast("Any", merged(model))
     whole.save_pretrained(out)
     if task.source and task.kind != "image-classification":
-        _tokenizer(task.source).save_pretrained(out)
+        task.tokenizer.save_pretrained(out)
     return f"transformers.{task.model_class}.from_pretrained({str(out)!r})"
 
 
@@ -99,11 +99,3 @@ def _picture(task: Task) -> Preprocessing:
 
 def _colours(side: Tensor) -> tuple[float, ...]:
     return tuple(float(colour) for colour in side.flatten())
-
-
-def _tokenizer(source: str) -> Any:
-    import transformers
-
-    return cast("Any", transformers.AutoTokenizer).from_pretrained(
-        bare(source), local_files_only=not is_hub_id(source), trust_remote_code=False
-    )
