@@ -143,6 +143,7 @@ class MethodSection(Section):
     phases: dict[str, Count] = {}
     inside: MethodSection | None = None
     wire: str = ""
+    product: str = ""
     given: list[str] = []
 
     @model_validator(mode="after")

@@ -53,6 +53,7 @@ OTHER = {
     (TaskSection, "weights"): "a table there, and pairs here",
     (MethodSection, "probe"): "a name there, and a value here",
     (MethodSection, "wire"): "a text there, and a value here",
+    (MethodSection, "product"): "a text there, and a value here",
 }
 
 
