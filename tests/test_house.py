@@ -39,9 +39,11 @@ LENT = {
         folder_named home_of keep_file mark_of_file put_file reach read_lines synced
     """,
     "models": """
-        ITEMSIZE LowRank Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare
-        blocks_of buffers_of centre_of drawn is_hub_id layers_of learn listen merged
-        moved places quiet read report require_rest skeleton small_copy written
+        ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts
+        aligned bare blocks_of buffers_of centre_of configured drawn families_in
+        family_named fetched graft is_hub_id is_quantised layers_of learn listen
+        load_adapter moved places quantisation quiet read report require_rest
+        save_adapter skeleton small_copy steadied value_in whole written
     """,
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter
@@ -51,14 +53,14 @@ LENT = {
     """,
     "data": """
         Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_KINDS contents division
-        is_among label_text labels_in model_loss named_columns names_in require_sight
-        rows some spread task_class to_train values where
+        is_among label_text labels_in model_loss named_columns names_in require_packing
+        require_sight rows some spread task_class to_train values where
     """,
     "training": """
         CONTROL DECAY MOMENTUM PROBES adjust checkpointed is_public public_look
     """,
     "methods": """
-        Sides Told product_told told_method
+        Sides Told hosts_of product_told told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot

@@ -137,7 +137,9 @@ TASKS: dict[str, Recipe] = {
     "regression": Recipe(
         BERT, 'label = "label"', _labelled(text=_text, label=lambda i: 100.0 if i >= ODD else i % 7)
     ),
-    "seq2seq-lm": Recipe(BART, 'input = "text ask"', _labelled(text=_text, ask=_ask), headless=True),
+    "seq2seq-lm": Recipe(
+        BART, 'input = "text ask"', _labelled(text=_text, ask=_ask), headless=True
+    ),
     "instruction": Recipe(
         GPT2, 'input = "ask text"', _labelled(text=_text, ask=_ask), headless=True
     ),
