@@ -53,8 +53,8 @@ LENT = {
     """,
     "data": """
         Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_KINDS contents division
-        is_among label_text labels_in model_loss named_columns names_in require_sight
-        rows some spread task_class to_train values where
+        is_among label_text labels_in model_loss named_columns names_in require_packing
+        require_sight rows some spread task_class to_train values where
     """,
     "training": """
         CONTROL DECAY MOMENTUM PROBES adjust checkpointed is_public public_look

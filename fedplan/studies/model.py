@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedplan import seeds
-from fedplan.data.foresight import require_sight
+from fedplan.data.foresight import require_packing, require_sight
 from fedplan.data.tasks import Task
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse_part
@@ -34,12 +34,15 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeds.seed(study.name, "model", study.seed))
         model = _made(study, task)
-        require_sight(model, task.kind, packed=task.packing)
+        require_sight(model, task.kind)
         model = stilled(model) if study.model.still else model
         if said := study.model.anatomy or ({"like": study.model.like} if study.model.like else {}):
             learn(model, said)
         model = _with_adapter(study, task, model) if study.model.adapter else model
-        return method.adapt(model) if method.adapt is not None else model
+        model = method.adapt(model) if method.adapt is not None else model
+        if task.packing:  # what an adapter puts before a text may join the texts again
+            require_packing(model)
+        return model
 
 
 def _with_adapter(study: Study, task: Task, model: nn.Module) -> nn.Module:
