@@ -235,8 +235,9 @@ def simulate(
     `clients` are rows to train on by name: a table of `datasets`, a torch Dataset, or anything with
     a length and `batch`. `test` are rows for the federation's model, `own` for each client's. With
     a `task` rows are tables that it prepares; else `loss`, `collate` and `metrics` are functions,
-    the loss that of the model itself unless it is given; clients are compared by `primary`. `train`, `evaluate` and `privacy` are what
-    a study file says under these names. Without a `folder` the run is kept as long as this process.
+    the loss that of the model itself unless it is given, and clients are compared by `primary`.
+    `train`, `evaluate` and `privacy` are what a study file says under these names. Without a
+    `folder` the run is kept as long as this process lives.
     With `run=False` nothing is played yet: `for closed in simulation.rounds()` does, one by one.
     """
     asked = method if isinstance(method, Method) else Method(method)
