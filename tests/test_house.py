@@ -24,24 +24,26 @@ ORDER = (
     *("errors", "seeds", "faces", "reader"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports"),
-    *("parts", "testing", "cli", "__init__"),
+    *("parts", "testing", "console", "cli", "__init__"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
 LENT = {
     "tensors": """
-        DTYPES Digests GRID JSON LARGEST_VALUE PIECES at_rest beside is_rider nbytes
-        param_of plain rider riders_of split_riders
+        DTYPES Digests GRID JSON LARGEST_VALUE PIECES at_rest autocast beside brought
+        device_of forked is_rider nbytes numbers param_of plain rider riders_of scaler
+        split_riders
     """,
     "storage": """
         Claim Generation Read a_study_name alone claimed client_names explained
         folder_named home_of keep_file mark_of_file put_file reach read_lines synced
     """,
     "models": """
-        ITEMSIZE Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts aligned bare
-        blocks_of buffers_of centre_of configured drawn families_in family_named fetched graft
-        is_hub_id is_quantised learn listen load_adapter moved places quantisation quiet read
-        report require_rest save_adapter small_copy steadied value_in whole written
+        ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts aligned
+        bare blocks_of buffers_of centre_of configured drawn families_in family_named fetched
+        graft is_hub_id is_quantised layers_of learn listen load_adapter moved places
+        quantisation quiet read report require_rest save_adapter scales_in skeleton small_copy
+        steadied value_in whole written
     """,
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter
@@ -50,19 +52,19 @@ LENT = {
         rounds_ahead spelled_out stated text_of touched value
     """,
     "data": """
-        Collate KINDS Measure OWN Own Seeded TASK_KINDS contents division is_among
-        label_text labels_in model_loss named_columns names_in require_sight rows some
-        spread to_train values where
+        Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_KINDS contents division
+        is_among label_text labels_in model_loss named_columns names_in require_sight
+        rows some spread task_class to_train values where
     """,
     "training": """
-        CONTROL DECAY MOMENTUM PROBES adjust is_public public_look
+        CONTROL DECAY MOMENTUM PROBES adjust checkpointed is_public public_look
     """,
     "methods": """
-        Told layers_of told_method
+        ByResidual Sides Told hosts_of product_told told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
-        capped counted derived needed read_secret secret_of
+        capped counted derived needed read_secret require_pace secret_of
     """,
     "federation": """
         AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping Fare
@@ -83,7 +85,7 @@ LENT = {
         make_keys new_federation run_study simulate submit
     """,
     "reports": """
-        Figure follow_flower foretold parts_table stated told_of
+        Figure asked follow_flower foretold parts_table stated told_of
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""
@@ -235,6 +237,19 @@ def test_nothing_unsafe_is_called(file: Path) -> None:
             assert node.module not in UNSAFE_MODULES, node.lineno
         if isinstance(node, ast.keyword) and node.arg in UNSAFE_ARGUMENTS:
             assert isinstance(node.value, ast.Constant) and node.value.value is False, node.lineno
+
+
+def test_weights_and_tokenizers_are_loaded_in_one_place() -> None:
+    """What may be looked up, and that no code beside weights is run, is said there."""
+    calls = {
+        (name_of(file), ast.unparse(node.func.value))
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr == "from_pretrained"
+    }
+    # peft's configuration is a file of JSON in a folder that is there.
+    assert calls == {("models.hub", "loader"), ("models.grafting", "peft.PeftConfig")}
 
 
 def test_every_public_name_is_documented() -> None:

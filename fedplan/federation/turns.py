@@ -175,6 +175,8 @@ def _fit(
         start=before,
         riders=beside(client.seen),
         memory=beside(home),
+        traits=client.traits,
+        round=turn.round,
     )
     if client.guard is not None:
         about = agreement.request(turn.round, client.name)

@@ -17,8 +17,10 @@ from fedplan.data.tasks import Task
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse_part
 from fedplan.language.parts import mlp
-from fedplan.methods.adapters import layers_of
+from fedplan.methods.adapters import hosts_of
 from fedplan.methods.method import Method
+from fedplan.methods.products import ByResidual
+from fedplan.models.adapters import scales_in
 from fedplan.models.behaviour.proposal import learn
 from fedplan.models.buffers import stilled
 from fedplan.models.dual import load_dual
@@ -34,12 +36,25 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeds.seed(study.name, "model", study.seed))
         model = _made(study, task)
-        require_sight(model, task.kind)
+        require_sight(model, task.kind, packed=task.packing)
         model = stilled(model) if study.model.still else model
         if said := study.model.anatomy or ({"like": study.model.like} if study.model.like else {}):
             learn(model, said)
         model = _with_adapter(study, task, model) if study.model.adapter else model
-        return method.adapt(model) if method.adapt is not None else model
+        model = method.adapt(model) if method.adapt is not None else model
+    require_scale(model, method)
+    return model
+
+
+def require_scale(model: nn.Module, method: Method) -> None:
+    """Refuse to fold products into weights at another scale than that of the model's LoRA."""
+    rule, scales = method.product, scales_in(model)
+    if isinstance(rule, ByResidual) and scales - {rule.scale}:
+        found = ", ".join(map(str, sorted(scales)))
+        raise FedplanError(
+            f"{rule.text} folds at another scale than the model's LoRA has, which is {found}: say "
+            f"lora_alpha = {rule.scale:g} * r in model.adapter"
+        )
 
 
 def _with_adapter(study: Study, task: Task, model: nn.Module) -> nn.Module:
@@ -62,11 +77,11 @@ def _placed(said: AdapterSection, model: nn.Module) -> dict[str, Any]:
     """The settings of an adapter with the names of the layers that it is put on."""
     if not said.target:
         return said.settings
-    layers = layers_of(model, parse_part(said.target))
+    layers = hosts_of(model, parse_part(said.target))
     found = {**said.settings, "target_modules": layers}
     if family_named(said.type)[0] == "ia3":
         # IA3 scales what enters such a layer, and what leaves any other.
-        inner = set(layers_of(model, mlp)) if "mlp" in said.target else set[str]()
+        inner = set(hosts_of(model, mlp)) if "mlp" in said.target else set[str]()
         found.setdefault("feedforward_modules", sorted(inner & set(layers)))
     return found
 
@@ -101,7 +116,7 @@ def _pretrained(study: Study, task: Task) -> nn.Module:
                 said.path,
                 dtype=dtype,
                 **_packing(said.quantised, dtype),
-                **_labels(task),
+                **task.settings,
                 **said.settings,
             )
         )
@@ -119,7 +134,7 @@ def _from_scratch(study: Study, task: Task) -> nn.Module:
 
     said = study.model
     with _told(f"model.type: no {said.type!r} can be made for {task.kind} with these settings"):
-        config = transformers.AutoConfig.for_model(said.type, **said.settings, **_labels(task))
+        config = transformers.AutoConfig.for_model(said.type, **said.settings, **task.settings)
         return _loader(task).from_config(config).to(getattr(torch, said.dtype))
 
 
@@ -142,10 +157,3 @@ def _loader(task: Task) -> Any:
     import transformers
 
     return getattr(transformers, task.model_class)
-
-
-def _labels(task: Task) -> dict[str, Any]:
-    """The names of the classes, so that a saved model knows what it says."""
-    names = dict(enumerate(task.labels))
-    places = {name: number for number, name in names.items()}
-    return {"id2label": names, "label2id": places} if names else {}

@@ -20,6 +20,7 @@ from fedplan.language.plan import chain
 from fedplan.language.resolution import check
 from fedplan.methods.method import Method
 from fedplan.methods.phases import Planned
+from fedplan.methods.products import product_told
 from fedplan.methods.registry import method_named
 from fedplan.methods.told import Told, told_method
 from fedplan.models.description import describe
@@ -28,7 +29,7 @@ from fedplan.models.quantised import steadied
 from fedplan.models.values import take
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.studies.given import Given
-from fedplan.studies.model import starting_model
+from fedplan.studies.model import require_scale, starting_model
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection, MethodSection
 from fedplan.studies.shares import Shares, shares_of
@@ -93,6 +94,7 @@ def stage_of(
 
 def _stage_given(study: Study, given: Given) -> Stage:
     model = steadied(given.starting_model)
+    require_scale(model, given.method)
     agreement = agreement_of(study, describe(model), given.method)
     check(given.method.plan, agreement.params)
     return Stage(given.shares, model, agreement)
@@ -157,6 +159,7 @@ def _method(said: MethodSection) -> Method:
         if strange := said.phases.keys() - set(phases_in(made.plan)):
             raise ConfigError(f"method.phases: the plan speaks of no phase {min(strange)!r}")
         made = replace(made, announce=Planned(said.phases))
+    made = replace(made, product=product_told(said.product)) if said.product else made
     return replace(made, wire=parse_wire(said.wire)) if said.wire else made
 
 

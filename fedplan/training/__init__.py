@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         probe_named,
         public,
     )
+    from fedplan.training.ranks import narrowed
+    from fedplan.training.schedules import Schedule, schedule_named
     from fedplan.training.wraps import alternate, controlled, proximal
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "Marked",
     "Pace",
     "Probe",
+    "Schedule",
     "Wrap",
     "adamw",
     "alternate",
@@ -47,12 +50,14 @@ __all__ = [
     "from_the_top",
     "gradient",
     "mark",
+    "narrowed",
     "optimiser_named",
     "plain",
     "probe_named",
     "proximal",
     "public",
     "register_optimiser",
+    "schedule_named",
     "sgd",
 ]
 
@@ -63,6 +68,8 @@ __getattr__, __dir__ = face(
         "freezing": "Marked mark",
         "optimisers": "ClientOptimiser adamw optimiser_named register_optimiser sgd",
         "probes": "Look Probe at_random attention fixed from_the_top gradient probe_named public",
+        "ranks": "narrowed",
+        "schedules": "Schedule schedule_named",
         "wraps": "alternate controlled proximal",
     },
 )

@@ -42,7 +42,7 @@ def alternate(own_epochs: int = 1) -> Wrap:
         def alternating(job: Job) -> Done:
             resting = {p: _rest(role, Role.SHARE, Role.FREEZE) for p, role in job.roles.items()}
             held = {p: _rest(role, Role.KEEP, Role.HOLD) for p, role in job.roles.items()}
-            pace = replace(job.pace, epochs=own_epochs)
+            pace = replace(job.pace, epochs=own_epochs, steps=0)
             fit(replace(job, roles=resting, pace=pace, seed=job.seed + 1))
             return fit(replace(job, roles=held))
 
@@ -63,7 +63,8 @@ CONTROL = "control"
 def controlled(fit: Fit) -> Fit:
     """Correct each step by what this client's gradient differs from the federation's: SCAFFOLD.
 
-    The second of the paper's two rules for the client's control; it is meant for plain SGD.
+    The second of the paper's two rules for the client's control; it is meant for plain SGD. Where a
+    schedule gives each step a rate of its own, their sum stands for the paper's steps times rate.
     """
 
     def controlled_fit(job: Job) -> Done:
@@ -76,7 +77,11 @@ def controlled(fit: Fit) -> Fit:
                 gradient.add_(world[param.key] - mine[param.key])
 
         done = fit(replace(job, adjust=(*job.adjust, correct)))
-        scale = 1 / (max(done.steps, 1) * job.pace.rate)
+        far = done.steps * job.pace.rate if done.distance is None else done.distance
+        if not far:  # it took no step, or all at a rate of zero: it has learned nothing of itself
+            still = {rider(k, CONTROL): torch.zeros_like(v) for k, v in mine.items()}
+            return replace(done, riders=still, memory=job.memory)
+        scale = 1 / far
         ends = take(job.model, shared)
         fresh = {k: mine[k] - world[k] + (job.start[k] - ends[k]) * scale for k in ends}
         return replace(

@@ -22,7 +22,7 @@ from fedplan.errors import FedplanError
 from fedplan.models.adapters import families_in
 from fedplan.models.description import describe
 from fedplan.models.hub import fetched
-from fedplan.models.quantised import is_packed, is_quantised, quantisation
+from fedplan.models.quantised import QUANTISED, is_packed, is_quantised, quantisation
 from fedplan.models.values import put
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.export import export_run
@@ -145,6 +145,19 @@ def test_the_adapter_of_a_study_goes_before_that_of_its_method(chat: Path) -> No
     assert {str(k) for p in own if p.kind == "adapter" for k in p.on} == {"query", "value"}
     with pytest.raises(FedplanError, match=r"method\.settings\.rank is of an adapter"):
         stage_of(study(*named[:2], "method.settings={ rank = 4 }"))
+
+
+def test_exact_lora_folds_at_the_scale_of_the_adapter_and_never_into_what_is_packed(
+    chat: Path,
+) -> None:
+    exact = ("method.plan=", "method.name=fedex-lora", "method.settings={ with_head = false }")
+    with pytest.raises(FedplanError, match=r"which is 4\.0: say lora_alpha = 1 \* r"):
+        stage_of(study(*exact, "model.adapter.lora_alpha=8"))
+    alike = (*exact, "model.adapter.lora_alpha=2")
+    assert stage_of(study(*alike)).agreement.folded
+    for kind in QUANTISED:
+        with pytest.raises(FedplanError, match="by_residual"):
+            played(study(*alike, packed(kind)), kind)
 
 
 @pytest.mark.parametrize(
