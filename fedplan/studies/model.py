@@ -19,6 +19,8 @@ from fedplan.language.parser import parse_part
 from fedplan.language.parts import mlp
 from fedplan.methods.adapters import hosts_of
 from fedplan.methods.method import Method
+from fedplan.methods.products import ByResidual
+from fedplan.models.adapters import scales_in
 from fedplan.models.behaviour.proposal import learn
 from fedplan.models.buffers import stilled
 from fedplan.models.dual import load_dual
@@ -42,7 +44,19 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
         model = method.adapt(model) if method.adapt is not None else model
         if task.packing:  # what an adapter puts before a text may join the texts again
             require_packing(model)
-        return model
+    require_scale(model, method)
+    return model
+
+
+def require_scale(model: nn.Module, method: Method) -> None:
+    """Refuse to fold products into weights at another scale than that of the model's LoRA."""
+    rule, scales = method.product, scales_in(model)
+    if isinstance(rule, ByResidual) and scales - {rule.scale}:
+        found = ", ".join(map(str, sorted(scales)))
+        raise FedplanError(
+            f"{rule.text} folds at another scale than the model's LoRA has, which is {found}: say "
+            f"lora_alpha = {rule.scale:g} * r in model.adapter"
+        )
 
 
 def _with_adapter(study: Study, task: Task, model: nn.Module) -> nn.Module:
