@@ -42,7 +42,7 @@ LENT = {
         ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts
         aligned bare blocks_of buffers_of centre_of configured drawn families_in
         family_named fetched graft is_hub_id is_quantised layers_of learn listen
-        load_adapter moved places quantisation quiet read report require_rest
+        load_adapter mixes_rows moved places quantisation quiet read report require_rest
         save_adapter scales_in skeleton small_copy steadied value_in whole written
     """,
     "language": """
