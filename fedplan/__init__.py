@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fedplan.models.description import describe
     from fedplan.studies.run import open_run
     from fedplan.training.freezing import mark
+    from fedplan.training.loops import attach
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "UnknownArchitecture",
     "UnknownModel",
     "after",
+    "attach",
     "best",
     "by",
     "chain",
@@ -68,5 +70,10 @@ __all__ = [
 # To read a plan takes no torch: what needs it is imported when it is first asked for.
 __getattr__, __dir__ = face(
     __name__,
-    {"models.description": "describe", "studies.run": "open_run", "training.freezing": "mark"},
+    {
+        "models.description": "describe",
+        "studies.run": "open_run",
+        "training.freezing": "mark",
+        "training.loops": "attach",
+    },
 )

@@ -21,7 +21,7 @@ FACES = [f for f in FILES if f.name == "__init__.py" and f.parent != PACKAGE]
 
 # Imports flow one way: each package, or module of the root, may use those that stand before it.
 ORDER = (
-    *("errors", "seeds", "faces", "reader"),
+    *("errors", "seeds", "faces", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports"),
     *("parts", "testing", "cli", "__init__"),
@@ -49,11 +49,15 @@ LENT = {
         spelled_out stated text_of touched value
     """,
     "data": """
-        KINDS Seeded TASK_KINDS contents division is_among label_text labels_in names_in
-        require_sight rows some spread to_train values where
+        KINDS Seeded TASK_NAMES contents division is_among label_text labels_in names_in
+        require_sight rows some spread task_class to_train values where
     """,
     "training": """
-        CONTROL DECAY MOMENTUM PROBES adjust is_public public_look
+        CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES WRAP_NAMES adjust
+        is_public loop_named public_look wrap_named
+    """,
+    "methods": """
+        METHOD_NAMES SERVER_OPTIMISER_NAMES about_method list_methods server_optimiser_named
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot

@@ -33,6 +33,7 @@ from fedplan.models.catalog import TASKS
 from fedplan.models.dual import TEMPLATE
 from fedplan.models.hub import bare, is_hub_id
 from fedplan.models.images import centre_of, drawn
+from fedplan.naming import Registry
 from fedplan.tensors.devices import at_rest
 
 if TYPE_CHECKING:
@@ -320,6 +321,16 @@ TASK_KINDS: dict[str, type[Task]] = {
     "masked-lm": MaskedLanguage,
 }
 """What a model can be asked to do; `catalog.TASKS` says for each how a model of it is loaded."""
+TASK_NAMES: Registry[type[Task]] = Registry("task", TASK_KINDS)
+"""All tasks that a study can name: those, and classes of `Task` with a `model_class` of theirs."""
+
+
+def task_class(kind: str) -> type[Task]:
+    """The class of a task, by its kind or where it stands: `package.module:Class`."""
+    found = TASK_NAMES.find(kind).value
+    if not isinstance(found, type) or not issubclass(found, Task):
+        raise DataError(f"the task {kind!r} is no class of fedplan.data.Task: make it one")
+    return found
 
 
 def task(
@@ -342,8 +353,7 @@ def task(
     that of `model`, a folder or hub id, unless `tokenizer` names another. With `single` each row is
     one example, whatever is cut off.
     """
-    if kind not in TASK_KINDS:
-        raise DataError(f"there is no task {kind!r}; there are {', '.join(TASK_KINDS)}")
+    made = task_class(kind)
     columns = (columns,) if isinstance(columns, str) else tuple(columns)
     most = 2 if kind == "text-classification" else 1
     if not 1 <= len(columns) <= most:
@@ -360,4 +370,4 @@ def task(
         label, known = "", ()
     source = tokenizer or model
     sizes = max_length, image_size
-    return TASK_KINDS[kind](kind, source, columns, label, known, *sizes, template, single)
+    return made(kind, source, columns, label, known, *sizes, template, single)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedplan.methods.personal import fedbabu, fedbn, fedper, fedrep, lg_fedavg
     from fedplan.methods.phases import Announce, Planned, Sign
     from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
-    from fedplan.methods.registry import METHODS, method_named
+    from fedplan.methods.registry import METHODS, method_named, register_method
     from fedplan.methods.server_optimiser import (
         ServerOptimiser,
         adagrad,
@@ -68,6 +68,7 @@ __all__ = [
     "pfeddc",
     "pfeddc_held",
     "promptfl",
+    "register_method",
     "safl",
     "safl_frozen",
     "safl_lora",
@@ -87,7 +88,7 @@ __getattr__, __dir__ = face(
         "personal": "fedbabu fedbn fedper fedrep lg_fedavg",
         "phases": "Announce Planned Sign",
         "prompts": "local_prompts pfeddc promptfl",
-        "registry": "METHODS method_named",
+        "registry": "METHODS method_named register_method",
         "server_optimiser": "ServerOptimiser adagrad adam mean momentum yogi",
     },
 )

@@ -18,21 +18,26 @@ from fedplan.federation.participation import Participation
 from fedplan.federation.patience import Patience
 from fedplan.methods.method import Method
 from fedplan.models.hub import is_hub_id
+from fedplan.naming import UnknownName
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.storage.names import a_study_name, client_names
+from fedplan.studies.names import code_of_names
 from fedplan.studies.plain import flat, odd, read_toml, value_of
 from fedplan.studies.words import (
     Clip,
     Count,
     Division,
+    LoopName,
     Noise,
     OptimiserName,
     Positive,
     ProbeName,
     Scalar,
+    ServerOptimiserName,
     Share,
     TaskKind,
+    WrapName,
     as_fault,
 )
 from fedplan.training.fit import Pace
@@ -139,6 +144,11 @@ class MethodSection(Section):
 
     `inside` is another method, whose local fit and server optimiser this one takes. A plan of your
     own names its `probe`, if it chooses blocks; `phases` are announced after so many rounds.
+
+    What is yours is named by where it stands, as `package.module:attribute`, or as an installed
+    package offers it: the method, its probe, the `loop` that trains a client, `wraps` around it
+    (the first outermost, and all of them around the method's own), and the `server_optimiser`, made
+    with `server_settings`.
     """
 
     name: str = ""
@@ -149,6 +159,10 @@ class MethodSection(Section):
     phases: dict[str, Count] = {}
     inside: MethodSection | None = None
     wire: str = ""
+    loop: LoopName = ""
+    wraps: list[WrapName] = []
+    server_optimiser: ServerOptimiserName = ""
+    server_settings: dict[str, Scalar] = {}
 
     @model_validator(mode="after")
     def _one(self) -> MethodSection:
@@ -156,6 +170,8 @@ class MethodSection(Section):
             raise ValueError("say name (a published method), plan (your own) or both")
         if self.name and (self.probe or self.together):
             raise ValueError("probe and together are for a plan without a name: see settings")
+        if self.server_settings and not self.server_optimiser:
+            raise ValueError("server_settings are those of a server_optimiser: name it")
         return self
 
 
@@ -279,7 +295,8 @@ class Study(Section):
     def digest(self) -> str:
         """Tells two studies apart by all that changes a turn, wherever their files lie."""
         said = self.model_dump(mode="json", exclude=PLACES | ASIDE)
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
+        told = json.dumps(said, sort_keys=True) + "".join(code_of_names(self))
+        return hashlib.sha256(told.encode()).hexdigest()[:32]
 
     @model_validator(mode="after")
     def _private(self) -> Study:
@@ -358,13 +375,22 @@ def differences(one: Study, other: Study) -> list[str]:
 def study_of(said: dict[str, Any]) -> Study:
     """A study from plain values; each fault is named by its field."""
     faults = [f"{section}: {fault}" for section, held in said.items() if (fault := odd(held))]
+    code = ConfigError.code
     try:
         found = Study.model_validate(said) if not faults else None
     except ValidationError as error:
         found, faults = None, [f"{_field(e['loc'])}: {e['msg']}{_said(e)}" for e in error.errors()]
+        code = _code(error)
     if found is None:
-        raise ConfigError("the study does not fit:\n  " + "\n  ".join(faults))
+        raise ConfigError("the study does not fit:\n  " + "\n  ".join(faults)).coded(code)
     return found
+
+
+def _code(error: ValidationError) -> str:
+    """The code of a study that names what is not here; of any other fault, that of settings."""
+    causes = [each.get("ctx", {}).get("error") for each in error.errors()]
+    lacking = any(isinstance(getattr(each, "__cause__", None), UnknownName) for each in causes)
+    return UnknownName.code if lacking else ConfigError.code
 
 
 def _said(error: Mapping[str, Any]) -> str:

@@ -10,12 +10,16 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from fedplan.data.partition import KINDS
-from fedplan.data.tasks import TASK_KINDS
+from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
+from fedplan.methods.registry import SERVER_OPTIMISER_NAMES
+from fedplan.naming import unknown
 from fedplan.privacy.accounting.events import NOISES
 from fedplan.privacy.mechanisms.clipping import BOUNDS
+from fedplan.training.loops import loop_named
 from fedplan.training.optimisers import optimiser_named
-from fedplan.training.probes import PROBES
+from fedplan.training.probes import probe_named
+from fedplan.training.wraps import wrap_named
 
 MOST = 10**9
 """The largest whole number."""
@@ -33,8 +37,7 @@ def as_fault() -> Generator[None]:
 def _one_of(what: str, names: Collection[str]) -> Callable[[str], str]:
     def check(name: str) -> str:
         if name not in names:
-            known = ", ".join(filter(None, names))
-            raise ValueError(f"there is no {what} {name!r}; there are {known}")
+            raise ValueError(unknown(what, name, names))
         return name
 
     return check
@@ -51,9 +54,15 @@ def _within(bounds: tuple[float, float], *, zero: bool = False) -> Callable[[flo
     return check
 
 
-def _optimiser(name: str) -> str:
-    with as_fault():
-        return optimiser_named(name).name
+def _named(find: Callable[[str], object]) -> Callable[[str], str]:
+    """A name that stands for something; none is the usual, where a field may say none."""
+
+    def check(name: str) -> str:
+        with as_fault():
+            _ = find(name) if name else None
+        return name
+
+    return check
 
 
 Positive = Annotated[int, Field(ge=1, le=MOST)]
@@ -62,7 +71,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Scalar = str | int | float | bool
 Clip = Annotated[float, AfterValidator(_within(BOUNDS))]
 Noise = Annotated[float, AfterValidator(_within(NOISES, zero=True))]
-TaskKind = Annotated[str, AfterValidator(_one_of("task", TASK_KINDS))]
+TaskKind = Annotated[str, AfterValidator(_named(task_class))]
 Division = Annotated[str, AfterValidator(_one_of("partition", KINDS))]
-ProbeName = Annotated[str, AfterValidator(_one_of("probe", ("", *PROBES)))]
-OptimiserName = Annotated[str, AfterValidator(_optimiser)]
+ProbeName = Annotated[str, AfterValidator(_named(probe_named))]
+OptimiserName = Annotated[str, AfterValidator(_named(optimiser_named))]
+ServerOptimiserName = Annotated[str, AfterValidator(_named(SERVER_OPTIMISER_NAMES.find))]
+WrapName = Annotated[str, AfterValidator(_named(wrap_named))]
+LoopName = Annotated[str, AfterValidator(_named(loop_named))]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss, Seeded
 from fedplan.language.plan import Roles
-from fedplan.language.wording import spelled_out
+from fedplan.language.wording import spelled_out, stated
 from fedplan.models.params import Param
 from fedplan.tensors.named import Tensors
 from fedplan.training.freezing import Marked, mark
@@ -72,12 +72,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """What a fit leaves: its mean loss and steps, what rides up, and what the client remembers."""
+    """What a fit leaves: its mean loss and steps, what rides up, and what the client remembers.
+
+    `distance` is the sum of the rates of its steps, where they were not all the pace's.
+    """
 
     loss: float
     steps: int
     riders: Tensors = field(default_factory=dict[str, Tensor])
     memory: Tensors = field(default_factory=dict[str, Tensor])
+    distance: float | None = None
 
 
 Fit = Callable[[Job], Done]
@@ -85,6 +89,7 @@ Fit = Callable[[Job], Done]
 Wrap = Callable[[Fit], Fit]
 
 
+@stated("plain")
 def plain(job: Job) -> Done:
     """Train every SHARE and KEEP param on the client's rows."""
     total, steps = 0.0, 0

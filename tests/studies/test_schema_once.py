@@ -51,6 +51,9 @@ OTHER = {
     (TrainSection, "optimiser"): "a name there, and a value here",
     (MethodSection, "probe"): "a name there, and a value here",
     (MethodSection, "wire"): "a text there, and a value here",
+    (MethodSection, "loop"): "a name there, and a value here",
+    (MethodSection, "wraps"): "names there, and values here",
+    (MethodSection, "server_optimiser"): "a name there, and a value here",
 }
 
 
