@@ -26,19 +26,27 @@ from fedplan.models.catalog import params_of
 from fedplan.reports.explanation import explain
 
 if TYPE_CHECKING:
+    from fedplan import methods
+    from fedplan.audits.run import verify_run
+    from fedplan.federation.callbacks import EarlyStopping
     from fedplan.models.description import describe
+    from fedplan.runners.simulation import run_study, simulate
+    from fedplan.studies.export import export_run
     from fedplan.studies.run import open_run
+    from fedplan.studies.schema import Study, read_study
     from fedplan.training.freezing import mark
     from fedplan.training.loops import attach
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EarlyStopping",
     "FedplanError",
     "Plan",
     "PlanError",
     "Resolver",
     "Role",
+    "Study",
     "Turn",
     "UnknownArchitecture",
     "UnknownModel",
@@ -51,19 +59,25 @@ __all__ = [
     "cycle",
     "describe",
     "explain",
+    "export_run",
     "freeze",
     "hold",
     "keep",
     "mark",
+    "methods",
     "open_run",
     "params_of",
     "parse",
     "permitted",
     "phase",
+    "read_study",
     "resolve",
+    "run_study",
     "share",
+    "simulate",
     "teach",
     "trait",
+    "verify_run",
     "when",
 ]
 
@@ -71,8 +85,14 @@ __all__ = [
 __getattr__, __dir__ = face(
     __name__,
     {
+        "": "methods",
+        "audits.run": "verify_run",
+        "federation.callbacks": "EarlyStopping",
         "models.description": "describe",
+        "runners.simulation": "run_study simulate",
+        "studies.export": "export_run",
         "studies.run": "open_run",
+        "studies.schema": "Study read_study",
         "training.freezing": "mark",
         "training.loops": "attach",
     },

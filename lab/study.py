@@ -71,7 +71,7 @@ def one(said: dict[str, Any], places: dict[str, str], command: str, out: Path) -
     for name, place in places.items():
         here = here.replace(name, place)
     simulation = Simulation(study_of(json.loads(here)), folder)
-    simulation.run(lambda *_: None)
+    simulation.run()
     lines = read_lines(folder / "ledger.jsonl")
     turns = [line for line in lines if "moved" not in line]
     signs = [

@@ -34,8 +34,8 @@ LENT = {
         param_of plain rider riders_of split_riders
     """,
     "storage": """
-        Claim Generation Read a_study_name alone claimed client_names explained folder_named
-        home_of keep_file mark_of_file put_file reach read_lines synced
+        Claim Generation Read a_study_name alone claimed client_names explained
+        folder_named home_of keep_file mark_of_file put_file reach read_lines synced
     """,
     "models": """
         ITEMSIZE Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare blocks_of
@@ -43,42 +43,45 @@ LENT = {
         report require_rest small_copy written
     """,
     "language": """
-        After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter bias
-        blocks body candidates certain common conditions fusion head key kinds_of lora_a
-        lora_b mlp norm own phases_in phrase prompt query require_told rounds_ahead
-        spelled_out stated text_of touched value
+        After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter
+        bias blocks body candidates certain common conditions fusion head key kinds_of
+        lora_a lora_b mlp norm own phases_in phrase prompt query require_told
+        rounds_ahead spelled_out stated text_of touched value
     """,
     "data": """
-        KINDS Seeded TASK_NAMES contents division is_among label_text labels_in names_in
-        require_sight rows some spread task_class to_train values where
+        Collate KINDS Measure OWN Own Seeded TASK_NAMES contents division is_among
+        label_text labels_in model_loss named_columns names_in require_sight rows some
+        spread task_class to_train values where
     """,
     "training": """
         CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES WRAP_NAMES adjust
         is_public loop_named public_look wrap_named
     """,
     "methods": """
-        METHOD_NAMES SERVER_OPTIMISER_NAMES about_method list_methods server_optimiser_named
+        METHOD_NAMES SERVER_OPTIMISER_NAMES Told about_method list_methods
+        server_optimiser_named told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
         capped counted derived needed read_secret secret_of
     """,
     "federation": """
-        AGREEMENT ANSWERS Account DELTA EXITS Fare FaultLog Identity KEY KINDS LEDGER Limits
-        METRICS Patience PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY WORLD
-        announced by_part changed_rows code_of guard_of joined journal_in keyed last_of
-        last_told mark_of meant own_values parsed parted personal_values place_of
+        AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping Fare
+        FaultLog Identity KEY KINDS LEDGER Limits METRICS Metrics Patience PlainSum
+        ROLES ROUND RUN Record RecordError SMALL STUDY WORLD announced by_part
+        changed_rows code_of guard_of joined journal_in keyed last_of last_told mark_of
+        meant metrics_of own_values parsed parted personal_values place_of
         read_agreement read_answers read_egress read_faults read_identity read_record
-        records_in request_header request_message require_sound run_of said_of scored told
-        understood update_of world_values
+        records_in request_header request_message require_sound run_of said_of scored
+        stopping told understood update_of world_values
     """,
     "studies": """
-        agreed_run guarantee_of laid_over looked_at method_of note_task opened_run
-        participation_of placed require_fitting require_free shares_of study_in study_of
-        write_run
+        Given TrainSection agreed_run guarantee_of laid_over looked_at method_of
+        note_task opened_run participation_of placed require_fitting require_free
+        shares_of study_in study_of write_run
     """,
     "runners": """
-        make_keys new_federation submit
+        make_keys new_federation run_study simulate submit
     """,
     "reports": """
         Figure follow_flower foretold parts_table stated told_of

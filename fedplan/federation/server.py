@@ -16,10 +16,12 @@ from fedplan import seeds
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation import OpenSum, aggregation_of
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.callbacks import Closed
+from fedplan.federation.history import Metrics, metrics_of, row_of
 from fedplan.federation.identity import RUN, Identity, identified, read_identity
 from fedplan.federation.messages import Update
 from fedplan.federation.participation import Participation
-from fedplan.federation.record import RoundRecord, joined, read_round
+from fedplan.federation.record import RoundRecord, TurnRecord, joined, read_records, read_round
 from fedplan.federation.remains import require_newest, require_secrets
 from fedplan.federation.rounds import Tally, announced, close, pull, push
 from fedplan.federation.world import (
@@ -38,7 +40,7 @@ from fedplan.privacy.guard import CHARGES, SECRET
 from fedplan.storage.failpoints import reach
 from fedplan.storage.files import mark_of_file
 from fedplan.storage.generations import Generation
-from fedplan.storage.lines import Lines
+from fedplan.storage.lines import Lines, read_lines
 from fedplan.storage.store import Store
 from fedplan.tensors.named import Digests, digests
 from fedplan.training.probes import public_look
@@ -244,13 +246,14 @@ class Server:
         tally: Tally,
         scores: Mapping[str, Any] | None = None,
         signs: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> Closed:
         """Write a round down for good: its lines, then the world that it made.
 
         `scores` are kept beside the ledger, `signs` in the round's own line.
         """
-        *turns, whole = self._lines(tally)
-        self.ledger.append([*turns, read_round({**whole, **(signs or {})}).json()])
+        so_far, turns = self.history, tuple(tally.lines[name] for name in sorted(tally.lines))
+        whole = read_round({**self._whole(tally).json(), **(signs or {})})
+        self.ledger.append([*(turn.json() for turn in turns), whole.json()])
         reach("round.ledger_written")
         self.metrics.append([{"round": self.world.round, **scores}] if scores else [])
         reach("round.before_commit")
@@ -258,13 +261,31 @@ class Server:
         meta |= {"run": self.identity.id, "files": self._files(), **self.aggregation.saved()}
         self.store.write(tensors, meta, number=self.world.round)
         reach("round.committed")
+        so_far.append(row_of(whole, turns, scores or {}))
+        return Closed(self.rounds, whole, turns, scores or {}, so_far)
 
-    def _lines(self, tally: Tally) -> list[dict[str, Any]]:
+    @cached_property
+    def history(self) -> Metrics:
+        """The metrics of every round that was committed."""
+        return metrics_of(read_records(self.ledger.file), read_lines(self.metrics.file))
+
+    def last(self) -> Closed | None:
+        """The last round that was committed, as it was told when it was."""
+        records = read_records(self.ledger.file)
+        if not records or not isinstance(whole := records[-1], RoundRecord):
+            return None
+        lines = {line["round"]: line for line in read_lines(self.metrics.file)}
+        scores = {k: v for k, v in lines.get(whole.round, {}).items() if k != "round"}
+        same = (each for each in records if isinstance(each, TurnRecord))
+        turns = tuple(turn for turn in same if turn.round == whole.round)
+        return Closed(self.rounds, whole, turns, scores, self.history)
+
+    def _whole(self, tally: Tally) -> RoundRecord:
         self.digests.only(self.world.values.values())
         moved = {k for k, v in self.world.versions.items() if v == self.world.round}
         asked, sizes = tally.cohort.values(), self.agreement.sizes
         down = sum(sizes[key] for request in asked for key in request.versions)
-        whole = RoundRecord(
+        return RoundRecord(
             round=self.world.round,
             phase=self.world.phase,
             counted=tuple(sorted(tally.counted)),
@@ -274,7 +295,6 @@ class Server:
             up=sum(record.up for record in tally.lines.values()),
             down=tally.vain + down,
         )
-        return [*(tally.lines[client].json() for client in sorted(tally.lines)), whole.json()]
 
     def _files(self) -> dict[str, list[int | str]]:
         """The length and the digest of every file beside the world, for `verify`."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedplan.federation.record import TurnRecord
-from fedplan.federation.rounds import Tally
+from fedplan.federation.callbacks import Closed
 from fedplan.reports.preview import state
 from fedplan.reports.units import megabytes, millions
 from fedplan.runners.simulation import Simulation
@@ -39,17 +38,20 @@ def follow(file: Path, changes: list[str], output: Path | None, *, resume: bool)
             "", total=study.train.rounds, completed=simulation.federation.world.round
         )
 
-        def watch(simulation: Simulation, tally: Tally, scores: Mapping[str, Any]) -> None:
-            bar.update(shown, completed=simulation.federation.world.round)
-            console.print(_told(simulation, tally, scores))
-
         try:
-            simulation.run(watch)
+            for closed in simulation.rounds():
+                bar.update(shown, completed=closed.round)
+                console.print(_told(closed, simulation.federation.spent))
         except KeyboardInterrupt:
             done = simulation.federation.world.round
             again = f"fedplan run --resume {folder}"
             console.print(f"Stopped in round {done + 1}. Go on: {again}", markup=False)
             raise SystemExit(130) from None
+    if simulation.stopped:
+        console.print(
+            f"Stopped after round {simulation.federation.world.round}: {simulation.stopped}.",
+            markup=False,
+        )
     if study.privacy is not None:
         console.print(state(folder).text(), markup=False, soft_wrap=True)
     console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
@@ -122,28 +124,20 @@ HEADING = "round    loss  world   own ± spread   worst   MB up  MB down"
 """World: the score on the common test. Own: each client's model on its own rows, mean and worst."""
 
 
-def _told(simulation: Simulation, tally: Tally, scores: Mapping[str, Any]) -> str:
+def _told(closed: Closed, spent: float | None) -> str:
     """One round in one line under the heading."""
-    lines = list(tally.lines.values())
-    up, down = megabytes(sum(r.up for r in lines)), megabytes(sum(r.down for r in lines))
-    own = scores.get("personal")
+    row, own = closed.row, closed.scores.get("personal")
+    rejected = len(closed.whole.rejected)
     words = (
-        f"{simulation.federation.world.round:5d}",
-        f"{_mean(lines):>6}",
-        _score(scores.get("world", {})),
+        f"{closed.round:5d}",
+        f"{row['loss']:6.3f}" if "loss" in row else "     -",
+        _score(closed.scores.get("world", {})),
         f"{own['mean']:.3f} ± {own['std']:.3f}  {own['worst']:.3f}" if own else " " * 20,
-        f"{up:>6}  {down:>7}",
-        f"  [yellow]{len(tally.rejected)} not counted[/yellow]" if tally.rejected else "",
-        f"  epsilon {spent:.3f}" if (spent := simulation.federation.spent) is not None else "",
+        f"{megabytes(closed.whole.up):>6}  {megabytes(closed.whole.down):>7}",
+        f"  [yellow]{rejected} not counted[/yellow]" if rejected else "",
+        f"  epsilon {spent:.3f}" if spent is not None else "",
     )
     return "  ".join(words)
-
-
-def _mean(lines: Sequence[TurnRecord]) -> str:
-    """The loss over the rows of the clients that tell it: where there is privacy, none does."""
-    told = [(line.loss, line.weight) for line in lines if line.loss is not None]
-    weight = sum(weight for _, weight in told)
-    return f"{sum(loss * each for loss, each in told) / weight:.3f}" if weight else "-"
 
 
 def _score(scores: Mapping[str, float]) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.callbacks import Closed
 from fedplan.federation.client import Client, guard_of
 from fedplan.federation.messages import Lacking, Request
 from fedplan.federation.participation import Participation
@@ -112,9 +113,9 @@ class Federation:
         tally: Tally,
         scores: Mapping[str, Any] | None = None,
         signs: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> Closed:
         """Write a round down for good."""
-        self.server.commit(tally, scores, signs)
+        return self.server.commit(tally, scores, signs)
 
     def ask(self, tally: Tally) -> None:
         """Where all choose together, hear first what each one would choose."""

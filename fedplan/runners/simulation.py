@@ -3,37 +3,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from fedplan.data.examples import Loss
 from fedplan.data.metrics import spread
-from fedplan.federation.rounds import Tally
+from fedplan.data.own import Collate, Measure, Own, model_loss, named_columns
+from fedplan.data.tasks import Task
+from fedplan.federation.callbacks import Callback, Closed, stopping
+from fedplan.federation.history import Metrics
+from fedplan.federation.participation import Participation
+from fedplan.language.plan import Plan
+from fedplan.methods.method import Method
 from fedplan.models.attention import moved
 from fedplan.models.values import put
 from fedplan.runners.faults import faults_of
 from fedplan.runners.local import Federation
-from fedplan.studies.schema import ConfigError, Study
-from fedplan.tensors.named import Tensors
-
-if TYPE_CHECKING:
-    pass
+from fedplan.studies.continuation import require_free
 from fedplan.studies.folder import agreed_run, opened_run
+from fedplan.studies.given import Given
+from fedplan.studies.run import open_run
+from fedplan.studies.schema import ConfigError, Study, read_study
+from fedplan.studies.sections import TrainSection
 from fedplan.studies.stage import participation_of, require_fitting, stage_of
-
-Watch = Callable[["Simulation", Tally, Mapping[str, Any]], None]
+from fedplan.tensors.named import Tensors
 
 
 class Simulation:
-    """A study that runs in a folder, and goes on from where the folder says it stopped."""
+    """A study that runs in a folder, and goes on from where the folder says it stopped.
 
-    def __init__(self, study: Study, folder: Path) -> None:
-        self.study, self.folder = study, folder
-        if not study.data.path:
+    `given` is what came from Python in place of files. Callbacks are told of each round that is
+    committed; `stopped` is what one of them said to stop the run before its last round.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        folder: Path,
+        given: Given | None = None,
+        *,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        if not study.gathered:
             raise ConfigError("data.path: each site of this study has its own: --runner flower")
-        stage = stage_of(study)
+        self.study, self.folder, self.given = study, folder, given
+        self.callbacks, self.stopped = tuple(callbacks), ""
+        self._open()
+
+    def _open(self) -> None:
+        """Build all that the study says, from what the folder holds."""
+        study = self.study
+        stage = stage_of(study, given=self.given)
         self.shares, agreement = stage.shares, stage.agreed
         names = study.clients.names or list(self.shares.train)
         for what, said in (("clients.traits", study.clients.traits), ("data", self.shares.train)):
@@ -41,13 +68,13 @@ class Simulation:
                 there = ", ".join(names)
                 raise ConfigError(f"{what}: there is no client {min(strange)!r}; there are {there}")
         require_fitting(stage, study.train.batch)
-        self.claim = opened_run(folder, study, agreement.params, self.shares)
+        self.claim = opened_run(self.folder, study, agreement.params, self.shares)
         self.federation = Federation(
             agreement,
             stage.model,
             self.shares.train,
             self.shares.task.loss,
-            folder,
+            self.folder,
             rounds=study.train.rounds,
             participation=participation_of(study),
             faults=faults_of(study),
@@ -57,17 +84,72 @@ class Simulation:
         )
         agreed_run(self.federation.server, study, self.shares)
 
-    def run(self, watch: Watch) -> None:
+    def run(self) -> Simulation:
         """Play every round that is left, committing each before the next."""
-        while self.federation.world.round < self.study.train.rounds:
-            before = self.federation.world_values()
-            tally = self.federation.round()
-            number = self.federation.world.round
-            last = number == self.study.train.rounds
-            due = last or number % self.study.evaluate.every == 0
-            scores = self.scores() if due else {}
-            self.federation.commit(tally, scores, self.signs(before))
-            watch(self, tally, scores)
+        for _ in self.rounds():
+            pass
+        return self
+
+    def rounds(self) -> Iterator[Closed]:
+        """Play round by round, each told once it is committed.
+
+        Callbacks are told first. Whoever asks for no more has the run wait there.
+        """
+        server = self.federation.server
+        last = server.last()
+        self.stopped = self._told(last) if last else ""
+        while server.world.round < server.rounds and not self.stopped:
+            closed = self._played()
+            self.stopped = self._told(closed)
+            yield closed
+
+    def _told(self, closed: Closed) -> str:
+        own = (self.study.stop.callback,) if self.study.stop else ()
+        return stopping((*self.callbacks, *own), closed)
+
+    def _played(self) -> Closed:
+        before = self.federation.world_values()
+        tally = self.federation.round()
+        number = self.federation.world.round
+        due = number == self.study.train.rounds or number % self.study.evaluate.every == 0
+        return self.federation.commit(tally, self.scores() if due else {}, self.signs(before))
+
+    def resume(
+        self, rounds: int | None = None, *, callbacks: Sequence[Callback] | None = None
+    ) -> Simulation:
+        """Go on from what the folder holds: to the last round, or to another number of rounds.
+
+        Other callbacks take the place of those that it had, and of the study's own `stop`.
+        """
+        train = {"train": self.study.train.model_copy(update={"rounds": rounds})} if rounds else {}
+        stop = {"stop": None} if callbacks is not None else {}
+        study = self.study.model_copy(update={**train, **stop})
+        require_free(self.folder, study, resume=True)
+        self.study = study
+        self.callbacks = self.callbacks if callbacks is None else tuple(callbacks)
+        self._open()
+        return self.run()
+
+    @property
+    def metrics(self) -> Metrics:
+        """A row of numbers for each round: its loss, its bytes, and the scores if any."""
+        return open_run(self.folder).metrics
+
+    def world(self) -> nn.Module:
+        """A model with the federation's values, to keep."""
+        return self._model(self.federation.world_values())
+
+    def client(self, name: str) -> nn.Module:
+        """A model with one client's own values over the federation's, to keep."""
+        if name not in self.federation.clients:
+            there = ", ".join(self.federation.clients)
+            raise ConfigError(f"there is no client {name!r}; there are {there}")
+        return self._model(self.federation.personal_values(name))
+
+    def _model(self, values: dict[str, Tensor]) -> nn.Module:
+        model = copy.deepcopy(self.federation.model)
+        put(model, values, self.federation.agreement.trainable)
+        return model.eval()
 
     def scores(self) -> dict[str, Any]:
         """How good the models are: the world on the common test, each client on its own rows."""
@@ -101,3 +183,79 @@ class Simulation:
         return self.shares.task.score(
             model, self.shares.own[name], batch_size=self.study.evaluate.batch
         )
+
+
+def run_study(
+    study: Study | Path | str,
+    folder: Path | str | None = None,
+    *,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Simulation:
+    """Run a study, or the one in a file, in a folder; without one, in runs/ under its name."""
+    made = study if isinstance(study, Study) else read_study(Path(study))
+    place = Path(folder or Path("runs") / made.name)
+    require_free(place, made, resume=resume)
+    return Simulation(made, place, callbacks=callbacks).run()
+
+
+def simulate(
+    method: Method | Plan,
+    model: nn.Module,
+    clients: Mapping[str, Any],
+    loss: Loss = model_loss,
+    *,
+    task: Task | None = None,
+    collate: Collate = named_columns,
+    metrics: Measure | None = None,
+    test: Any = None,
+    own: Mapping[str, Any] | None = None,
+    rounds: int = TrainSection.model_fields["rounds"].default,
+    train: Mapping[str, Any] | None = None,
+    share: float = Participation.share,
+    traits: Mapping[str, Mapping[str, str]] | None = None,
+    evaluate: Mapping[str, Any] | None = None,
+    privacy: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    name: str = "study",
+    seed: int = 0,
+    folder: Path | str | None = None,
+    resume: bool = False,
+    run: bool = True,
+) -> Simulation:
+    """Run a federation on objects: a method or a plan, a model, and the rows of each client.
+
+    `clients` are rows to train on by name: a table of `datasets`, a torch Dataset, or anything with
+    a length and `batch`. `test` are rows for the federation's model, `own` for each client's. With
+    a `task` rows are tables that it prepares; else `loss`, `collate` and `metrics` are functions,
+    the loss that of the model itself unless it is given. `train`, `evaluate` and `privacy` are what
+    a study file says under these names. Without a `folder` the run is kept as long as this process.
+    With `run=False` nothing is played yet: `for closed in simulation.rounds()` does, one by one.
+    """
+    asked = method if isinstance(method, Method) else Method(method)
+    if privacy and privacy.get("vote"):
+        asked = replace(asked, together=True)
+    goal = task or Own(function=loss, collate=collate, metrics=metrics)
+    given = Given(asked, model, clients, goal, test, own or {})
+    study = given.study(
+        name=name,
+        seed=seed,
+        threads=torch.get_num_threads(),
+        train={**(train or {}), "rounds": rounds},
+        clients={"share": share, "traits": traits or {}},
+        **({"evaluate": dict(evaluate)} if evaluate else {}),
+        **({"privacy": dict(privacy)} if privacy else {}),
+    )
+    place = Path(folder) if folder else Path(_kept().name) / study.name
+    require_free(place, study, resume=resume)
+    made = Simulation(study, place, given, callbacks=callbacks)
+    return made.run() if run else made
+
+
+_TEMPORARY: list[TemporaryDirectory[str]] = []
+
+
+def _kept() -> TemporaryDirectory[str]:
+    """A folder that goes when this process does."""
+    _TEMPORARY.append(TemporaryDirectory(prefix="fedplan-"))
+    return _TEMPORARY[-1]

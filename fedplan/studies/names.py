@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from fedplan.data.own import OWN
 from fedplan.data.tasks import TASK_NAMES
 from fedplan.methods.registry import METHOD_NAMES, METHODS, SERVER_OPTIMISER_NAMES
 from fedplan.naming import Found, Registry
@@ -15,7 +16,8 @@ from fedplan.training.probes import PROBE_NAMES
 from fedplan.training.wraps import WRAP_NAMES
 
 if TYPE_CHECKING:
-    from fedplan.studies.schema import MethodSection, Study
+    from fedplan.studies.schema import Study
+    from fedplan.studies.sections import MethodSection
 
 
 def code_of_names(study: Study) -> list[str]:
@@ -25,7 +27,8 @@ def code_of_names(study: Study) -> list[str]:
 
 def found_in(study: Study) -> list[Found[Any]]:
     """What each name of a study stands for, and whose it is."""
-    said = [(TASK_NAMES, study.task.kind), (OPTIMISER_NAMES, study.train.optimiser)]
+    kind = "" if study.task.kind == OWN else study.task.kind
+    said = [(TASK_NAMES, kind), (OPTIMISER_NAMES, study.train.optimiser)]
     said += _in_method(study.method)
     return [names.find(name) for names, name in said if name]
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.history import Metrics, metrics_of
 from fedplan.federation.identity import RUN, Identity, read_identity
 from fedplan.federation.record import Record, parsed, read_record
 from fedplan.federation.server import STUDY
@@ -108,14 +109,15 @@ class Run:
         return [read_record(line) for line in self.lines]
 
     @cached_property
-    def metrics(self) -> list[dict[str, Any]]:
-        """The scores of each round that was evaluated."""
+    def metrics(self) -> Metrics:
+        """A row of numbers for each round: its loss, its bytes, and the scores if any."""
         lines = self._content(METRICS).splitlines()
-        return [cast("dict[str, Any]", parsed(line)) for line in lines]
+        scores = [cast("dict[str, Any]", parsed(line)) for line in lines]
+        return metrics_of(self.records, scores)
 
     def home(self, client: str) -> Read:
         """What a client kept when the round was closed and not a turn later, and its notes."""
-        if not self.study.data.path:
+        if not self.study.gathered:
             raise ConfigError(f"{client}'s own model is at the site: export its folder there")
         if client not in self.clients:
             there = ", ".join(self.clients)

@@ -62,6 +62,8 @@ CUT = "Each text is one example: of a longer one, its first {} tokens."
 
 def shares_of(study: Study, own: tuple[str, Dataset] | None) -> Shares:
     """The rows of a study; `own` is a site's name with the table that it brings."""
+    if study.data.given:
+        raise DataError("they were given from Python")
     test, table = _test(study), _table(study, own[1] if own else None)
     made = _task(study, _labels(study, [t for t in (table, test) if t is not None]))
     notes = [] if test is not None else [NO_TEST]

@@ -21,12 +21,15 @@ from fedplan.language.resolution import check
 from fedplan.methods.method import Method
 from fedplan.methods.phases import Planned
 from fedplan.methods.registry import method_named, server_optimiser_named
+from fedplan.methods.told import Told, told_method
 from fedplan.models.description import describe
 from fedplan.models.params import Params
 from fedplan.models.values import take
 from fedplan.privacy.guarantee import Guarantee
+from fedplan.studies.given import Given
 from fedplan.studies.model import starting_model
-from fedplan.studies.schema import ConfigError, DataSection, MethodSection, Study
+from fedplan.studies.schema import ConfigError, Study
+from fedplan.studies.sections import DataSection, MethodSection
 from fedplan.studies.shares import Shares, shares_of
 from fedplan.tensors.devices import at_rest
 from fedplan.tensors.named import digests
@@ -68,11 +71,16 @@ class Stage:
         return replace(self.agreement, start=self.digest)
 
 
-def stage_of(study: Study, own: tuple[str, Dataset] | None = None) -> Stage:
+def stage_of(
+    study: Study, own: tuple[str, Dataset] | None = None, given: Given | None = None
+) -> Stage:
     """The stage of a study; the same study gives the same one everywhere.
 
-    `own` is a site's name with the table that it brings.
+    `own` is a site's name with the table that it brings; `given` is what came from Python.
     """
+    if given is not None:
+        return _stage_given(study, given)
+    require_files(study)
     torch.set_num_threads(study.threads)
     shares, made = shares_of(study, own), method_of(study)
     model = starting_model(study, shares.task, made)
@@ -82,6 +90,22 @@ def stage_of(study: Study, own: tuple[str, Dataset] | None = None) -> Stage:
     if pinned and stage.digest != pinned:
         raise ConfigError(f"model.digest is {pinned}, and this model's is {stage.digest}")
     return stage
+
+
+def _stage_given(study: Study, given: Given) -> Stage:
+    model = given.starting_model
+    agreement = agreement_of(study, describe(model), given.method)
+    check(given.method.plan, agreement.params)
+    return Stage(given.shares, model, agreement)
+
+
+def require_files(study: Study) -> None:
+    """Refuse to build from its file what a study was given from Python."""
+    if study.data.given:
+        raise ConfigError(
+            f"{study.name} was given its model and rows from Python: go on with it by "
+            "fedplan.simulate(..., folder=..., resume=True), with the same objects"
+        )
 
 
 def stage_without_rows(study: Study, labels: list[str]) -> Stage:
@@ -120,6 +144,8 @@ def method_of(study: Study) -> Method:
 
 
 def _method(said: MethodSection) -> Method:
+    if said.given:
+        return told_method(said.given)
     if said.name:
         made = method_named(said.name, said.settings)
         made = replace(made, plan=chain(made.plan, parse(said.plan))) if said.plan else made
@@ -146,10 +172,12 @@ def _fitted(made: Method, said: MethodSection) -> Method:
     return replace(made, wraps=wraps, loop=loop, server_optimiser=server)
 
 
-def agreement_of(study: Study, params: Params) -> Agreement:
+def agreement_of(study: Study, params: Params, given: Method | None = None) -> Agreement:
     """What a study says to both ends, of a model with these params."""
-    made, guarantee, pace = method_of(study), guarantee_of(study), study.train.pace
-    if guarantee is not None:
+    guarantee, pace = guarantee_of(study), study.train.pace
+    made = given or method_of(study)
+    # One that is only told of was judged when it ran.
+    if guarantee is not None and not isinstance(made, Told):
         require_sound(guarantee, made)
     return Agreement(f"{study.name}/{study.seed}", params, made, pace, guarantee, study.digest)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from fedplan.data.own import OWN
 from fedplan.data.partition import KINDS
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
@@ -65,13 +66,18 @@ def _named(find: Callable[[str], object]) -> Callable[[str], str]:
     return check
 
 
+def _task(kind: str) -> object:
+    """The class of a task; what came from Python is a task of no name."""
+    return kind == OWN or task_class(kind)
+
+
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Scalar = str | int | float | bool
 Clip = Annotated[float, AfterValidator(_within(BOUNDS))]
 Noise = Annotated[float, AfterValidator(_within(NOISES, zero=True))]
-TaskKind = Annotated[str, AfterValidator(_named(task_class))]
+TaskKind = Annotated[str, AfterValidator(_named(_task))]
 Division = Annotated[str, AfterValidator(_one_of("partition", KINDS))]
 ProbeName = Annotated[str, AfterValidator(_named(probe_named))]
 OptimiserName = Annotated[str, AfterValidator(_named(optimiser_named))]

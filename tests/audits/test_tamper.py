@@ -52,7 +52,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         .replace('by = "dirichlet"\nalpha = 0.5', 'by = "iid"')
         + KINDS[request.param]
     )
-    Simulation(read_study(place / "study.toml"), place / "run").run(lambda *_: None)
+    Simulation(read_study(place / "study.toml"), place / "run").run()
     faults, said = verify_run(place / "run")
     assert not faults and "rows are those" in said
     return place / "run"
@@ -199,7 +199,7 @@ def test_a_world_that_is_lost_is_not_begun_again_beside_its_homes(
 
 def test_files_of_another_run_are_named(folder: Path, tmp_path: Path) -> None:
     study = read_study(folder.parent / "study.toml")
-    Simulation(study, tmp_path / "other").run(lambda *_: None)
+    Simulation(study, tmp_path / "other").run()
     for name in ("run.json", "ledger.jsonl", "world", "homes"):
         copy = tmp_path / f"with-{name}"
         shutil.copytree(folder, copy)

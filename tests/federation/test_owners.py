@@ -23,6 +23,7 @@ import fedplan as fp
 from fedplan.audits.ledger import verify_lines
 from fedplan.federation import messages
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.callbacks import Closed
 from fedplan.federation.client import Client
 from fedplan.federation.endpoint import Endpoint, journal_in, own_values
 from fedplan.federation.messages import Request, Update
@@ -224,7 +225,15 @@ class Flower(Played):
                 with pytest.raises(KeyboardInterrupt):
                     Carrier(grid, server, SOON).carry()
                 server = self.server(number)
-            Carrier(grid, server, SOON).carry(lambda _, tally: self.cohort(tally))
+            server.commit = self.noting(server.commit)  # type: ignore[method-assign]
+            Carrier(grid, server, SOON).carry()
+
+    def noting(self, calm: Callable[..., Closed]) -> Callable[..., Closed]:
+        def commit(tally: Tally) -> Closed:
+            self.cohort(tally)
+            return calm(tally)
+
+        return commit
 
     def interrupt(self, tally: Tally) -> None:
         raise KeyboardInterrupt

@@ -66,7 +66,7 @@ def study(here: Path, name: str, rate: float = 1e-3) -> Path:
 
 def in_one_process(file: Path, folder: Path) -> dict[str, str]:
     simulation = Simulation(read_study(file), folder)
-    simulation.run(lambda *_: None)
+    simulation.run()
     return digests(simulation.federation.world.values)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedplan.errors import FedplanError
+from fedplan.federation.callbacks import Callback, Closed, stopping
 from fedplan.federation.codes import KINDS, meant
 from fedplan.federation.messages import Request, request_header, request_message, scored, update_of
 from fedplan.federation.patience import Patience
@@ -33,7 +34,6 @@ from fedplan.tensors.named import nbytes
 from fedplan.tensors.serialization import packed, unpacked
 
 log = logging.getLogger("fedplan")
-Watch = Callable[[Server, Tally], None]
 
 
 def carry_study(grid: Grid, file: Path, folder: Path) -> None:
@@ -64,7 +64,8 @@ def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
     agreed_run(server, study, stage.shares)
     patience = Patience(**study.patience.model_dump())
     quorum, faults = study.clients.quorum, faults_of(study)
-    Carrier(grid, server, patience, quorum=quorum, faults=faults).carry()
+    callbacks = [study.stop.callback] if study.stop else []
+    Carrier(grid, server, patience, quorum=quorum, faults=faults, callbacks=callbacks).carry()
     del claim
 
 
@@ -83,6 +84,7 @@ class Carrier:
         *,
         quorum: int = 1,
         faults: Faults | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         if server.aggregation.hides and quorum > 1:
             raise PrivacyError(
@@ -92,16 +94,18 @@ class Carrier:
         # A round of hidden clients closes with whatever came, and be it nothing.
         self.server, self.quorum = server, 0 if server.aggregation.hides else quorum
         self.calls = Calls(grid, server.roster, patience or Patience(), server.agreement.run)
+        self.callbacks = tuple(callbacks)
         self.faults, self._late = faults or Faults(), set[str]()
         self._unfit: dict[str, str] = {}
         self._packed: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
 
-    def carry(self, watch: Watch | None = None) -> None:
+    def carry(self) -> None:
         """Play every round that is left, committing each before the next."""
-        server = self.server
-        if server.world.round < server.rounds:
+        server, last = self.server, self.server.last()
+        stopped = stopping(self.callbacks, last) if last else ""
+        if server.world.round < server.rounds and not stopped:
             self.calls.gather(min(self.quorum, len(server.roster)))
-        while server.world.round < server.rounds:
+        while server.world.round < server.rounds and not stopped:
             self._greet()
             tally = server.begin()
             self._late = self.faults.play(server, tally)
@@ -110,10 +114,11 @@ class Carrier:
             self._choose_together(tally)
             self._ask(tally)
             server.end(tally)
-            server.commit(tally)
-            log.info("%s", _told(server, tally))
-            if watch is not None:
-                watch(server, tally)
+            closed = server.commit(tally)
+            log.info("%s", _told(closed))
+            stopped = stopping(self.callbacks, closed)
+        if stopped:
+            log.info("stopped after round %d: %s", server.world.round, stopped)
 
     def _greet(self) -> None:
         """Hear who the sites are; one that agreed to something else has no part until it mends."""
@@ -242,13 +247,10 @@ def _said(answer: Message) -> dict[str, Any]:
         return {}
 
 
-def _told(server: Server, tally: Tally) -> str:
-    lines = list(tally.lines.values())
-    up, down = sum(line.up for line in lines), sum(line.down for line in lines)
-    weight = sum(line.weight for line in lines) or 1
-    loss = sum((line.loss or 0) * line.weight for line in lines) / weight
-    missing = f", not counted: {', '.join(sorted(tally.rejected))}" if tally.rejected else ""
+def _told(closed: Closed) -> str:
+    whole, loss = closed.whole, closed.row.get("loss", 0.0)
+    missing = f", not counted: {', '.join(whole.rejected)}" if whole.rejected else ""
     return (
-        f"round {server.world.round} of {server.rounds}: loss {loss:.3f}, "
-        f"{len(tally.counted)} counted{missing}, {up} bytes up, {down} down"
+        f"round {closed.round} of {closed.rounds}: loss {loss:.3f}, "
+        f"{len(whole.counted)} counted{missing}, {whole.up} bytes up, {whole.down} down"
     )

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks: who is told of each round that was committed, and may have the run stop there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import inf, isnan
+from typing import Any
+
+from fedplan.errors import FedplanError
+from fedplan.federation.history import Metrics, Row
+from fedplan.federation.record import RoundRecord, TurnRecord
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A round that was committed: its records and scores, and the metrics so far, its own last."""
+
+    rounds: int
+    whole: RoundRecord
+    turns: tuple[TurnRecord, ...]
+    scores: Mapping[str, Any]
+    metrics: Metrics
+
+    @property
+    def round(self) -> int:
+        """Its number, from 1."""
+        return self.whole.round
+
+    @property
+    def row(self) -> Row:
+        """Its own numbers."""
+        return self.metrics[-1]
+
+
+Callback = Callable[[Closed], str | None]
+"""Called after each round was committed, by whatever runner. Any words that it returns say why the
+run stops there. Who goes on with a run is told of its last round once more: a callback that looks
+at nothing but what it is told stops where it did before."""
+
+
+def stopping(callbacks: Iterable[Callback], closed: Closed) -> str:
+    """Tell all of them of a round; the first reason to stop, if any gives one."""
+    return next(filter(None, [callback(closed) for callback in callbacks]), "")
+
+
+LOWER = ("loss", "perplexity", "error", "mae", "mse", "rmse")
+"""Words at the end of a metric's name of which less is better."""
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Stop once a metric has not become better for so many of the rounds that have it.
+
+    The metric is the name of a number of a round, such as `loss`, `world.accuracy` or
+    `personal.mean`; better is by more than `least`, and upward unless the name ends as a loss does
+    or `higher` says otherwise.
+    """
+
+    metric: str = "loss"
+    patience: int = 3
+    least: float = 0.0
+    higher: bool | None = None
+
+    def __call__(self, closed: Closed) -> str | None:
+        """Why to stop, if it is time."""
+        seen = [row[self.metric] for row in closed.metrics if self.metric in row]
+        if not seen and (closed.scores or "." not in self.metric):
+            there = ", ".join(closed.row)
+            raise FedplanError(f"no round has a metric {self.metric!r}; there are {there}")
+        waited = len(seen) - 1 - self._best(seen)
+        if waited < self.patience:
+            return None
+        return f"{self.metric} has not become better for {waited} rounds"
+
+    def _best(self, seen: list[float]) -> int:
+        """The place of the last value that was better than all before it."""
+        sign = 1 if self._upward else -1
+        best, place = -inf, 0
+        for i, value in enumerate(seen):
+            if not isnan(value) and sign * value > best + self.least:
+                best, place = sign * value, i
+        return place
+
+    @property
+    def _upward(self) -> bool:
+        return not self.metric.endswith(LOWER) if self.higher is None else self.higher

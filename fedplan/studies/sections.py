@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sections: the parts of a study file, each with its fields and their defaults."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from fedplan.data.partition import Partition
+from fedplan.data.tasks import Task
+from fedplan.federation.callbacks import EarlyStopping
+from fedplan.federation.participation import Participation
+from fedplan.federation.patience import Patience
+from fedplan.methods.method import Method
+from fedplan.privacy.accounting.budget import Unit
+from fedplan.privacy.guarantee import Guarantee
+from fedplan.storage.names import client_names
+from fedplan.studies.words import (
+    Clip,
+    Count,
+    Division,
+    LoopName,
+    Noise,
+    OptimiserName,
+    Positive,
+    ProbeName,
+    Scalar,
+    ServerOptimiserName,
+    Share,
+    TaskKind,
+    WrapName,
+    as_fault,
+)
+from fedplan.training.fit import Pace
+from fedplan.training.optimisers import DECAY, MOMENTUM, optimiser_named
+
+
+class Section(BaseModel):
+    """A part of the file: unknown fields are refused, values are not converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """The model: a folder or hub:org/name with weights, or a type and settings to start from.
+
+    A model of two towers may also be made of two: `vision` and `text`, joined by a `bridge`.
+    `digest` pins it: every end refuses a model whose `fedplan digest` is another. `still` has batch
+    norms use the statistics that they have: a run moves params, and nothing else. For a type that
+    fedplan does not know, `like` names the row of one that it does, or `anatomy` says its own.
+    `given` is the class of a model that came from Python.
+    """
+
+    path: str = ""
+    type: str = ""
+    settings: dict[str, Any] = {}
+    vision: str = ""
+    text: str = ""
+    bridge: str = ""
+    digest: str = ""
+    still: bool = False
+    like: str = ""
+    anatomy: dict[str, Any] = {}
+    given: str = ""
+
+    @model_validator(mode="after")
+    def _one(self) -> ModelSection:
+        if bool(self.vision) != bool(self.text) or (self.bridge and not self.vision):
+            raise ValueError("two towers are both vision and text, and a bridge is between them")
+        if sum(map(bool, (self.path, self.type, self.vision, self.given))) != 1:
+            raise ValueError("say one of path (pretrained), type (from scratch), vision and text")
+        if (self.like or self.anatomy) and (self.vision or (self.like and self.anatomy)):
+            raise ValueError("say like, or an anatomy (which may say like), of a model of one type")
+        return self
+
+
+class TaskSection(Section):
+    """What the model is asked to do, and in which columns the answer stands.
+
+    `labels` are all that there are, where no end sees the rows of all. Of pictures, `image_size`
+    must be said: the side that the model takes. `given` is what came from Python: the task, or a
+    loss and a collator of one's own.
+    """
+
+    kind: TaskKind
+    input: str = "text"
+    label: str = ""
+    labels: list[str | int] = []
+    tokenizer: str = ""
+    max_length: Positive = Task.max_length
+    image_size: Count = Task.image_size
+    template: str = Task.template
+    given: str = ""
+
+
+class DataSection(Section):
+    """The table, which of its rows are trained on and tested on, and how clients divide it.
+
+    Without a path each site brings a table of its own. There is a common test if `test_path`,
+    `test_split` or `test` says of which rows; no row of it is trained on. `given` are rows that
+    came from Python.
+    """
+
+    path: str = ""
+    split: str = ""
+    test_path: str = ""
+    test_split: str = ""
+    train: dict[str, str | int] = {}
+    test: dict[str, str | int] = {}
+    only: dict[str, list[Scalar]] = {}
+    limit: Count = 0
+    test_limit: Count = 0
+    by: Division = "iid"
+    clients: Count = 10
+    column: str = Partition.column
+    alpha: Annotated[float, Field(ge=0)] = Partition.alpha
+    classes: Count = Partition.classes
+    each: Positive = Partition.each
+    least: Annotated[int, Field(ge=0)] = Partition.least + 1  # to be tested on one more
+    own_test: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    given: bool = False
+
+
+class MethodSection(Section):
+    """A published method with its settings, a plan of your own, or both: the plan is said after it.
+
+    `inside` is another method, whose local fit and server optimiser this one takes. A plan of your
+    own names its `probe`, if it chooses blocks; `phases` are announced after so many rounds. A
+    method that came from Python is told by its lines, `given`.
+
+    What is yours is named by where it stands, as `package.module:attribute`, or as an installed
+    package offers it: the method, its probe, the `loop` that trains a client, `wraps` around it
+    (the first outermost, and all of them around the method's own), and the `server_optimiser`, made
+    with `server_settings`.
+    """
+
+    name: str = ""
+    plan: str = ""
+    settings: dict[str, Scalar] = {}
+    probe: ProbeName = ""
+    together: bool = Method.together
+    phases: dict[str, Count] = {}
+    inside: MethodSection | None = None
+    wire: str = ""
+    loop: LoopName = ""
+    wraps: list[WrapName] = []
+    server_optimiser: ServerOptimiserName = ""
+    server_settings: dict[str, Scalar] = {}
+    given: list[str] = []
+
+    @model_validator(mode="after")
+    def _one(self) -> MethodSection:
+        if self.given:
+            return self
+        if not self.name and not self.plan:
+            raise ValueError("say name (a published method), plan (your own) or both")
+        if self.name and (self.probe or self.together):
+            raise ValueError("probe and together are for a plan without a name: see settings")
+        if self.server_settings and not self.server_optimiser:
+            raise ValueError("server_settings are those of a server_optimiser: name it")
+        return self
+
+
+class TrainSection(Section):
+    """How each client trains in its turn."""
+
+    rounds: Positive = 10
+    optimiser: OptimiserName = Pace.optimiser.name
+    rate: Annotated[float, Field(gt=0)] = Pace.rate
+    decay: Annotated[float, Field(ge=0)] = DECAY
+    momentum: Annotated[float, Field(ge=0, lt=1)] = MOMENTUM
+    epochs: Positive = Pace.epochs
+    steps: Count = Pace.steps
+    batch: Positive = Pace.batch
+    clip: Annotated[float, Field(ge=0)] = Pace.clip
+    bf16: bool = Pace.bf16
+
+    @property
+    def pace(self) -> Pace:
+        """The same as a value, the optimiser by its name."""
+        settings = {w: v for w in ("decay", "momentum") if (v := getattr(self, w))}
+        said = self.model_dump(exclude={"rounds", "optimiser", "decay", "momentum"})
+        return Pace(optimiser_named(self.optimiser, settings), **said)
+
+    @model_validator(mode="after")
+    def _makes_steps(self) -> TrainSection:
+        with as_fault():
+            _ = self.pace
+        return self
+
+
+class ClientsSection(Section):
+    """Who takes part: a share of all, of whom some drop out and some answer too late.
+
+    `names` are those of the sites, where each brings its own table, or of all that a column of one
+    table may name; `traits` are what single clients say of themselves. A round waits for all until
+    it is time, and closes with no fewer than `quorum`.
+    """
+
+    share: Annotated[float, Field(gt=0, le=1)] = Participation.share
+    dropped: Share = 0.0
+    late: Share = 0.0
+    names: Annotated[list[str], AfterValidator(client_names)] = []
+    quorum: Positive = 1
+    traits: dict[str, dict[str, str]] = {}
+
+
+class PatienceSection(Section):
+    """How many seconds a server of real sites waits.
+
+    `sites` is for those that a round needs to come, `answers` for the answers of a round, `absent`
+    for a site that went away; `look` is the time between two looks.
+    """
+
+    sites: Annotated[float, Field(gt=0)] = Patience.sites
+    answers: Annotated[float, Field(gt=0)] = Patience.answers
+    absent: Annotated[float, Field(ge=0)] = Patience.absent
+    look: Annotated[float, Field(gt=0)] = Patience.look
+
+
+class EvaluateSection(Section):
+    """When and on what the models are tested.
+
+    `attention` is on how many of the common test's rows each round's move of the attention maps is
+    measured; 0 is not at all.
+    """
+
+    every: Positive = 1
+    batch: Positive = 128
+    personal: bool = True
+    attention: Count = 0
+
+
+class StopSection(Section):
+    """When a run stops before its last round: once a metric has not become better for a while.
+
+    `metric` is a number of each round, such as `loss`, `world.accuracy` or `personal.mean`; rounds
+    that do not have it do not count. Better is by more than `least`, and upward unless the name
+    ends as a loss does; `better` says it otherwise.
+    """
+
+    metric: str
+    patience: Positive = EarlyStopping.patience
+    least: Annotated[float, Field(ge=0)] = EarlyStopping.least
+    better: Literal["", "higher", "lower"] = ""
+
+    @property
+    def callback(self) -> EarlyStopping:
+        """The same as a callback."""
+        higher = self.better == "higher" if self.better else None
+        return EarlyStopping(self.metric, self.patience, self.least, higher)
+
+
+class PrivacySection(Section):
+    """What a run promises: whose presence is hidden, and the epsilon that it stops at.
+
+    The unit is a client, drawn into each round with the chance `clients.share` if that is below 1;
+    or an example, drawn into each step with the chance `train.batch` / `size`, where `size` is a
+    public number for how many rows a site has. Without `noise` it is the least that keeps to
+    epsilon over all rounds.
+
+    `vote` is the noise of a vote on the layers, every `period` rounds. Of clients, `quantile` has
+    the clip follow the lengths of their changes, and `cap` has them weigh by their rows, up to it.
+    """
+
+    unit: Unit
+    epsilon: Annotated[float, Field(gt=0)]
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    clip: Clip = 1.0
+    noise: Noise = 0.0
+    size: Count = 0
+    vote: Noise = Guarantee.vote
+    period: Positive = Guarantee.period
+    quantile: Annotated[float, Field(ge=0, lt=1)] = Guarantee.quantile
+    cap: Count = Guarantee.cap
+
+    @model_validator(mode="after")
+    def _of_clients(self) -> PrivacySection:
+        if self.unit == "example" and (self.quantile or self.cap):
+            raise ValueError("quantile and cap are of clients, and this hides examples")
+        return self
