@@ -150,7 +150,9 @@ class _Steps:
         if self._ours.isdisjoint(held):
             return
         if self.job.adjust:
-            self._require_one(optimiser, closure=len(args) > 1 or "closure" in named)
+            self._require_one(
+                optimiser, closure=any(each is not None for each in (*args[1:], *named.values()))
+            )
         adjust(self.marked, self.job)
         rates = {float(group["lr"]) for group in optimiser.param_groups}
         self.taken, self.distance = self.taken + 1, self.distance + _one(rates)

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 from fedplan.errors import FedplanError
 from fedplan.training.fit import Job
@@ -43,10 +44,22 @@ def run_trainer(made: object, job: Job, marked: Marked, clip_by: Callable[[float
         if made.optimizer is None and type(made).create_optimizer is Trainer.create_optimizer:
             made.optimizer = _optimiser(made, job, marked)
         set_seed(job.seed % 2**32)
-        found: Any = made.train()
-        # Mixed precision wraps the model's forward, and the model outlives the Trainer.
-        cast("Any", made.accelerator).unwrap_model(made.model, keep_fp32_wrapper=False)
+        with _own_forward(job.model):
+            found: Any = made.train()
     return float(found.training_loss)
+
+
+@contextmanager
+def _own_forward(model: nn.Module) -> Generator[None]:
+    """Mixed precision wraps a model's forward, and the model outlives the Trainer."""
+    wrapped = ("forward", "_original_forward")
+    held = {name: vars(model)[name] for name in wrapped if name in vars(model)}
+    try:
+        yield
+    finally:
+        for name in wrapped:
+            vars(model).pop(name, None)
+        vars(model).update(held)
 
 
 def _settle(trainer: Trainer, folder: str, seed: int) -> None:
