@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import fedplan
-from fedplan.cli import app
+from fedplan.cli import app, new
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
@@ -101,3 +102,14 @@ def test_the_tables_of_the_studies_are_those_of_their_result_files() -> None:
     told = (ROOT / "docs" / "studies.md").read_text()
     for table in done.stdout.split("### ")[1:]:
         assert f"### {table.strip()}" in told, table
+
+
+def test_every_command_has_a_function_with_a_documented_name() -> None:
+    text = (ROOT / "docs" / "python.md").read_text()
+    named = dict(re.findall(r"^\| `([a-z ]+)` \| `([\w.]+)` \|$", text, flags=re.M))
+    commands = {typer.main.get_command_name(c.callback.__name__) for c in app.registered_commands}  # type: ignore[union-attr]
+    commands |= {f"new {c.callback.__name__}" for c in new.registered_commands}  # type: ignore[union-attr]
+    assert commands == named.keys()
+    for name in named.values():
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute) is not None

@@ -30,8 +30,9 @@ APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
 LENT = {
     "tensors": """
-        DTYPES Digests GRID JSON LARGEST_VALUE PIECES at_rest beside is_rider nbytes
-        param_of plain rider riders_of split_riders
+        DTYPES Digests GRID HOST JSON LARGEST_VALUE PIECES at_rest autocast beside brought
+        device_of forked is_rider nbytes numbers param_of plain rider riders_of scaler
+        split_riders
     """,
     "storage": """
         Claim Generation Read a_study_name alone claimed client_names explained
@@ -49,13 +50,13 @@ LENT = {
         rounds_ahead spelled_out stated text_of touched value
     """,
     "data": """
-        Collate KINDS Measure OWN Own Seeded TASK_NAMES contents division is_among
-        label_text labels_in model_loss named_columns names_in require_sight rows some
-        spread task_class to_train values where
+        Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_NAMES contents division
+        is_among label_text labels_in model_loss named_columns names_in require_sight
+        rows some spread task_class to_train values where
     """,
     "training": """
         CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES WRAP_NAMES adjust
-        is_public loop_named public_look wrap_named
+        checkpointed is_public loop_named public_look wrap_named
     """,
     "methods": """
         METHOD_NAMES SERVER_OPTIMISER_NAMES Told about_method list_methods
@@ -63,7 +64,7 @@ LENT = {
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
-        capped counted derived needed read_secret secret_of
+        capped counted derived needed read_secret require_pace secret_of
     """,
     "federation": """
         AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping Fare

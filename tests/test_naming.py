@@ -13,6 +13,7 @@ from packages import METHOD, forget, install, on_path
 from typer.testing import CliRunner
 
 from fedplan.cli import app
+from fedplan.data.metrics import METRIC_NAMES, metric_named
 from fedplan.data.tasks import TASK_NAMES, task_class
 from fedplan.errors import FedplanError
 from fedplan.methods import METHODS, fedavg, method_named, register_method
@@ -35,6 +36,7 @@ CODE = (
 import functools
 import torch
 from os import system
+from fedplan.data.metrics import METRIC_NAMES, metric_named
 from fedplan.data.tasks import Task
 from fedplan.training import Done, attach, attention
 
@@ -60,6 +62,10 @@ def through(fit):
     return fitted
 
 
+def right(truth, guess):
+    return float((truth == guess).mean())
+
+
 def loop(job):
     return Done(loss=0.0, steps=0)
 
@@ -81,7 +87,7 @@ NAMES: dict[str, tuple[Registry[Any], str, Any]] = {
     "fedplan.wraps": (WRAP_NAMES, "through", wrap_named),
     "fedplan.loops": (LOOP_NAMES, "loop", loop_named),
     "fedplan.trackers": (Registry("tracker", {}), "through", None),
-    "fedplan.metrics": (Registry("metric", {}), "through", None),
+    "fedplan.metrics": (METRIC_NAMES, "right", metric_named),
 }
 STUDY: dict[str, Any] = {
     "model": {"type": "vit"},

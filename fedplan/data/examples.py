@@ -94,6 +94,32 @@ class Sequences:
 
 @final
 @dataclass(frozen=True)
+class Packed:
+    """Rows of several texts each, where positions begin anew with each text.
+
+    There is no attention mask: it is by the positions that a model keeps the texts apart, and what
+    fills up a row is a text of one token each.
+    """
+
+    ids: Ragged
+    labels: Ragged
+    places: Ragged
+    pad: int
+
+    def __len__(self) -> int:
+        return len(self.ids.starts) - 1
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        """Some rows, filled up to the longest of them."""
+        return {
+            "input_ids": self.ids.padded(indices, self.pad)[0],
+            "position_ids": self.places.padded(indices, 0)[0],
+            "labels": self.labels.padded(indices, NO_LABEL)[0],
+        }
+
+
+@final
+@dataclass(frozen=True)
 class Masked:
     """Blocks of tokens, some hidden: BERT's 15 %, of which 80 % masked and 10 % replaced.
 

@@ -15,25 +15,30 @@ _HALF = 4
 """Tokens of each half of the texts that a model is tried on."""
 _SLACK = 1e-5
 """How far rounding may move logits, as a share of the largest."""
+_ONWARD = ("causal-lm", "instruction")
+"""The tasks that ask for the next token."""
 
 
-def require_sight(model: nn.Module, kind: str) -> None:
+def require_sight(model: nn.Module, kind: str, *, packed: bool = False) -> None:
     """Refuse a model that sees too much for its task, or too little; other tasks are not asked.
 
     Found out by behaviour: two texts of one opening and two endings. A model that predicts the next
     token and whose answers in the opening move has seen what it is to predict; one that fills gaps
-    and whose answers do not move sees one side of a gap alone.
+    and whose answers do not move sees one side of a gap alone. Of `packed` texts, the second of two
+    must be answered as if it stood alone.
     """
-    if kind not in ("causal-lm", "masked-lm"):
+    if kind not in (*_ONWARD, "masked-lm"):
         return
+    if packed:
+        _require_apart(model)
     opening, other, ending = _tried(model)
     scale = max(float(opening.abs().max()), 1e-30)
     if float((opening - other).abs().max()) <= _SLACK * scale:
         return  # It answers the same to all: nothing can be told of it.
     far = float((opening - ending).abs().max()) / scale
-    if kind == "causal-lm" and far > _SLACK:
+    if kind in _ONWARD and far > _SLACK:
         raise DataError(
-            f"{type(model).__name__} sees the tokens that causal-lm asks it to predict: take a "
+            f"{type(model).__name__} sees the tokens that {kind} asks it to predict: take a "
             "decoder, model.settings with is_decoder = true, or the task masked-lm"
         )
     if kind == "masked-lm" and far < _SLACK / 10:
@@ -43,20 +48,47 @@ def require_sight(model: nn.Module, kind: str) -> None:
         )
 
 
+def _require_apart(model: nn.Module) -> None:
+    """Refuse a model to which packed texts are one."""
+    first, second, _ = _texts(model)
+    places = [*range(_HALF)]
+    try:
+        one = {"input_ids": [second], "position_ids": [places]}
+        two = {"input_ids": [first + second], "position_ids": [places * 2]}
+        alone, packed = (_logits(model, asked, cache=False) for asked in (one, two))
+        far = float((packed[:, _HALF:] - alone).abs().max() / alone.abs().max().clamp(min=1e-30))
+    except TypeError:
+        far = 1.0
+    if far > _SLACK:
+        raise DataError(
+            f"{type(model).__name__} does not keep packed conversations apart: leave packing out, "
+            "or take a model whose attention follows its position_ids, such as llama or gpt2"
+        )
+
+
 def _tried(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     """The logits of one opening; those of another; and those of the first with another ending."""
+    first, second, third = _texts(model)
+    texts = [first + second, third + second, first + third]
+    logits = _logits(model, {"input_ids": texts, "attention_mask": [[1] * 2 * _HALF] * 3})
+    one, two, three = logits[:, :_HALF]
+    return one, two, three
+
+
+def _logits(model: nn.Module, asked: dict[str, list[list[int]]], *, cache: bool = True) -> Tensor:
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    inputs = {name: torch.tensor(each, device=device) for name, each in asked.items()}
+    with at_rest(model), torch.no_grad():
+        found: Any = model(**inputs) if cache else model(**inputs, use_cache=False)
+    return cast("Tensor", found if isinstance(found, Tensor) else found.logits).float()
+
+
+def _texts(model: nn.Module) -> tuple[list[int], list[int], list[int]]:
+    """Three halves of a text, of words that a model knows."""
     made = cast("Any", model)
     pad, size = made.config.pad_token_id, len(made.get_input_embeddings().weight)
     words = [number for number in range(size) if number != pad][-3 * _HALF :]
-    first, second, third = (_spread(words, start) for start in range(3))
-    texts = torch.tensor([first + second, third + second, first + third])
-    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    texts = texts.to(device)
-    with at_rest(model), torch.no_grad():
-        found: Any = model(input_ids=texts, attention_mask=torch.ones_like(texts))
-    logits = cast("Tensor", found if isinstance(found, Tensor) else found.logits).float()
-    one, two, three = logits[:, :_HALF]
-    return one, two, three
+    return _spread(words, 0), _spread(words, 1), _spread(words, 2)
 
 
 def _spread(words: list[int], start: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,9 @@ class Own(Task):
     function: Loss = model_loss
     collate: Collate = named_columns
     metrics: Measure | None = None
+
+    primary: ClassVar[str] = "loss"
+    higher: ClassVar[bool] = False
 
     @property
     def text(self) -> str:

@@ -51,6 +51,22 @@ def blocks(rows: Iterable[Sequence[int]], limit: int, *, single: bool) -> list[S
     return found
 
 
+def packs(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Which rows stand together in one of at most `limit` tokens, in the table's order.
+
+    >>> packs([3, 4, 2, 9], 8)
+    [[0, 1], [2], [3]]
+    """
+    found, room = list[list[int]](), 0
+    for row, size in enumerate(sizes):
+        if size > room:
+            found.append([])
+            room = limit
+        found[-1].append(row)
+        room -= size
+    return found
+
+
 def at_first_tokens(words: Sequence[int | None], classes: Sequence[int]) -> list[int]:
     """A word's class at its first token, and none at the others."""
     before = [None, *words]

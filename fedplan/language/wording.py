@@ -36,7 +36,7 @@ def stated(text: str) -> Callable[[F], F]:
     return say
 
 
-def phrase(name: str, *values: object, **settings: object) -> str:
+def phrase(name: str, /, *values: object, **settings: object) -> str:
     """A name with values and settings.
 
     >>> phrase("attention", to="first", rows=64.0)

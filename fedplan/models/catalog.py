@@ -85,11 +85,15 @@ SHORT: dict[str, tuple[str, str, dict[str, Any]]] = {
 TASKS = {
     "backbone": "AutoModel",
     "text-classification": "AutoModelForSequenceClassification",
+    "multi-label": "AutoModelForSequenceClassification",
+    "regression": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
     "image-classification": "AutoModelForImageClassification",
     "image-text": "AutoModel",
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "instruction": "AutoModelForCausalLM",
 }
 
 MANIFESTS = Path(__file__).parent / "schemas"

@@ -17,7 +17,7 @@ from fedplan.data.examples import Loss
 from fedplan.data.metrics import spread
 from fedplan.data.own import Collate, Measure, Own, model_loss, named_columns
 from fedplan.data.tasks import Task
-from fedplan.federation.callbacks import Callback, Closed, stopping
+from fedplan.federation.callbacks import Callback, Closed, EarlyStopping, stopping
 from fedplan.federation.history import Metrics
 from fedplan.federation.participation import Participation
 from fedplan.language.plan import Plan
@@ -105,7 +105,12 @@ class Simulation:
 
     def _told(self, closed: Closed) -> str:
         own = (self.study.stop.callback,) if self.study.stop else ()
-        return stopping((*self.callbacks, *own), closed)
+        return stopping((*self.callbacks, *map(self._directed, own)), closed)
+
+    def _directed(self, stop: EarlyStopping) -> EarlyStopping:
+        """What is said of the clients' own scores is better in the task's direction."""
+        known = stop.higher is not None or not stop.metric.startswith("personal.")
+        return stop if known else replace(stop, higher=self.shares.task.higher)
 
     def _played(self) -> Closed:
         before = self.federation.world_values()
@@ -162,8 +167,9 @@ class Simulation:
             found["world"] = score
         if evaluate.personal and self.shares.own:
             found["clients"] = {name: self._personal(name) for name in self.shares.own}
-            key = "f1" if self.study.task.kind == "token-classification" else "accuracy"
-            found["personal"] = spread({n: s[key] for n, s in found["clients"].items() if key in s})
+            key, higher = self.shares.task.primary, self.shares.task.higher
+            own = {n: s[key] for n, s in found["clients"].items() if key in s}
+            found |= {"personal": spread(own, higher=higher)} if own else {}
         return found
 
     def signs(self, before: Tensors) -> dict[str, Any]:

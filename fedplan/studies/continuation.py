@@ -58,6 +58,12 @@ def require_same(folder: Path, study: Study) -> None:
             f"train.rounds is {study.train.rounds}, and the noise of {folder} was chosen for "
             f"{old.train.rounds}: name another folder; who says privacy.noise may add rounds later"
         )
+    if old.train.pace != study.train.pace:
+        raise ConfigError(
+            f"train.rounds is {study.train.rounds}, and the schedule of {folder} goes over "
+            f"{old.train.rounds}, so that its rates were other ones: name another folder; who says "
+            'train.over = "turn" may add rounds later'
+        )
     if study.train.rounds < _done(folder):
         raise ConfigError(
             f"train.rounds is {study.train.rounds}, and {folder} has {_done(folder)} already: "

@@ -28,7 +28,7 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeds.seed(study.name, "model", study.seed))
         model = _made(study, task)
-        require_sight(model, task.kind)
+        require_sight(model, task.kind, packed=task.packing)
         model = stilled(model) if study.model.still else model
         if said := study.model.anatomy or ({"like": study.model.like} if study.model.like else {}):
             learn(model, said)
@@ -63,7 +63,7 @@ def _pretrained(study: Study, task: Task) -> nn.Module:
             dtype=torch.float32,
             local_files_only=not is_hub_id(said.path),
             trust_remote_code=False,
-            **_labels(task),
+            **task.settings,
             **said.settings,
         )
 
@@ -73,7 +73,7 @@ def _from_scratch(study: Study, task: Task) -> nn.Module:
 
     said = study.model
     with _told(f"model.type: no {said.type!r} can be made for {task.kind} with these settings"):
-        config = transformers.AutoConfig.for_model(said.type, **said.settings, **_labels(task))
+        config = transformers.AutoConfig.for_model(said.type, **said.settings, **task.settings)
         return _loader(task).from_config(config)
 
 
@@ -96,10 +96,3 @@ def _loader(task: Task) -> Any:
     import transformers
 
     return getattr(transformers, task.model_class)
-
-
-def _labels(task: Task) -> dict[str, Any]:
-    """The names of the classes, so that a saved model knows what it says."""
-    names = dict(enumerate(task.labels))
-    places = {name: number for number, name in names.items()}
-    return {"id2label": names, "label2id": places} if names else {}

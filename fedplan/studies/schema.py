@@ -11,9 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from fedplan.data.own import OWN
+from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.models.hub import is_hub_id
 from fedplan.naming import UnknownName
+from fedplan.privacy.dpsgd.fit import require_pace
 from fedplan.storage.names import a_study_name
 from fedplan.studies.names import code_of_names
 from fedplan.studies.plain import flat, odd, read_toml, value_of
@@ -30,7 +33,7 @@ from fedplan.studies.sections import (
     TaskSection,
     TrainSection,
 )
-from fedplan.studies.words import Positive
+from fedplan.studies.words import Positive, as_fault
 
 PLACES = {
     "model": {"path", "vision", "text", "bridge"},
@@ -94,6 +97,9 @@ class Study(Section):
             raise ValueError("to hide examples, say train.steps and privacy.size, both public")
         if said and said.unit == "example" and said.size < self.train.batch:
             raise ValueError("privacy.size is below train.batch: a step takes no more than all")
+        if said and said.unit == "example":
+            with as_fault():
+                require_pace(self.train.pace)
         return self
 
     @property
@@ -120,7 +126,9 @@ class Study(Section):
                 "clients.names are of sites with tables of their own: no data.path, or data.by = "
                 '"column"'
             )
-        if self.clients.names and self.task.label and not self.task.labels:
+        task = self.task
+        number = task.kind != OWN and task_class(task.kind).answers == "number"
+        if self.clients.names and task.label and not task.labels and not number:
             raise ValueError("no end sees all labels: say them in task.labels")
         return self
 

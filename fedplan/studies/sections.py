@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -21,6 +22,7 @@ from fedplan.studies.words import (
     Count,
     Division,
     LoopName,
+    MetricName,
     Noise,
     OptimiserName,
     Positive,
@@ -33,7 +35,11 @@ from fedplan.studies.words import (
     as_fault,
 )
 from fedplan.training.fit import Pace
-from fedplan.training.optimisers import DECAY, MOMENTUM, optimiser_named
+from fedplan.training.optimisers import DECAY, MOMENTUM, ClientOptimiser, optimiser_named
+from fedplan.training.schedules import Schedule, schedule_named
+
+_PLAIN = tuple(f.name for f in fields(Pace) if f.name not in ("optimiser", "schedule"))
+"""What a pace and its section say in the same words."""
 
 
 class Section(BaseModel):
@@ -80,7 +86,8 @@ class TaskSection(Section):
 
     `labels` are all that there are, where no end sees the rows of all. Of pictures, `image_size`
     must be said: the side that the model takes. `given` is what came from Python: the task, or a
-    loss and a collator of one's own.
+    loss and a collator of one's own. `packing` puts several conversations into one row of tokens.
+    `weights` are what the loss of a label is multiplied by.
     """
 
     kind: TaskKind
@@ -91,6 +98,8 @@ class TaskSection(Section):
     max_length: Positive = Task.max_length
     image_size: Count = Task.image_size
     template: str = Task.template
+    packing: bool = Task.packing
+    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
     given: str = ""
 
 
@@ -163,30 +172,59 @@ class MethodSection(Section):
 
 
 class TrainSection(Section):
-    """How each client trains in its turn."""
+    """How each client trains in its turn.
+
+    `schedule` goes over all rounds, or over each turn anew; `warmup` is a share of that below 1,
+    and else a number of rounds, or of a turn's steps. `optimiser_settings` and `schedule_settings`
+    are what else these two take by their names.
+    """
 
     rounds: Positive = 10
     optimiser: OptimiserName = Pace.optimiser.name
+    optimiser_settings: dict[str, Scalar | list[Scalar]] = {}
     rate: Annotated[float, Field(gt=0)] = Pace.rate
+    schedule: str = Pace.schedule.name
+    schedule_settings: dict[str, str | float] = {}
+    warmup: Annotated[float, Field(ge=0)] = Schedule.warmup
+    over: Literal["run", "turn"] = "run"
     decay: Annotated[float, Field(ge=0)] = DECAY
+    decay_all: bool = Pace.decay_all
     momentum: Annotated[float, Field(ge=0, lt=1)] = MOMENTUM
     epochs: Positive = Pace.epochs
     steps: Count = Pace.steps
     batch: Positive = Pace.batch
+    accumulate: Positive = Pace.accumulate
     clip: Annotated[float, Field(ge=0)] = Pace.clip
-    bf16: bool = Pace.bf16
+    precision: str = Pace.precision
+    checkpointing: bool = Pace.checkpointing
+    compile: str = Pace.compile
+    by_length: bool = Pace.by_length
+    workers: Count = Pace.workers
 
     @property
     def pace(self) -> Pace:
-        """The same as a value, the optimiser by its name."""
+        """The same as a value, the optimiser and the schedule by their names."""
+        said = {name: getattr(self, name) for name in _PLAIN}
+        return Pace(self._optimiser, schedule=self._schedule, **said)
+
+    @property
+    def _optimiser(self) -> ClientOptimiser:
         settings = {w: v for w in ("decay", "momentum") if (v := getattr(self, w))}
-        said = self.model_dump(exclude={"rounds", "optimiser", "decay", "momentum"})
-        return Pace(optimiser_named(self.optimiser, settings), **said)
+        return optimiser_named(self.optimiser, {**self.optimiser_settings, **settings})
+
+    @property
+    def _schedule(self) -> Schedule:
+        # One that stays the same does not follow from the rounds: these may be added later.
+        over = self.rounds if self.over == "run" and self.schedule != Pace.schedule.name else 0
+        settings, warm = self.schedule_settings, self.warmup
+        return schedule_named(self.schedule, settings, warmup=warm, rounds=over)
 
     @model_validator(mode="after")
     def _makes_steps(self) -> TrainSection:
         with as_fault():
-            _ = self.pace
+            self.pace.schedule.factor(self.rate, 1, 1)
+        if not self.decay_all and not self.decay:
+            raise ValueError("decay_all = false spares norms and biases: say the decay of the rest")
         return self
 
 
@@ -223,13 +261,14 @@ class EvaluateSection(Section):
     """When and on what the models are tested.
 
     `attention` is on how many of the common test's rows each round's move of the attention maps is
-    measured; 0 is not at all.
+    measured; 0 is not at all. `metrics` are measured beside those of the task.
     """
 
     every: Positive = 1
     batch: Positive = 128
     personal: bool = True
     attention: Count = 0
+    metrics: list[MetricName] = []
 
 
 class StopSection(Section):

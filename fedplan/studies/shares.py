@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fedplan.data.content import contents
 from fedplan.data.examples import Examples
+from fedplan.data.metrics import metric_named
 from fedplan.data.partition import Partition, division, some, to_train
 from fedplan.data.tables import (
     DataError,
@@ -26,7 +27,7 @@ from fedplan.data.tables import (
     where,
 )
 from fedplan.data.tables import values as values_in
-from fedplan.data.tasks import Task, task
+from fedplan.data.tasks import Task, task, task_class
 from fedplan.federation.marks import mark_of
 from fedplan.studies.schema import Study
 
@@ -57,6 +58,7 @@ NO_TEST = (
     "No common test, so no score of the world: say data.test_split, data.test or data.test_path to "
     "have one."
 )
+CUT_KINDS = ("causal-lm", "masked-lm")
 CUT = "Each text is one example: of a longer one, its first {} tokens."
 
 
@@ -67,7 +69,8 @@ def shares_of(study: Study, own: tuple[str, Dataset] | None) -> Shares:
     test, table = _test(study), _table(study, own[1] if own else None)
     made = _task(study, _labels(study, [t for t in (table, test) if t is not None]))
     notes = [] if test is not None else [NO_TEST]
-    notes += [CUT.format(made.max_length)] if made.single and made.kind.endswith("-lm") else []
+    notes += [CUT.format(made.max_length)] if made.single and made.kind in CUT_KINDS else []
+    notes += made.notes
     train, tests = dict[str, Examples](), dict[str, Examples]()
     if table is not None:
         table, marks, left = _untested(table, test, made, empty=study.privacy is not None)
@@ -170,7 +173,7 @@ def _without_rows(train: dict[str, Examples], own: tuple[str, Dataset] | None) -
 def _labels(study: Study, tables: list[Dataset]) -> list[str | int]:
     """The labels that the study says, or those that its tables hold."""
     column, said = study.task.label, study.task.labels
-    if said or not column or study.task.kind.endswith("-lm"):
+    if said or not column or task_class(study.task.kind).answers not in ("class", "labels"):
         return said
     if study.privacy is None:
         return cast("list[str | int]", labels_in(tables, column))
@@ -197,6 +200,9 @@ def _task(study: Study, labels: Iterable[str | int]) -> Task:
         image_size=asked.image_size,
         template=asked.template,
         single=hidden is not None and hidden.unit == "example",
+        packing=asked.packing,
+        weights=asked.weights,
+        extra=map(metric_named, study.evaluate.metrics),
     )
 
 
@@ -215,7 +221,9 @@ def _held(study: Study, table: Dataset, own: tuple[str, Dataset] | None) -> dict
         each=said.each,
     )
     public = _public(study, partition) if study.privacy is not None else None
-    return division(table, partition, seed=study.seed, label=study.task.label, public=public)
+    # Each number would be a label of its own: by numbers no rows are divided.
+    label = "" if task_class(study.task.kind).answers == "number" else study.task.label
+    return division(table, partition, seed=study.seed, label=label, public=public)
 
 
 def _public(study: Study, partition: Partition) -> list[str]:

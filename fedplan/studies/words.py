@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from fedplan.data.metrics import metric_named
 from fedplan.data.own import OWN
 from fedplan.data.partition import KINDS
 from fedplan.data.tasks import task_class
@@ -83,4 +84,5 @@ ProbeName = Annotated[str, AfterValidator(_named(probe_named))]
 OptimiserName = Annotated[str, AfterValidator(_named(optimiser_named))]
 ServerOptimiserName = Annotated[str, AfterValidator(_named(SERVER_OPTIMISER_NAMES.find))]
 WrapName = Annotated[str, AfterValidator(_named(wrap_named))]
+MetricName = Annotated[str, AfterValidator(_named(metric_named))]
 LoopName = Annotated[str, AfterValidator(_named(loop_named))]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         probe_named,
         public,
     )
+    from fedplan.training.schedules import Schedule, schedule_named
     from fedplan.training.wraps import alternate, controlled, proximal
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Pace",
     "Probe",
     "RowsOf",
+    "Schedule",
     "Wrap",
     "adamw",
     "alternate",
@@ -56,6 +58,7 @@ __all__ = [
     "proximal",
     "public",
     "register_optimiser",
+    "schedule_named",
     "sgd",
 ]
 
@@ -67,6 +70,7 @@ __getattr__, __dir__ = face(
         "loops": "RowsOf attach",
         "optimisers": "ClientOptimiser adamw optimiser_named register_optimiser sgd",
         "probes": "Look Probe at_random attention fixed from_the_top gradient probe_named public",
+        "schedules": "Schedule schedule_named",
         "wraps": "alternate controlled proximal",
     },
 )

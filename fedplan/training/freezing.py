@@ -119,6 +119,12 @@ class Marked:
         self._asked = True
         return iter(self._trained.items())
 
+    def leaves(self) -> Iterator[tuple[Param, nn.Parameter]]:
+        """The same with the param of each; of a whole tensor of several, its first."""
+        params = reversed([*self._roles])
+        firsts = {p.key if p.key in self._trained else p.name: p for p in params}
+        return ((firsts[key], tensor) for key, tensor in self.named_parameters())
+
     def gradients(self) -> Iterator[tuple[Param, Tensor, Tensor]]:
         """Each trained param that has a gradient, with its value and gradient, to be changed."""
         tensors = dict(self._model.named_parameters())

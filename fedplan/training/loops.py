@@ -17,6 +17,7 @@ from fedplan.data.examples import Examples, Seeded
 from fedplan.errors import FedplanError
 from fedplan.language.wording import phrase, stated
 from fedplan.naming import Registry
+from fedplan.tensors.devices import HOST, brought, device_of, forked
 from fedplan.training.fit import Done, Fit, Job, adjust, plain
 from fedplan.training.freezing import Marked, mark
 
@@ -29,10 +30,12 @@ class RowsOf(torch.utils.data.Dataset[dict[str, Tensor]]):
     """A client's examples as a dataset of torch: a DataLoader takes it, and so does a Trainer.
 
     Rows that are taken together are as long as the longest of them, so that any collator can stack
-    them; `batch` stacks them at once. `table` is the same as a Dataset of Hugging Face.
+    them; `batch` stacks them at once, where the model is. `table` is the same as a Dataset of
+    Hugging Face.
     """
 
     rows: Examples
+    device: torch.device = HOST
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -42,7 +45,7 @@ class RowsOf(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """Some rows: a DataLoader asks for all rows of a batch at once."""
-        batch = self.batch(torch.as_tensor(indices))
+        batch = self.rows.batch(torch.as_tensor(indices))
         for name, values in batch.items():
             if len(values) != len(indices):
                 raise FedplanError(f"{name!r} has no row for each example: take rows.batch instead")
@@ -50,7 +53,7 @@ class RowsOf(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
         """Some rows, stacked."""
-        return self.rows.batch(indices)
+        return brought(self.rows.batch(indices), self.device)
 
     def table(self) -> Dataset:
         """All rows with their own lengths, for a trainer that takes no other dataset, as TRL's."""
@@ -80,8 +83,7 @@ def attach(work: Work) -> Fit:
 
     @stated(phrase("attach", work))
     def attached(job: Job) -> Done:
-        with torch.random.fork_rng(devices=[]), mark(job.model, job.roles) as marked:
-            torch.manual_seed(job.seed)
+        with forked(device_of(job.model), job.seed), mark(job.model, job.roles) as marked:
             if not list(marked.parameters()) or not len(job.rows):
                 return Done(loss=nan, steps=0)
             with _watched(job, marked) as steps:
@@ -95,7 +97,8 @@ def attach(work: Work) -> Fit:
 
 
 def _worked(work: Work, job: Job, marked: Marked, steps: _Steps) -> float:
-    rows = RowsOf(job.rows.seeded(job.seed) if isinstance(job.rows, Seeded) else job.rows)
+    own = job.rows.seeded(job.seed) if isinstance(job.rows, Seeded) else job.rows
+    rows = RowsOf(own, device_of(job.model))
     before = dict(job.model.named_parameters())
     devices = {tensor.device for tensor in before.values()}
     job.model.train()

@@ -14,12 +14,15 @@ from torch import nn
 
 from fedplan.errors import FedplanError
 from fedplan.language.wording import text_of
+from fedplan.models.params import Kind
 from fedplan.naming import Registry
 from fedplan.training.freezing import Marked
 
 DECAY, MOMENTUM = 0.0, 0.0
 """What every optimiser takes of these unless it is said; torch's own differ between classes."""
-Make = Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]
+Leaves = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+"""Parameters, or groups of them with settings of their own."""
+Make = Callable[[Leaves, float], torch.optim.Optimizer]
 """Makes a torch optimiser of parameters and a rate."""
 _OWN_WORD = {"decay": "weight_decay"}
 _UNSAID = {"weight_decay": DECAY, "momentum": MOMENTUM}
@@ -46,14 +49,28 @@ class ClientOptimiser:
         """It with all its settings, for both ends to compare."""
         return f"{self.name}({self.settings})"
 
-    def start(self, marked: Marked, rate: float) -> torch.optim.Optimizer:
+    def start(
+        self, marked: Marked, rate: float, *, decay_all: bool = True
+    ) -> torch.optim.Optimizer:
         """The optimiser of one turn: it starts without memory."""
         try:
-            made = self.make(marked.parameters(), rate)
+            made = self.make(marked.parameters() if decay_all else _groups(marked), rate)
         except (TypeError, ValueError) as error:
             raise FedplanError(f"the optimiser {self.text} cannot be made: {error}") from error
         _require_steps(self.name, made, marked)
+        if not decay_all and "weight_decay" not in made.defaults:
+            raise FedplanError(f"the optimiser {self.text} has no decay: leave decay_all out")
         return made
+
+
+def _groups(marked: Marked) -> list[dict[str, Any]]:
+    """The parameters that decay, and norms and biases, which do not."""
+    held: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for param, leaf in marked.leaves():
+        held[param.kind is not Kind.NORM and "bias" not in param.tags].append(leaf)
+    groups: list[dict[str, Any]] = [{"params": held[True]}]
+    groups.append({"params": held[False], "weight_decay": 0.0})
+    return [group for group in groups if group["params"]]
 
 
 def _require_steps(name: str, made: torch.optim.Optimizer, marked: Marked) -> None:

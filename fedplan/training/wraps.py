@@ -45,7 +45,7 @@ def alternate(own_epochs: int = 1) -> Wrap:
         def alternating(job: Job) -> Done:
             resting = {p: _rest(role, Role.SHARE, Role.FREEZE) for p, role in job.roles.items()}
             held = {p: _rest(role, Role.KEEP, Role.HOLD) for p, role in job.roles.items()}
-            pace = replace(job.pace, epochs=own_epochs)
+            pace = replace(job.pace, epochs=own_epochs, steps=0)
             fit(replace(job, roles=resting, pace=pace, seed=job.seed + 1))
             return fit(replace(job, roles=held))
 
@@ -66,7 +66,8 @@ CONTROL = "control"
 def controlled(fit: Fit) -> Fit:
     """Correct each step by what this client's gradient differs from the federation's: SCAFFOLD.
 
-    The second of the paper's two rules for the client's control; it is meant for plain SGD.
+    The second of the paper's two rules for the client's control; it is meant for plain SGD. Where a
+    schedule gives each step a rate of its own, their sum stands for the paper's steps times rate.
     """
 
     def controlled_fit(job: Job) -> Done:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from often import often
 from sklearn.metrics import f1_score
 
-from fedplan.data.metrics import macro_f1, spread
+from fedplan.data.metrics import METRICS, spread
 from fedplan.errors import FedplanError
 
 SCORES = st.dictionaries(st.text(max_size=3), st.floats(-1e6, 1e6), min_size=1, max_size=40)
@@ -45,7 +45,9 @@ def test_a_client_that_diverged_is_the_worst() -> None:
 @given(PAIRS)
 def test_macro_f1_is_what_scikit_learn_says(pairs: list[tuple[int, int]]) -> None:
     truth, guess = [t for t, _ in pairs], [g for _, g in pairs]
-    assert isclose(macro_f1(truth, guess), f1_score(truth, guess, average="macro"))
+    assert isclose(
+        METRICS["f1_macro"].measure(truth, guess), f1_score(truth, guess, average="macro")
+    )
 
 
 def test_nothing_to_put_together_is_said() -> None:

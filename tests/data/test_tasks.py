@@ -457,7 +457,7 @@ def test_real_data_give_a_batch_and_a_loss(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "changed", "words"),
     [
-        ("text-clasification", {}, "'text-clasification'; there are text-classification, token"),
+        ("text-clasification", {}, "'text-clasification'; there are text-classification, multi"),
         ("text-classification", {"columns": "txt"}, "no column 'txt'; there are text, mood"),
         ("text-classification", {"columns": "words"}, "'words' holds list, and not texts"),
         ("text-classification", {"label": "moods"}, "no column 'moods'; there are text, mood"),

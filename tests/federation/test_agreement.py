@@ -57,6 +57,7 @@ from fedplan.training.probes import (
     gradient,
     public,
 )
+from fedplan.training.schedules import Schedule, schedule_named
 from fedplan.training.wraps import alternate, proximal
 
 PARAMS = params_of("bert-base")
@@ -138,10 +139,21 @@ def agreements() -> dict[str, Agreement]:
         "steps": 3,
         "batch": 16,
         "clip": 1.0,
-        "bf16": True,
+        "schedule": Schedule("linear"),
+        "accumulate": 2,
+        "decay_all": False,
+        "precision": "bf16",
+        "checkpointing": True,
+        "compile": "eager",
+        "by_length": True,
+        "workers": 1,
     }
     assert paces.keys() == {f.name for f in fields(Pace)}
     made |= {f"pace {k}": replace(base, pace=replace(Pace(), **{k: v})) for k, v in paces.items()}
+    rates = [Schedule("linear", rounds=9), Schedule("linear", 0.5), Schedule("linear", 2, 9)]
+    rates += [schedule_named("polynomial", {"power": 2.0}), Schedule("cosine")]
+    made |= {each.text: replace(base, pace=Pace(schedule=each)) for each in rates}
+    made["pace fp16"] = replace(base, pace=Pace(precision="fp16"))
     others = {"decay": adamw(decay=0.1), "momentum": sgd(momentum=0.9)}
     made |= {f"its {k}": replace(base, pace=Pace(each)) for k, each in others.items()}
     made["guarantee"] = replace(base, guarantee=GUARANTEE)

@@ -225,10 +225,10 @@ class Flower(Played):
                 with pytest.raises(KeyboardInterrupt):
                     Carrier(grid, server, SOON).carry()
                 server = self.server(number)
-            server.commit = self.noting(server.commit)  # type: ignore[method-assign]
+            server.commit = self.telling(server.commit)  # type: ignore[method-assign]
             Carrier(grid, server, SOON).carry()
 
-    def noting(self, calm: Callable[..., Closed]) -> Callable[..., Closed]:
+    def telling(self, calm: Callable[..., Closed]) -> Callable[..., Closed]:
         def commit(tally: Tally) -> Closed:
             self.cohort(tally)
             return calm(tally)

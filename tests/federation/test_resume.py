@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -29,14 +30,23 @@ from fedplan.storage import failpoints
 from fedplan.storage.failpoints import POINTS, VARIABLE
 from fedplan.tensors.named import digests
 from fedplan.training.fit import Pace
+from fedplan.training.schedules import Schedule
 
 ROUNDS = 5
+PACE = Pace(rate=1e-2, batch=2, steps=2)
+RATES = Schedule("cosine", 0.3, rounds=ROUNDS)
+PACES = {
+    "scaffold": replace(PACE, schedule=RATES, accumulate=2, checkpointing=True, workers=1),
+    "fedadam": replace(PACE, steps=0, schedule=Schedule("linear", 1), accumulate=2),
+    "cloaked": replace(PACE, schedule=RATES),
+}
+"""Ways to train that a kill must not change: what a turn's rates are, and what a step is."""
 
 
 def federation(folder: Path, name: str, *, replies: bool) -> Federation:
     model, guarantee, rows = zoo.build("bert"), GUARANTEES.get(name), few("bert", 3)
     made = method_named("safl", {"k": 1, "together": True}) if guarantee else method_named(name)
-    pace = Pace(rate=1e-2, batch=2, steps=2)
+    pace = PACES.get(name, PACE)
     agreement = Agreement("kill", describe(model), made, pace, guarantee, run=RUN)
     know_secrets(folder, rows)
     return Federation(

@@ -24,13 +24,24 @@ from fedplan.tensors.named import digest
 
 KINDS = (
     "text-classification",
+    "multi-label",
+    "regression",
     "token-classification",
     "image-classification",
     "image-text",
     "causal-lm",
     "masked-lm",
+    "seq2seq-lm",
+    "instruction",
+)
+LANGUAGE = ("causal-lm", "masked-lm", "seq2seq-lm", "instruction")
+"""The kinds whose answers are tokens: a label is for who divides by it."""
+TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{{ '[SEP]' if message['role'] == 'assistant' else ' ' }}{% endfor %}"
 )
 WORDS = ["cat", "dog", "sat", "ran", "on", "mat", "the", "a", "hen", "egg"]
+PETS = ["cat", "dog", "hen"]
 MOODS = ["calm", "wild", "sad"]
 SITES = ["north", "south", "east"]
 Row = dict[str, Any]
@@ -40,6 +51,7 @@ def tokenizer(folder: Path) -> str:
     """A tokenizer of few words, with every special token."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     made = hf.BertTokenizer(vocab={word: i for i, word in enumerate(words)})
+    made.chat_template = TEMPLATE
     made.save_pretrained(folder / "tokenizer")
     return str(folder / "tokenizer")
 
@@ -53,11 +65,14 @@ def row(number: int, **changed: Any) -> Row:
     made = {
         "text": " ".join(words),
         "words": words,
-        "tags": ["B-pet" if word in ("cat", "dog", "hen") else "O" for word in words],
+        "tags": ["B-pet" if word in PETS else "O" for word in words],
         "mood": MOODS[draw.integers(0, 3)],
         "site": SITES[draw.integers(0, 3)],
         "fold": int(draw.integers(1, 4)),
         "picture": picture.getvalue(),
+        "pets": sorted({word for word in words if word in PETS}),
+        "degree": len(words) + 0.5,
+        "ask": words[0],
     }
     return {**made, **changed}
 
@@ -88,11 +103,15 @@ def study(kind: str, tokenizer: str, **sections: Any) -> Study:
     """A study of such a table: what is said of a section comes on top."""
     columns: dict[str, Row] = {
         "text-classification": {"input": "text", "label": "mood", "labels": MOODS},
+        "multi-label": {"input": "text", "label": "pets", "labels": PETS},
+        "regression": {"input": "text", "label": "degree"},
         "token-classification": {"input": "words", "label": "tags", "labels": ["O", "B-pet"]},
         "image-classification": {"input": "picture", "label": "mood", "labels": MOODS},
         "image-text": {"input": "picture", "label": "mood", "labels": MOODS},
         "causal-lm": {"input": "text", "label": "mood"},
         "masked-lm": {"input": "text", "label": "mood"},
+        "seq2seq-lm": {"input": "text ask", "label": "mood"},
+        "instruction": {"input": "ask text", "label": "mood"},
     }
     said: Row = {
         "model": {"type": "bert"},

@@ -6,7 +6,8 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from fedplan.privacy.errors import PrivacyError
 from fedplan.training.fit import Done, Job, Pace
 from fedplan.training.freezing import mark
 from fedplan.training.optimisers import ClientOptimiser, adamw, sgd
+from fedplan.training.schedules import Schedule
 from fedplan.training.wraps import proximal
 
 PARTS = {
@@ -688,12 +690,57 @@ def test_wraps_change_the_noisy_gradient() -> None:
 
 def test_bf16_keeps_the_bound() -> None:
     for slow in (False, True):
-        subject = replace(seen(zoo.build("bert"), "share()", Few("bert", 0, 4)), bf16=True)
+        subject = replace(
+            seen(zoo.build("bert"), "share()", Few("bert", 0, 4)), dtype=torch.bfloat16
+        )
         total = Sum(subject.tensors, 0.01)
         (one_by_one if slow else ghost.ghost)(subject, torch.tensor([1]), total)
         assert 0.009 < length(views(subject, total.totals)) <= 0.01
-    changes, _, tally = run(job_of(zoo.build("bert"), pace=Pace(bf16=True)))
+    changes, _, tally = run(job_of(zoo.build("bert"), pace=Pace(precision="bf16")))
     assert not tally.slow and all(change.isfinite().all() for change in changes.values())
+
+
+REFUSED: dict[str, Any] = dict(
+    accumulate=2, precision="fp16", compile="eager", by_length=True, workers=1
+)
+TAKEN = {"optimiser", "rate", "schedule", "clip", "decay_all", "precision", "checkpointing"}
+"""What a fit by DP-SGD takes of a pace; of precision bf16."""
+
+
+def test_of_a_pace_everything_is_taken_or_refused_by_name() -> None:
+    """What it takes, or what says how many rows and steps: a guarantee says that itself."""
+    own = {"epochs", "steps", "batch"}
+    assert REFUSED.keys() | TAKEN | own == {f.name for f in fields(Pace)}
+    for word, value in REFUSED.items():
+        pace = replace(Pace(sgd()), **{word: value})
+        with pytest.raises(PrivacyError, match=rf"train\.{word} does not go together"):
+            run(job_of(zoo.build("bert"), pace=pace))
+
+
+def test_its_steps_are_at_the_rates_of_the_schedule() -> None:
+    """A step at a rate of zero moves nothing, and one at half the rate half as far."""
+    moved = list[dict[str, Tensor]]()
+    for number in (1, 2):
+        schedule = Schedule("linear", rounds=2)
+        job = replace(
+            job_of(zoo.build("bert"), pace=Pace(sgd(), 1.0, schedule=schedule)), round=number
+        )
+        moved.append(run(job, replace(PRIVATELY, steps=1))[0])
+    for key, change in moved[0].items():
+        torch.testing.assert_close(change, moved[1][key] * 2, rtol=1e-3, atol=1e-6)
+    warm = Pace(sgd(), schedule=Schedule("linear", 1, rounds=2))
+    still = run(job_of(zoo.build("bert"), pace=warm), replace(PRIVATELY, steps=1))[0]
+    assert not any(change.any() for change in still.values())
+
+
+def test_checkpointing_changes_no_private_bit_that_matters() -> None:
+    """Rows are then taken one by one, so that their sum may round elsewhere."""
+    model, found = without_dropout(zoo.build("bert")), list[Any]()
+    for on in (False, True):
+        found.append(run(job_of(deepcopy(model), pace=Pace(sgd(), 1.0, checkpointing=on))))
+    assert not found[0][2].slow and "checkpointing" in found[1][2].slow
+    for key, change in found[0][0].items():
+        torch.testing.assert_close(change, found[1][0][key], rtol=1e-3, atol=1e-5)
 
 
 def test_noise_that_is_spread_over_places_is_refused() -> None:

@@ -136,7 +136,7 @@ def subject_of(layer: str, width: int, rows: Rows, kind: str) -> Subject:
         Trained(name, tensor, _some_rows(name, tensor) if layer == "dense, some rows" else ())
         for name, tensor in model.named_parameters()
     )
-    return Subject(model, tensors, rows, loss, bf16=kind == "autocast")
+    return Subject(model, tensors, rows, loss, torch.bfloat16 if kind == "autocast" else None)
 
 
 def _some_rows(name: str, tensor: Tensor) -> tuple[Param, ...]:

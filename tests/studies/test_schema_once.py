@@ -49,6 +49,8 @@ OTHER = {
     (DataSection, "clients"): "none is for Python to say, or all that a column names",
     (DataSection, "least"): "a client of a study has a row more, to be tested on",
     (TrainSection, "optimiser"): "a name there, and a value here",
+    (TrainSection, "schedule"): "a name there, and a value here",
+    (TaskSection, "weights"): "a table there, and pairs here",
     (MethodSection, "probe"): "a name there, and a value here",
     (MethodSection, "wire"): "a text there, and a value here",
     (MethodSection, "loop"): "a name there, and a value here",

@@ -33,7 +33,6 @@ from fedplan.training import (
     register_optimiser,
     sgd,
 )
-from fedplan.training.fit import batches
 
 STUDY: dict[str, Any] = {
     "model": {"type": "vit"},
@@ -79,7 +78,7 @@ def test_a_fit_is_the_loop_that_anybody_would_write_to_the_bit(name: str) -> Non
     torch.manual_seed(3)
     running = obvious(p for p in theirs.parameters() if p.requires_grad)
     theirs.train()
-    for indices in batches(8, pace, 3):
+    for indices in pace.draw(job.rows, 3):
         loss(theirs, job.rows.batch(indices)).backward()
         running.step()
         running.zero_grad()
@@ -96,7 +95,9 @@ def test_the_text_tells_settings_apart_and_nothing_else() -> None:
     assert adamw(decay=0.1).text == "adamw(weight_decay=0.1)"
     adam = ({"eps": 1e-6, "betas": (0.9, 0.95)}, {"betas": [0.9, 0.95], "eps": 1e-6})
     assert len({optimiser_named("adam", each).text for each in adam}) == 1
-    paces = [replace(Pace(), **{k: v}) for k, v in {"rate": 1.0, "steps": 3, "bf16": True}.items()]
+    paces = [
+        replace(Pace(), **{k: v}) for k, v in {"rate": 1.0, "steps": 3, "precision": "bf16"}.items()
+    ]
     assert len({pace.text for pace in (Pace(), Pace(sgd()), *paces)}) == 5
 
 

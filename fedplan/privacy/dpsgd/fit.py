@@ -9,7 +9,8 @@ not said, since that would be a release of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import cast
@@ -24,8 +25,9 @@ from fedplan.privacy.dpsgd.ghost import distrust, ghost
 from fedplan.privacy.dpsgd.per_example import Subject, Sum, one_by_one, require_apart, trained
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.mechanisms.noise import finest, on_grid
-from fedplan.training.fit import Done, Fit, Job, adjust
+from fedplan.training.fit import Done, Fit, Job, Pace, adjust
 from fedplan.training.freezing import Marked, mark
+from fedplan.training.passes import checkpointed
 
 Normal = Callable[[tuple[int, ...]], Tensor]
 """Gives float64 numbers of N(0, 1) in a shape, from a source that nobody can foresee."""
@@ -97,9 +99,9 @@ class Sampled:
 def dp_sgd(privately: DPSGD, *, normal: Normal, uniform: Uniform) -> Fit:
     """The fit by DP-SGD: it trains every SHARE and KEEP param.
 
-    Of the pace it takes the optimiser, its rate, decay and momentum, the clip of the noisy gradient
-    and bf16; how many steps and of what size it says itself. What changes gradients, as FedProx
-    does, changes the noisy ones.
+    Of the pace it takes the optimiser, its rate and schedule, decay and momentum, the clip of the
+    noisy gradient, bf16 and checkpointing; how many steps and of what size it says itself, and
+    `require_pace` refuses the rest. What changes gradients, as FedProx does, changes noisy ones.
     """
 
     def fit(job: Job) -> Done:
@@ -108,9 +110,32 @@ def dp_sgd(privately: DPSGD, *, normal: Normal, uniform: Uniform) -> Fit:
     return fit
 
 
+def require_pace(pace: Pace) -> None:
+    """Refuse what a fit by DP-SGD cannot take, rather than leave it out in silence."""
+    refusals = {
+        "accumulate": (
+            pace.accumulate > 1,
+            "a step draws its rows by chance, and takes as many at a time as fit: say a larger "
+            "batch alone",
+        ),
+        "precision": (
+            pace.dtype is torch.float16,
+            "the scaler of fp16 leaves out steps by what the gradients are, which is a release "
+            "that nobody pays for: take bf16",
+        ),
+        "compile": (bool(pace.compile), "what each example adds is heard layer by layer"),
+        "by_length": (pace.by_length, "a step draws its rows by chance alone"),
+        "workers": (pace.workers > 0, "nobody knows ahead which rows a step draws"),
+    }
+    for word, (wrong, why) in refusals.items():
+        if wrong:
+            raise PrivacyError(f"train.{word} does not go together with hiding examples: {why}")
+
+
 def train(job: Job, privately: DPSGD, *, normal: Normal, uniform: Uniform) -> tuple[Done, Sampled]:
     """Train by DP-SGD, and say what was done."""
-    with torch.random.fork_rng(devices=[]), mark(job.model, job.roles) as marked:
+    require_pace(job.pace)
+    with torch.random.fork_rng(devices=[]), _marked(job) as marked:
         # Were masks known, a row that is there would show in the masks of those after it.
         seed = int(float(_require(uniform(1), (1,))) * 2**53)
         torch.manual_seed(seed)
@@ -118,20 +143,25 @@ def train(job: Job, privately: DPSGD, *, normal: Normal, uniform: Uniform) -> tu
             return Done(loss=nan, steps=0), Sampled()
         job.model.train()
         noisy = Noisy(_subject(job, seed), privately, marked, normal)
-        optimiser = job.pace.start(marked)
+        stepper = job.stepper(marked, privately.steps)
         for _ in range(privately.steps):
             drawn = _require(uniform(len(job.rows)), (len(job.rows),))
             noisy.write_gradients((drawn < privately.rate).nonzero().flatten())
-            adjust(marked, job)
-            optimiser.step()
-            optimiser.zero_grad()
+            stepper.step(lambda: adjust(marked, job))
         job.model.eval()
-    return Done(loss=nan, steps=noisy.taken), noisy.sampled()
+    done = Done(loss=nan, steps=noisy.taken, distance=job.pace.rate * stepper.factors)
+    return done, noisy.sampled()
+
+
+@contextmanager
+def _marked(job: Job) -> Generator[Marked]:
+    with mark(job.model, job.roles) as marked, checkpointed(job.model, job.pace.checkpointing):
+        yield marked
 
 
 def _subject(job: Job, seed: int) -> Subject:
     rows = job.rows.seeded(seed) if isinstance(job.rows, Seeded) else job.rows
-    subject = Subject(job.model, trained(job.model, job.roles), rows, job.loss, job.pace.bf16)
+    subject = Subject(job.model, trained(job.model, job.roles), rows, job.loss, job.pace.dtype)
     require_apart(subject)
     return subject
 

@@ -85,7 +85,7 @@ def distrust(subject: Subject) -> str:
         return "gradient checkpointing runs layers twice"
     if any(getattr(module, "layerdrop", 0) for module in subject.model.modules()):
         return "whole layers are left out by chance, for all rows of a batch at once"
-    found, subject = telling(subject.rows), replace(subject, bf16=False)
+    found, subject = telling(subject.rows), replace(subject, dtype=None)
     rows = found[torch.arange(3) % len(found)]
     with at_rest(subject.model), _in_steps(), _filled(subject.tensors):
         right = Sum(subject.tensors, _BOUND)

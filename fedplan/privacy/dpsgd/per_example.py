@@ -20,7 +20,7 @@ from fedplan.data.examples import Examples, Loss
 from fedplan.language.plan import Roles
 from fedplan.models.params import Param, Params
 from fedplan.privacy.errors import PrivacyError
-from fedplan.tensors.devices import at_rest
+from fedplan.tensors.devices import at_rest, autocast
 
 _PIECE = 2**14
 _HAIR = 1 - 2.0**-20
@@ -64,7 +64,7 @@ class Subject:
     tensors: tuple[Trained, ...]
     rows: Examples
     loss: Loss
-    bf16: bool = False
+    dtype: torch.dtype | None = None
 
     @property
     def name(self) -> str:
@@ -73,8 +73,7 @@ class Subject:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Where forward passes belong, as in any other fit."""
-        device = self.tensors[0].tensor.device.type
-        return torch.autocast(device, torch.bfloat16, enabled=self.bf16)
+        return autocast(self.tensors[0].tensor.device, self.dtype)
 
     def loss_of(self, indices: Tensor) -> Tensor:
         """The loss on some rows."""

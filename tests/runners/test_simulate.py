@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door from Python: what is given as objects runs, stops, goes on and is checked as a study."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import STUDY
+from datasets import Dataset
+from torch import Tensor, nn
+
+import fedplan as fp
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.callbacks import Closed, EarlyStopping
+from fedplan.federation.history import Metrics
+from fedplan.federation.record import RoundRecord
+from fedplan.methods import METHODS, Method, method_named
+from fedplan.methods.told import told_method
+from fedplan.runners.simulation import Simulation, run_study, simulate
+from fedplan.studies.schema import ConfigError, read_study
+from fedplan.studies.stage import method_of, stage_of
+from fedplan.tensors.named import digests
+from fedplan.tensors.wire import parse_wire
+from fedplan.training.fit import Pace
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.floors = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.roof = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for floor in self.floors:
+            x = torch.tanh(floor(x))
+        return self.roof(x)
+
+
+def tower() -> Tower:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return Tower()
+
+
+PLAN = fp.parse(
+    'chain(share(), keep(named("roof.*")), when(after(2), freeze(named("floors.0.*"))))'
+)
+
+
+def table(seed: int, rows: int = 12) -> torch.utils.data.TensorDataset:
+    x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+
+
+ROWS = {"north": table(1), "south": table(2, 9)}
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["inputs"]), batch["labels"])
+
+
+def other_loss(model: nn.Module, batch: Any) -> Tensor:
+    return 2 * loss(model, batch)
+
+
+def right(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    return {"accuracy": (model(batch["inputs"]).argmax(-1) == batch["labels"]).float().mean()}
+
+
+def played(folder: Path | None = None, **said: Any) -> Simulation:
+    usual: dict[str, Any] = {"rounds": 4, "train": {"batch": 4, "rate": 0.05}, "test": table(3)}
+    whole = {**usual, "metrics": right, "folder": folder, **said}
+    return simulate(whole.pop("method", PLAN), whole.pop("model", tower()), ROWS,
+                    whole.pop("loss", loss), **whole)  # fmt: skip
+
+
+def values(run: Simulation) -> list[dict[str, str]]:
+    models = [run.world(), *(run.client(name) for name in ROWS)]
+    return [digests(dict(model.named_parameters())) for model in models]
+
+
+def test_objects_give_the_bits_of_the_study_that_says_the_same(here: Path) -> None:
+    (here / "study.toml").write_text(STUDY)
+    study = read_study(here / "study.toml", ["clients.dropped=0.0", "evaluate.attention=0"])
+    told, stage = run_study(study, here / "file"), stage_of(study)
+    shares = stage.shares
+    given = simulate(
+        method_of(study), stage.model, shares.train, shares.task.loss, test=shares.test,
+        name=study.name, seed=study.seed, rounds=study.train.rounds,
+        train=study.train.model_dump(exclude={"rounds"}, exclude_defaults=True),
+        share=study.clients.share, folder=here / "objects",
+    )  # fmt: skip
+    assert digests(told.federation.world.values) == digests(given.federation.world.values)
+    assert told.metrics[-1]["up"] == given.metrics[-1]["up"]
+
+
+def test_the_callers_model_is_not_touched_and_what_is_taken_is_the_callers() -> None:
+    model = tower()
+    before = copy.deepcopy(model.state_dict())
+    run = played(model=model)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    taken = run.client("north")
+    with torch.no_grad():
+        taken.roof.weight.zero_()
+    assert run.client("north").roof.weight.any()
+    assert torch.equal(run.world().roof.weight, model.roof.weight), "kept by each, so never moved"
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_run_that_was_stopped_goes_on_with_the_same_bits(at: int, tmp_path: Path) -> None:
+    """By an error in a callback, by asking for no more rounds, and in another process's objects."""
+    whole = values(played(tmp_path / "whole"))
+
+    def broken(closed: Closed) -> None:
+        if closed.round == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        played(tmp_path / "broken", callbacks=[broken])
+    assert fp.open_run(tmp_path / "broken").round == at
+    again = played(tmp_path / "broken", resume=True)
+    assert values(again) == whole
+    waiting = played(tmp_path / "waits", run=False)
+    for closed, _ in zip(waiting.rounds(), range(at), strict=False):
+        assert closed.round == len(closed.metrics) <= at
+    assert values(waiting.resume()) == whole
+    faults, checked = fp.verify_run(tmp_path / "waits")
+    assert not faults and "given from Python" in checked
+
+
+def test_rounds_can_be_added(tmp_path: Path) -> None:
+    short = played(tmp_path / "short", rounds=2)
+    assert values(short.resume(4)) == values(played(tmp_path / "long"))
+    assert [row["round"] for row in short.metrics] == [1, 2, 3, 4]
+    with pytest.raises(ConfigError, match="rounds can be added, and not taken back"):
+        short.resume(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"loss": other_loss}, "task.given"),
+        ({"method": replace(Method(PLAN), wire=parse_wire("half()"))}, "method.given"),
+        ({"train": {"batch": 4, "rate": 0.06}}, "train.rate"),
+        ({"seed": 1}, "seed"),
+        ({"model": nn.Sequential(nn.Linear(4, 4), tower())}, "model.given"),
+    ],
+)
+def test_a_run_goes_on_with_the_same_objects_alone(
+    change: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    played(tmp_path, rounds=2)
+    with pytest.raises(ConfigError, match=why):
+        played(tmp_path, resume=True, **change)
+
+
+def test_a_run_goes_on_from_the_same_values_and_rows_alone(tmp_path: Path) -> None:
+    played(tmp_path, rounds=2)
+    other = tower()
+    with torch.no_grad():
+        other.roof.bias += 1
+    with pytest.raises(fp.FedplanError, match="give it the weights that it began with"):
+        played(tmp_path, resume=True, model=other)
+    given = {"north": ROWS["north"], "south": table(7, 9)}
+    with pytest.raises(fp.FedplanError, match="other rows of south"):
+        simulate(PLAN, tower(), given, loss, metrics=right, test=table(3), rounds=4,
+                 train={"batch": 4, "rate": 0.05}, folder=tmp_path, resume=True)  # fmt: skip
+
+
+def test_early_stopping_stops_and_stays_stopped(tmp_path: Path) -> None:
+    stop = EarlyStopping("world.loss", patience=1, least=10.0)
+    run = played(tmp_path / "a", callbacks=[stop])
+    assert run.federation.world.round == 2 and run.stopped.startswith("world.loss has not")
+    assert run.resume().federation.world.round == 2, "what stopped it stops it again"
+    assert run.resume(callbacks=[]).federation.world.round == 4
+    assert values(run) == values(played(tmp_path / "b")), "a run that waited is the same run"
+
+
+def test_a_metric_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(fp.FedplanError, match=r"no round has a metric 'world.f2'; there are round"):
+        played(tmp_path, callbacks=[EarlyStopping("world.f2")])
+
+
+def rows_of(seen: list[float]) -> Closed:
+    whole = RoundRecord(len(seen), "", (), {}, {}, {}, 0, 0)
+    return Closed(99, whole, (), {"x": 1}, Metrics({"m": each, "loss": -each} for each in seen))
+
+
+@pytest.mark.parametrize(
+    ("seen", "least", "stops"),
+    [
+        ([1, 2, 3, 4], 0.0, False),
+        ([1, 2, 2, 2], 0.0, True),
+        ([3, 2, 4, 1], 0.0, False),
+        ([1.0, 1.05, 1.08, 1.09], 0.1, True),
+        ([1.0, 1.05, 1.11, 1.12], 0.1, False),
+        ([1, float("nan"), float("nan")], 0.0, True),
+        ([float("nan"), 1, 2], 0.0, False),
+    ],
+)
+def test_when_it_is_time_to_stop(seen: list[float], least: float, stops: bool) -> None:
+    for name in ("m", "loss"):
+        assert bool(EarlyStopping(name, 2, least)(rows_of(seen))) is stops
+    assert EarlyStopping("m", 2, least, higher=False)(rows_of([-x for x in seen])) is None or stops
+
+
+ROWS_OF: dict[str, Callable[[torch.utils.data.TensorDataset], Any]] = {
+    "torch": lambda rows: rows,
+    "list": lambda rows: [rows[i] for i in range(len(rows))],
+    "datasets": lambda rows: Dataset.from_dict(
+        {"inputs": rows.tensors[0].tolist(), "labels": rows.tensors[1].tolist()}
+    ).with_format("torch"),
+    "examples": lambda rows: Batched(*rows.tensors),
+}
+
+
+class Batched:
+    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+        self.inputs, self.labels = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        return {"inputs": self.inputs[indices], "labels": self.labels[indices]}
+
+
+@pytest.mark.parametrize("kind", ROWS_OF)
+def test_rows_of_every_kind_train_alike(kind: str) -> None:
+    given = {name: ROWS_OF[kind](rows) for name, rows in ROWS.items()}
+    run = simulate(PLAN, tower(), given, loss, rounds=2, train={"batch": 4, "rate": 0.05})
+    alike = simulate(PLAN, tower(), ROWS, loss, rounds=2, train={"batch": 4, "rate": 0.05})
+    assert values(run) == values(alike)
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([1.0, 2.0], "give `collate`"),
+        ([("a", 1), ("b", 0)], "give `collate`"),
+        (Endless(), "no length"),
+    ],
+)
+def test_rows_that_make_no_batch_are_refused(rows: Any, why: str) -> None:
+    with pytest.raises(fp.FedplanError, match=why):
+        simulate(PLAN, tower(), {"north": rows}, loss, rounds=1)
+
+
+def test_a_folder_of_objects_says_how_to_go_on(tmp_path: Path) -> None:
+    run = played(tmp_path / "run", rounds=1)
+    for build in (
+        lambda: run_study(run.study, run.folder, resume=True),
+        lambda: stage_of(run.study),
+    ):
+        with pytest.raises(ConfigError, match=r"fedplan\.simulate\(\.\.\., folder=\.\.\., resume"):
+            build()
+    with pytest.raises(ConfigError, match="holds a run"):
+        played(tmp_path / "run", rounds=1)
+
+
+@pytest.mark.parametrize("wire", ["", "pipe(delta(), half())"])
+def test_a_told_method_agrees_with_itself(wire: str) -> None:
+    for name in METHODS:
+        method = method_named(name)
+        method = replace(method, wire=parse_wire(wire)) if wire else method
+        told = told_method(method.lines)
+        one, other = (Agreement("x", (), each, Pace()) for each in (method, told))
+        assert one.text == other.text and told.plan == method.plan
+        assert told.wire.text == method.wire.text
+        for word in ("riders", "together", "absent"):
+            assert getattr(told, word) == getattr(method, word), (name, word)
+        with pytest.raises(fp.FedplanError, match="give it again"):
+            _ = told.fit
