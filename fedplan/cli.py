@@ -5,20 +5,29 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from fedplan.console import (
+    Dtype,
+    Json,
+    Labels,
+    Model,
+    PlanText,
+    Sites,
+    Task,
+    told,
+)
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse
 from fedplan.models.catalog import params_of
 from fedplan.models.schema import written
-from fedplan.reports.explanation import explain as explained
+from fedplan.reports.asked import asked
 from fedplan.reports.explanation import parts_table
+from fedplan.reports.memory import Load
 
 app = typer.Typer(
     help="Say which part of a Transformer each client trains, shares and keeps, round by round.",
@@ -26,36 +35,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Model = Annotated[
-    str, typer.Argument(help="A short name (vit-base-16), a folder, hub:org/name, or a manifest.")
-]
-PlanText = Annotated[str, typer.Argument(help="A plan, in quotes: 'chain(share(), keep(head))'.")]
-Task = Annotated[str, typer.Option(help="Another head: text-classification, causal-lm, ...")]
-Labels = Annotated[int, typer.Option(help="How many labels the head has.", min=0)]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")]
-
-
-@contextmanager
-def told() -> Generator[None]:
-    """An error of ours, or of the files that were named, is a message for a person, not a trace."""
-    try:
-        yield
-    except FedplanError as error:
-        words = str(error)
-    except BrokenPipeError:
-        raise  # who reads has gone: there is nobody to tell
-    except OSError as error:
-        words = f"{error.filename or 'a file'}: {error.strerror or error}"
-    except RecursionError:
-        words = "what was read is nested too deep"
-    except MemoryError:
-        words = "there is not enough memory for what was asked"
-    else:
-        return
-    Console(stderr=True, soft_wrap=True).print(f"fedplan: {words}", markup=False, style="red")
-    raise typer.Exit(2)
 
 
 @app.command()
@@ -87,22 +66,33 @@ def explain(
     task: Task = "",
     labels: Labels = 0,
     dtype: Dtype = "float32",
+    method: Annotated[str, typer.Option(help="A published method instead of a plan.")] = "",
+    setting: Annotated[
+        list[str] | None, typer.Option(help="A setting of the method: with_head=false.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Rows a step: says the memory of a turn.", min=0)] = 0,
+    length: Annotated[int, typer.Option(help="Tokens a row.", min=1)] = Load.length,
+    optimiser: Annotated[str, typer.Option(help="adamw, sgd, momentum, ...")] = Load.optimiser,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Keep less.")] = False,
+    quantised: Annotated[str, typer.Option(help="nf4, fp4 or int8: how blocks are held.")] = "",
     as_json: Json = False,
 ) -> None:
     """Say what a plan will do with a model, or a study with its own, before anything runs."""
     if model.endswith(".toml") and not plan:
         return _explain_study(Path(model), as_json=as_json)
     with told():
-        if not plan:
-            raise FedplanError(
-                f"say what to do with {model}, as in 'share()', or name a study.toml"
-            )
-        if model.endswith(".toml"):
-            raise FedplanError(f"{model} is a study, with a plan of its own: leave out {plan!r}")
-        said = parse(plan)
-        phases = dict(map(_announced, phase or ()))
-        params = params_of(model, task=task, labels=labels, dtype=dtype)
-        explanation = explained(said, params, rounds=rounds, phases=phases)
+        explanation = asked(
+            model,
+            plan,
+            method=method,
+            settings=setting or (),
+            rounds=rounds,
+            phases=phase or (),
+            task=task,
+            labels=labels,
+            dtype=dtype,
+            load=Load(batch, length, optimiser, checkpointing, quantised) if batch else None,
+        )
     if as_json:
         print(json.dumps(explanation.json(), indent=1))
     else:
@@ -306,9 +296,6 @@ def draw(
         drawn([Figure(model, params, parse(plan))], output)
 
 
-Sites = Annotated[list[str] | None, typer.Option("--site", help="The name of a site; repeat it.")]
-
-
 @app.command()
 def keys(
     folder: Annotated[Path, typer.Argument(help="The folder of the keys, or of a federation.")],
@@ -356,13 +343,6 @@ def federation(
             keys=not no_keys,
         )
     Console(soft_wrap=True).print(f"Written. Go on with {folder / 'README.md'}", highlight=False)
-
-
-def _announced(text: str) -> tuple[str, int]:
-    name, _, after = text.partition("=")
-    if not name or not after.isdecimal():
-        raise FedplanError(f"--phase takes NAME=ROUND, as in frozen=20, not {text!r}")
-    return name, int(after)
 
 
 def main() -> None:

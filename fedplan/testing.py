@@ -169,8 +169,11 @@ def law_each_gets_what_it_lacks(case: _Case) -> None:
         world = close(agreement, world, tally, total.close(), later=set())
     request = push(agreement, announced(agreement, world), late, {})
     roles, lacking = case.roles(request.turn), set(request.values)
+    here = {p.key for p in agreement.folded}  # it has these from the start
     assert {k for k in lacking if not is_rider(k)} == {
-        p.key for p in agreement.movable if not roles[p.key].own or world.versions[p.key]
+        p.key
+        for p in agreement.movable
+        if not (roles[p.key].own or p.key in here) or world.versions[p.key]
     }
     for name in rest:
         for key, version in push(agreement, world, name, {}).versions.items():

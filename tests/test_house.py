@@ -24,7 +24,7 @@ ORDER = (
     *("errors", "seeds", "faces", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports"),
-    *("parts", "testing", "cli", "__init__"),
+    *("parts", "testing", "console", "cli", "__init__"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
@@ -39,9 +39,9 @@ LENT = {
         folder_named home_of keep_file mark_of_file put_file reach read_lines synced
     """,
     "models": """
-        ITEMSIZE Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare blocks_of
-        buffers_of centre_of drawn is_hub_id learn listen merged moved places quiet read
-        report require_rest small_copy written
+        ITEMSIZE LowRank Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare
+        blocks_of buffers_of centre_of drawn is_hub_id layers_of learn listen merged
+        moved places quiet read report require_rest skeleton small_copy written
     """,
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter
@@ -59,8 +59,8 @@ LENT = {
         checkpointed is_public loop_named public_look wrap_named
     """,
     "methods": """
-        METHOD_NAMES SERVER_OPTIMISER_NAMES Told about_method list_methods
-        server_optimiser_named told_method
+        METHOD_NAMES SERVER_OPTIMISER_NAMES Sides Told about_method list_methods
+        product_told server_optimiser_named told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
@@ -85,7 +85,7 @@ LENT = {
         make_keys new_federation run_study simulate submit
     """,
     "reports": """
-        Figure follow_flower foretold parts_table stated told_of
+        Figure asked follow_flower foretold parts_table stated told_of
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""

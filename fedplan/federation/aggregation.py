@@ -21,6 +21,7 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.drift import Drift
 from fedplan.federation.messages import Rejected
 from fedplan.federation.participation import Participation
+from fedplan.federation.products import Errors, ProductSum
 from fedplan.federation.record import LARGEST_SCORE
 from fedplan.federation.world import World
 from fedplan.models.params import Block
@@ -38,13 +39,15 @@ Polled = Mapping[str, Mapping[Block, float]]
 class Outcome:
     """What a round has made: each param's mean, the changes of riders, and how far all were apart.
 
-    `clip` is the bound of the next round, where one follows the clients' changes.
+    `clip` is the bound of the next round, where one follows the clients' changes; `products` how
+    far the product of LoRA's mean sides was from the mean product, where clients share both.
     """
 
     means: dict[str, Tensor]
     riders: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     drift: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     clip: float = 0.0
+    products: Errors | None = None
 
 
 class OpenSum(Protocol):
@@ -132,18 +135,27 @@ class PlainSum:
     riders: ExactSum = field(default_factory=ExactSum)
     drift: Drift = field(default_factory=Drift)
     weight: int = 0
+    products: ProductSum = field(init=False)
+
+    def __post_init__(self) -> None:
+        agreed = self.agreement
+        self.products = ProductSum(agreed.layers, agreed.method.product, self.base)
 
     def require(self, values: Tensors, riders: Tensors, weight: int) -> None:
         """Refuse what cannot be summed, or would make a rider of the world that is no number."""
         self.values.require(values, weight)
+        self.products.require(values)
         self.riders.require(riders, 1)
         for key, change in riders.items():
             if not bool((self.base[key] + change).isfinite().all()):
                 raise Rejected(f"{key!r} is too large to be added to what it was")
 
     def add(self, values: Tensors, riders: Tensors, weight: int) -> None:
-        """Add values and riders: only the first of these calls can refuse anything."""
+        """Add values, products and riders: only the first of the additions can refuse anything."""
+        products = self.products.of(values)
+        self.products.total.require(products, weight)
         self.values.add(values, weight)
+        self.products.total.add(products, weight)
         self.drift.add(values, self.base, weight)
         if riders:
             self.riders.add(riders, 1)
@@ -153,13 +165,15 @@ class PlainSum:
         """The mean of each param; of riders, the sum of the changes over the whole roster."""
         means, weights = self.values.mean(), self.values.weights()
         drift = self.drift.by_kind(self.agreement.params, self.base, means, weights)
+        made, errors = self.products.close(means, weights)
+        means |= made
         for key in means if self.agreement.method.absent else ():
             # Those who did not send it count as not having changed it.
             if weights[key] < self.weight:
                 part = weights[key] / self.weight
                 means[key] = torch.lerp(self.base[key], means[key], part)
         over = dict.fromkeys(self.riders.weights(), self.roster)
-        return Outcome(means, self.riders.mean(over), drift)
+        return Outcome(means, self.riders.mean(over), drift, products=errors)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fedplan.federation.fare import Fare
+from fedplan.federation.products import require_layers, shared_layers
 from fedplan.language.plan import Best, Role
 from fedplan.language.resolution import permitted, touched
 from fedplan.language.turn import Turn
 from fedplan.language.wording import text_of
 from fedplan.methods.method import Method
 from fedplan.methods.phases import Planned
+from fedplan.models.low_rank import LowRank
 from fedplan.models.params import ITEMSIZE, Block, Param, Params
 from fedplan.models.schema import written
 from fedplan.privacy.errors import PrivacyError
@@ -44,6 +46,13 @@ class Agreement:
     start: str = ""
     run: str = ""
 
+    def __post_init__(self) -> None:
+        if not self.method.product.apart:
+            plan, params = self.method.plan, self.params
+            moving = set(touched(plan, params, Role.SHARE, Role.KEEP, Role.HOLD))
+            resting = tuple(p for p in params if p not in moving)
+            require_layers(self.method, params, touched(plan, params, Role.SHARE), resting)
+
     @cached_property
     def text(self) -> str:
         """All that changes what is worked out, a line each: what both ends compare.
@@ -68,13 +77,28 @@ class Agreement:
 
     @cached_property
     def movable(self) -> Params:
-        """Params that some turn may share: only these ever travel."""
-        return touched(self.method.plan, self.params, Role.SHARE)
+        """Params that some turn may share, or the server folds into: only these ever travel."""
+        found = {*touched(self.method.plan, self.params, Role.SHARE), *self.folded}
+        return tuple(p for p in self.params if p in found)
+
+    @cached_property
+    def layers(self) -> tuple[LowRank, ...]:
+        """The low-rank layers whose products are summed: some turn may share both sides."""
+        return shared_layers(
+            self.method, self.params, touched(self.method.plan, self.params, Role.SHARE)
+        )
+
+    @cached_property
+    def folded(self) -> Params:
+        """Params that nobody trains and the server changes: both ends start with the same."""
+        layers = self.layers if self.method.product.folds else ()
+        return tuple(host for layer in layers for host in layer.hosts)
 
     @cached_property
     def trainable(self) -> Params:
-        """Params that some turn may train."""
-        return touched(self.method.plan, self.params, Role.SHARE, Role.KEEP)
+        """Params whose values may change: some turn may train them, or the server folds in."""
+        found = {*touched(self.method.plan, self.params, Role.SHARE, Role.KEEP), *self.folded}
+        return tuple(p for p in self.params if p in found)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -100,10 +124,14 @@ class Agreement:
 
         The federation's params travel at first contact (-1: it has none). A client's own come down
         once, if they have moved by then: those that are `settled` are at home. Riders start at zero
-        at both ends.
+        at both ends, and what is folded into as the model has it.
         """
         roles = permitted(self.method.plan, self.params, turn)
-        firsts = [(i, p.key, 0 if roles[p].own else -1) for i, p in enumerate(self.movable)]
+        here = {p.key for p in self.folded}
+        firsts = [
+            (i, p.key, 0 if roles[p].own or p.key in here else -1)
+            for i, p in enumerate(self.movable)
+        ]
         found = {key: first for i, key, first in firsts if first or not settled >> i & 1}
         shared = [p.key for p in self.movable if roles[p] is Role.SHARE]
         return found | dict.fromkeys(riders_of(shared, self.method.riders), 0)
@@ -126,7 +154,9 @@ class Agreement:
         wire, riders = self.method.wire.text, self.method.riders
         words = [f"wire {wire}"] if wire != plain().text else []
         words += [f"beside each shared param rides {', '.join(riders)}"] if riders else []
-        return Fare(self.up, len(riders), "; ".join(words))
+        folded = frozenset(p.key for p in self.folded)
+        words += [f"the server folds into {len(folded)} weights, which come down"] if folded else []
+        return Fare(self.up, len(riders), "; ".join(words), folded)
 
     @property
     def prefix(self) -> str:
@@ -157,6 +187,11 @@ def require_sound(guarantee: Guarantee, method: Method) -> None:
         (
             bool(method.riders),
             "what rides beside its params is not clipped: take a method without riders",
+        ),
+        (
+            guarantee.unit == "client" and not method.product.apart,
+            "its server multiplies each client's update, and only sums of clipped ones are hidden: "
+            "average the sides apart (fedit), or hide examples (privacy.unit)",
         ),
         (
             type(method.announce) is not Planned,

@@ -18,9 +18,11 @@ def as_it_is(param: Param) -> int:
 class Fare:
     """What travel costs: a shared param on its way up, and the tensors of its size beside it.
 
-    `text` says it in words, if there is something to say.
+    `text` says it in words, if there is something to say. `folded` are the keys of what no client
+    shares and the server may change in any round: both ends start with the same.
     """
 
     up: Callable[[Param], int] = as_it_is
     riders: int = 0
     text: str = ""
+    folded: frozenset[str] = frozenset()

@@ -86,7 +86,9 @@ class RoundRecord:
     """One round, as the server says it.
 
     `moved` are the digests of what it changed; `drift` is how far the clients' changes lay apart,
-    by kind of param; `attention`, if it was looked at, how far each block's moved.
+    by kind of param; `attention`, if it was looked at, how far each block's moved; `products`, if
+    clients shared both sides of LoRA, how far the product of the mean sides lay from the mean of
+    the products, and how far what the world then has: both over the length of the latter.
     """
 
     round: int
@@ -98,12 +100,14 @@ class RoundRecord:
     up: int
     down: int
     attention: Scores | None = None
+    products: tuple[float, float] | None = None
 
     def json(self) -> dict[str, Any]:
         """It as a line of the ledger."""
         said = asdict(self)
-        if self.attention is None:
-            del said["attention"]
+        for name in ("attention", "products"):
+            if said[name] is None:
+                del said[name]
         return cast(
             "dict[str, Any]", json.loads(json.dumps({"kind": ROUND, "version": VERSION, **said}))
         )
@@ -154,7 +158,7 @@ def read_round(line: object) -> RoundRecord:
     """The round that a line says, if it has every field of one and no other."""
     names = {f.name for f in fields(RoundRecord)}
     given = _object(line, "a line")
-    said = _fields({"attention": None, **given}, ROUND, names)
+    said = _fields({"attention": None, "products": None, **given}, ROUND, names)
     drift = {
         kind: (_number(one, "drift"), _number(other, "drift"))
         for kind, (one, other) in _pairs(said, "drift").items()
@@ -172,6 +176,7 @@ def read_round(line: object) -> RoundRecord:
         up=_count(said, "up"),
         down=_count(said, "down"),
         attention=None if said["attention"] is None else _scores(said, "attention"),
+        products=None if said["products"] is None else _errors(said, "products"),
     )
 
 
@@ -252,6 +257,13 @@ def _pairs(said: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
     if any(len(pair) != 2 for pair in pairs.values()):
         raise RecordError(f"{name} holds what is no pair")
     return pairs
+
+
+def _errors(said: Mapping[str, Any], name: str) -> tuple[float, float]:
+    found = [_number(each, name) for each in _list(said, name)]
+    if len(found) != 2 or min(found) < 0:
+        raise RecordError(f"{name} is {_short(found)}: it is two errors from 0 up")
+    return found[0], found[1]
 
 
 def _marks(said: Mapping[str, Any], name: str, count: int) -> str:

@@ -13,6 +13,7 @@ from fedplan.federation.aggregation import OpenSum, Outcome
 from fedplan.federation.agreement import Agreement, basis
 from fedplan.federation.claims import require_marks, require_turn
 from fedplan.federation.messages import Rejected, Request, Update
+from fedplan.federation.products import Errors
 from fedplan.federation.record import TurnRecord, read_turn
 from fedplan.federation.world import World
 from fedplan.language.plan import Role
@@ -64,7 +65,7 @@ class Tally:
     """An open round: its sum, and who was counted or rejected, with the reason.
 
     `vain` are bytes that went down to sites that could not use them; `marks` are the digests of
-    what the model starts with.
+    what the model starts with; `products` are the errors of LoRA's mean sides, once it is closed.
     """
 
     cohort: dict[str, Request]
@@ -76,6 +77,7 @@ class Tally:
     heard: list[str] = field(default_factory=list[str])
     rejected: dict[str, str] = field(default_factory=dict[str, str])
     lines: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
+    products: Errors | None = None
 
     def choose(self, scores: Mapping[Block, float]) -> None:
         """Have all clients of the round choose by the same scores."""

@@ -203,6 +203,7 @@ class Server:
         """Close a round with what has come; `commit` makes it last."""
         reach("round.before_close")
         outcome, later = tally.total.close(), self._later(self.world.round + 1)
+        tally.products = outcome.products
         self.world = close(self.agreement, self.world, tally, outcome, later=later)
 
     def _later(self, number: int) -> set[str]:
@@ -294,6 +295,7 @@ class Server:
             drift=self.world.drift,
             up=sum(record.up for record in tally.lines.values()),
             down=tally.vain + down,
+            products=tally.products,
         )
 
     def _files(self) -> dict[str, list[int | str]]:

@@ -174,6 +174,7 @@ def _fit(
         start=before,
         riders=beside(client.seen),
         memory=beside(home),
+        traits=client.traits,
         round=turn.round,
     )
     if client.guard is not None:

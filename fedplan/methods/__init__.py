@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from fedplan.faces import face
 
 if TYPE_CHECKING:
-    from fedplan.methods.adapters import fedit, fedsa_lora, ffa_lora
+    from fedplan.methods.adapters import fedex_lora, fedit, fedsa_lora, ffa_lora, flexlora
     from fedplan.methods.compositions import fedper_safl, pfeddc_held, safl_frozen, safl_lora
     from fedplan.methods.frozen import fedfrozen
     from fedplan.methods.full import (
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fedplan.methods.method import Method
     from fedplan.methods.personal import fedbabu, fedbn, fedper, fedrep, lg_fedavg
     from fedplan.methods.phases import Announce, Planned, Sign
+    from fedplan.methods.products import ProductRule, apart, by_residual, by_svd
     from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
     from fedplan.methods.registry import METHODS, method_named, register_method
     from fedplan.methods.server_optimiser import (
@@ -38,16 +39,21 @@ __all__ = [
     "METHODS",
     "Method",
     "Planned",
+    "ProductRule",
     "ServerOptimiser",
     "Sign",
     "adagrad",
     "adam",
+    "apart",
     "bitfit",
+    "by_residual",
+    "by_svd",
     "fedadam",
     "fedavg",
     "fedavgm",
     "fedbabu",
     "fedbn",
+    "fedex_lora",
     "fedfrozen",
     "fedit",
     "fedpart",
@@ -58,6 +64,7 @@ __all__ = [
     "fedsa_lora",
     "fedyogi",
     "ffa_lora",
+    "flexlora",
     "head_only",
     "lg_fedavg",
     "local_only",
@@ -79,7 +86,7 @@ __all__ = [
 __getattr__, __dir__ = face(
     __name__,
     {
-        "adapters": "fedit fedsa_lora ffa_lora",
+        "adapters": "fedex_lora fedit fedsa_lora ffa_lora flexlora",
         "compositions": "fedper_safl pfeddc_held safl_frozen safl_lora",
         "frozen": "fedfrozen",
         "full": "fedadam fedavg fedavgm fedprox fedyogi local_only scaffold",
@@ -87,6 +94,7 @@ __getattr__, __dir__ = face(
         "method": "Method",
         "personal": "fedbabu fedbn fedper fedrep lg_fedavg",
         "phases": "Announce Planned Sign",
+        "products": "ProductRule apart by_residual by_svd",
         "prompts": "local_prompts pfeddc promptfl",
         "registry": "METHODS method_named register_method",
         "server_optimiser": "ServerOptimiser adagrad adam mean momentum yogi",

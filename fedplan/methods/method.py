@@ -13,6 +13,7 @@ from fedplan.errors import FedplanError
 from fedplan.language.plan import Plan
 from fedplan.language.wording import text_of
 from fedplan.methods.phases import Announce, Planned
+from fedplan.methods.products import ProductRule, apart
 from fedplan.methods.server_optimiser import ServerOptimiser, mean
 from fedplan.tensors.codecs import PIECES, Wire
 from fedplan.tensors.wire import plain as as_is
@@ -31,7 +32,8 @@ class Method:
     `riders` are the kinds of what travels beside each shared param; `adapt` adds to the model
     what the method trains, before it is described. A param that only some clients sent is the mean
     over its senders, or, if `absent` counts, over all who took part: those who did not send it
-    count as not having changed it.
+    count as not having changed it. `product` says what becomes of LoRA's two sides, whose means are
+    not the mean of their products.
     """
 
     plan: Plan
@@ -44,6 +46,7 @@ class Method:
     absent: bool = False
     server_optimiser: ServerOptimiser = field(default_factory=mean)
     adapt: Callable[[nn.Module], nn.Module] | None = None
+    product: ProductRule = field(default_factory=apart)
     loop: Fit = plain
 
     def __post_init__(self) -> None:
@@ -52,6 +55,8 @@ class Method:
             raise FedplanError(f"riders are {self.riders!r}: give their kinds, as ('control',)")
         if taken := PIECES & set(self.riders):
             raise FedplanError(f"a codec has a piece called {min(taken)!r}: call the rider another")
+        if not self.product.apart:
+            _require_exact(self)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -69,6 +74,8 @@ class Method:
             "server optimiser": text_of(self.server_optimiser),
             "adapt": text_of(self.adapt),
         }
+        if not self.product.apart:
+            said["product"] = self.product.text
         return tuple(f"{word} {text}" for word, text in said.items())
 
     @property
@@ -88,3 +95,20 @@ class Method:
             loop=other.loop if self.loop is plain else self.loop,
             server_optimiser=other.server_optimiser,
         )
+
+
+def _require_exact(method: Method) -> None:
+    """Refuse what would undo the product that a rule promises."""
+    wrong = {
+        f"the wire {method.wire.text} changes what arrives: take plain()": (
+            method.wire.text != as_is().text
+        ),
+        "another server optimiser than mean() moves each side by itself: leave it out": (
+            method.server_optimiser != mean()
+        ),
+        "absent clients would count as sides that have not changed: leave absent out": (
+            method.absent
+        ),
+    }
+    for why in (why for why, found in wrong.items() if found):
+        raise FedplanError(f"{method.product.text} would not hold, since {why}")

@@ -8,7 +8,7 @@ from inspect import getdoc, signature
 from typing import Any, cast
 
 from fedplan.errors import FedplanError
-from fedplan.methods.adapters import fedit, fedsa_lora, ffa_lora
+from fedplan.methods.adapters import fedex_lora, fedit, fedsa_lora, ffa_lora, flexlora
 from fedplan.methods.compositions import fedper_safl, pfeddc_held, safl_frozen, safl_lora
 from fedplan.methods.frozen import fedfrozen
 from fedplan.methods.full import fedadam, fedavg, fedavgm, fedprox, fedyogi, local_only, scaffold
@@ -33,7 +33,7 @@ METHODS: dict[str, Callable[..., Method]] = {
         *(fedper, fedrep, lg_fedavg, fedbabu, fedbn),
         fedfrozen,
         *(safl, bitfit, fedpart, head_only),
-        *(fedit, ffa_lora, fedsa_lora),
+        *(fedit, ffa_lora, fedsa_lora, flexlora, fedex_lora),
         *(pfeddc, promptfl, local_prompts),
         *(safl_frozen, pfeddc_held, fedper_safl, safl_lora),
     )

@@ -11,6 +11,7 @@ from typing import final
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse
 from fedplan.methods.method import Method
+from fedplan.methods.products import apart, product_told
 from fedplan.tensors.wire import parse_wire
 from fedplan.training.fit import Fit
 
@@ -43,6 +44,7 @@ def told_method(lines: Sequence[str]) -> Told:
             absent=json.loads(said["absent"]),
             riders=tuple(json.loads(said["riders"])),
             wire=parse_wire(said["wire"]),
+            product=product_told(said.get("product", apart().text)),
             said=tuple(lines),
         )
     except (KeyError, ValueError, TypeError) as error:

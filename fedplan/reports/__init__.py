@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from fedplan.reports.explanation import Explanation, explain
     from fedplan.reports.figure import draw
     from fedplan.reports.forecasts import forecast
+    from fedplan.reports.memory import Load
     from fedplan.reports.progress import follow
 
-__all__ = ["Explanation", "draw", "explain", "follow", "forecast"]
+__all__ = ["Explanation", "Load", "draw", "explain", "follow", "forecast"]
 
 __getattr__, __dir__ = face(
     __name__,
@@ -19,6 +20,7 @@ __getattr__, __dir__ = face(
         "explanation": "Explanation explain",
         "figure": "draw",
         "forecasts": "forecast",
+        "memory": "Load",
         "progress": "follow",
     },
 )

@@ -17,6 +17,7 @@ from fedplan.language.crowds import Crowd
 from fedplan.language.plan import Plan, Role
 from fedplan.models.params import Kind, Param, Params
 from fedplan.reports.forecasts import forecast
+from fedplan.reports.memory import CARD, Load, Memory, memory_of
 from fedplan.reports.views import Forecast, Segment, Span, View
 
 if TYPE_CHECKING:
@@ -71,9 +72,10 @@ class PartRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a plan will do: print it, or ask for `json`."""
+    """What a plan will do: print it, or ask for `json`. With a `step`, the memory of a turn too."""
 
     forecast: Forecast
+    step: Load | None = None
 
     def __str__(self) -> str:
         out = StringIO()
@@ -83,7 +85,28 @@ class Explanation:
     def __rich__(self) -> RenderableType:
         views = self.forecast.views
         tables = [table for v in views for table in self._tables(v, alone=len(views) == 1)]
-        return Group(self._title(), *tables, self._legend(), *map(Text, self.forecast.notes))
+        notes = map(Text, self.forecast.notes)
+        return Group(self._title(), *tables, self._legend(), *notes, *self._memory_tables())
+
+    def memory(self, view: View) -> dict[str, Memory]:
+        """The memory of a turn in each stage of a view, by its name, for its heaviest choice."""
+        if self.step is None:
+            return {}
+        params, step = self.forecast.params, self.step
+        return {s.name: memory_of(params, s.heaviest, step) for s in view.stages}
+
+    def _memory_tables(self) -> list[RenderableType]:
+        if self.step is None:
+            return []
+        found = list[RenderableType]([Text(f"\nMemory of a turn in MB: {self.step.text}\n")])
+        for view in self.forecast.views:
+            stages = self.memory(view)
+            heaviest = max(stages.values(), key=lambda each: each.total)
+            alone = {} if len(stages) <= WIDEST else {"heaviest": heaviest}
+            if len(self.forecast.views) > 1:
+                found.append(Text(view.who, style="bold underline"))
+            found += [_memory_table(alone or stages), _fits(heaviest)]
+        return found
 
     def rows(self, view: View) -> list[PartRow]:
         """A view's params by stack and kind, apart where their roles differ."""
@@ -206,6 +229,7 @@ class Explanation:
             "bytes_down_least": stage.down_least,
             "bytes_optimiser": stage.optimiser,
             "params_trained": stage.trained,
+            **({"memory": self.memory(view)[stage.name].json()} if self.step else {}),
             "saved": 1 - stage.up / self.forecast.nbytes,
             "parts": [
                 {
@@ -228,17 +252,20 @@ def explain(
     phases: Mapping[str, int] | None = None,
     crowd: Crowd | None = None,
     fare: Fare | None = None,
+    step: Load | None = None,
 ) -> Explanation:
     """Say what a plan will do with a model: who trains each part, who sees it, and what it costs.
 
     The model may be on the meta device. `phases` says after which round the server announces each
-    phase that the plan speaks of; `crowd` who takes part, and `fare` what travel costs.
+    phase that the plan speaks of; `crowd` who takes part, and `fare` what travel costs. With a
+    `step`, how a client trains, it says the memory of a turn too.
     """
     if not isinstance(model, tuple):
         from fedplan.models.description import describe
 
         model = describe(model)
-    return Explanation(forecast(plan, model, rounds=rounds, phases=phases, crowd=crowd, fare=fare))
+    found = forecast(plan, model, rounds=rounds, phases=phases, crowd=crowd, fare=fare)
+    return Explanation(found, step)
 
 
 def parts_table(params: Params) -> Table:
@@ -276,6 +303,30 @@ def _columns(*names: str) -> Table:
         justify = "right" if name.endswith(">") else "left"
         table.add_column(name.removesuffix(">"), no_wrap=True, justify=justify)
     return table
+
+
+def _memory_table(stages: Mapping[str, Memory]) -> Table:
+    """A column for each stage; of weights, a row for each dtype."""
+    table = _columns("", *(f"{name}>" for name in stages))
+    each = list(stages.values())
+    for dtype in each[0].weights:
+        table.add_row(f"weights, {dtype}", *(megabytes(m.weights[dtype]) for m in each))
+    table.add_row("gradients", *(megabytes(m.gradients) for m in each))
+    table.add_row("optimiser", *(megabytes(m.optimiser) for m in each))
+    table.add_row("activations, estimated", *(megabytes(m.activations) for m in each))
+    if any(m.answers for m in each):
+        table.add_row("answers of a word a token, estimated", *(megabytes(m.answers) for m in each))
+    table.add_row("in all, estimated", *(megabytes(m.total) for m in each), style="bold")
+    return table
+
+
+def _fits(heaviest: Memory) -> Text:
+    """Whether a card of 24 GB holds it; what torch keeps for itself is not in it."""
+    left = CARD - heaviest.total
+    if left < 0:
+        return Text(f"\nDoes not fit a card of 24 GB, by {megabytes(-left)} MB.")
+    near = " This is near: torch itself takes 1 to 2 GB more." if left < 3 * 10**9 else ""
+    return Text(f"\nFits a card of 24 GB, with {megabytes(left)} MB to spare.{near}")
 
 
 def _at_most(least: int, most: int) -> str:

@@ -70,16 +70,17 @@ class _Held:
     """When a client that takes part in all rounds last had each param, its riders, and its own.
 
     There are two of them: to count the least, it has what it may have had; for the most, only what
-    it surely had.
+    it surely had. What is `here` it has from the start, until the server changes it.
     """
 
     had: dict[Param, int] = field(default_factory=dict[Param, int])
     ridden: dict[Param, int] = field(default_factory=dict[Param, int])
     own: set[Param] = field(default_factory=set[Param])
+    here: frozenset[str] = frozenset()
 
     def lacking(self, param: Param, role: Role, moved: int, riders: int) -> int:
         """The bytes of a param that come down if it last moved in this round."""
-        first = not role.own and param not in self.had
+        first = not role.own and param not in self.had and param.key not in self.here
         news = first or (moved >= self.had.get(param, 1) and not (role.own and param in self.own))
         rides = role is Role.SHARE and moved >= self.ridden.get(param, 1)
         return param.nbytes * (news + riders * rides)
@@ -110,7 +111,9 @@ class _Calendar:
     ) -> None:
         self.plan, self.params, self.rounds, self.announced = plan, params, rounds, announced
         self.kinds, self.crowd, self.fare = kinds, crowd, fare
-        self.movable = touched(plan, params, Role.SHARE)
+        shared = set(touched(plan, params, Role.SHARE))
+        self.folded = frozenset(p for p in params if p.key in fare.folded)
+        self.movable = tuple(p for p in params if p in shared or p in self.folded)
         self._said = dict[tuple[Step, ...], _Saying]()
         self._moves = dict[tuple[int, str], tuple[frozenset[Param], frozenset[Param]]]()
 
@@ -140,7 +143,7 @@ class _Calendar:
             others = (replace(turn, client=t.client, traits=t.traits) for _, t in self.kinds)
             shared = {self.say(other).shared for other in others}
             sure, may = (frozenset[Param]().union(*sets) for sets in zip(*shared, strict=True))
-            self._moves[turn.round, turn.phase] = sure, may
+            self._moves[turn.round, turn.phase] = sure, may | (self.folded if may else set())
         sure, may = self._moves[turn.round, turn.phase]
         if self.crowd is None:
             # Who else is there is not known: surely a client moves what it sends itself.
@@ -160,7 +163,8 @@ class _Calendar:
     def _downs(self, turns: list[Turn]) -> Iterator[Span]:
         """Bytes that come down in each round: what moved since the client last had it."""
         moved: tuple[dict[Param, int], dict[Param, int]] = ({}, {})
-        held, before = (_Held(), _Held()), None
+        here = self.fare.folded
+        held, before = (_Held(here=here), _Held(here=here)), None
         for turn in turns:
             said = self.say(turn)
             roles = {p: said.permitted[p] for p in self.movable}

@@ -4,22 +4,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from fedplan.federation.agreement import require_sound
+from fedplan.federation.agreement import Agreement, require_sound
 from fedplan.federation.egress import AGREEMENT, read_agreement
 from fedplan.federation.endpoint import last_of
 from fedplan.federation.participation import Participation
 from fedplan.language.crowds import Crowd
+from fedplan.methods.method import Method
 from fedplan.methods.phases import Planned
+from fedplan.methods.registry import method_named
+from fedplan.models.catalog import params_of, skeleton
+from fedplan.models.description import describe
+from fedplan.models.params import ITEMSIZE, Kind, Params
 from fedplan.privacy.guard import CHARGES
 from fedplan.privacy.statement import Statement
 from fedplan.reports.explanation import Explanation, explain
+from fedplan.reports.memory import STATES, Load
 from fedplan.storage.files import put_file
 from fedplan.studies.folder import study_in
 from fedplan.studies.run import Run, open_run
 from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.studies.stage import Stage, guarantee_of, method_of, participation_of, stage_of
+from fedplan.training.fit import Pace
 
 
 def foretold(file: Path) -> tuple[Explanation, Statement | None]:
@@ -34,8 +44,55 @@ def foretold(file: Path) -> tuple[Explanation, Statement | None]:
         phases=announce.after if isinstance(announce, Planned) else None,
         crowd=_crowd(study, stage) if study.data.path else None,
         fare=agreement.fare,
+        step=_step(study, agreement.params),
     )
     return explanation, Statement.of(agreement.guarantee, rounds) if agreement.guarantee else None
+
+
+def foreseen(
+    model: str,
+    method: str,
+    settings: Mapping[str, Any],
+    *,
+    rounds: int,
+    dtype: str,
+    head: tuple[str, int],
+    step: Load | None,
+) -> Explanation:
+    """What a published method will do with a model that is only named, adapters and all.
+
+    `head` is a task with its number of labels, where the usual head is not meant.
+    """
+    made = method_named(method, settings)
+    params = _adapted(model, made, dtype=dtype, task=head[0], labels=head[1])
+    announce, fare = made.announce, Agreement("explained", params, made, Pace()).fare
+    phases = announce.after if isinstance(announce, Planned) else None
+    return explain(made.plan, params, rounds=rounds, phases=phases, fare=fare, step=step)
+
+
+def _adapted(model: str, method: Method, *, dtype: str, task: str, labels: int) -> Params:
+    """A model's params with those that a method adds, which peft holds in float32 over halves."""
+    if method.adapt is None:
+        return params_of(model, task=task, labels=labels, dtype=dtype)
+    found = describe(method.adapt(skeleton(model, task=task, labels=labels)))
+    own = dtype if ITEMSIZE.get(dtype, 0) >= 4 else "float32"
+    return tuple(replace(p, dtype=own if p.kind is Kind.ADAPTER else dtype) for p in found)
+
+
+def _step(study: Study, params: Params) -> Load | None:
+    """How a client of a study trains; None if nobody knows what its optimiser remembers."""
+    train, task = study.train, study.task
+    named = "momentum" if train.optimiser == "sgd" and train.momentum else train.optimiser
+    if named not in STATES:
+        return None
+    patches = [p.shape[-1] for p in params if p.kind is Kind.EMBED and len(p.shape) == 4]
+    side = task.image_size // patches[0] if patches else 0
+    return Load(
+        batch=train.batch,
+        length=side**2 + 1 if side else task.max_length,
+        optimiser=named,
+        bf16=train.bf16,
+    )
 
 
 def _crowd(study: Study, stage: Stage) -> Crowd:

@@ -156,6 +156,7 @@ class MethodSection(Section):
     wraps: list[WrapName] = []
     server_optimiser: ServerOptimiserName = ""
     server_settings: dict[str, Scalar] = {}
+    product: str = ""
     given: list[str] = []
 
     @model_validator(mode="after")

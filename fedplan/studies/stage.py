@@ -20,6 +20,7 @@ from fedplan.language.plan import chain
 from fedplan.language.resolution import check
 from fedplan.methods.method import Method
 from fedplan.methods.phases import Planned
+from fedplan.methods.products import product_told
 from fedplan.methods.registry import method_named, server_optimiser_named
 from fedplan.methods.told import Told, told_method
 from fedplan.models.description import describe
@@ -159,6 +160,7 @@ def _method(said: MethodSection) -> Method:
             raise ConfigError(f"method.phases: the plan speaks of no phase {min(strange)!r}")
         made = replace(made, announce=Planned(said.phases))
     made = _fitted(made, said)
+    made = replace(made, product=product_told(said.product)) if said.product else made
     return replace(made, wire=parse_wire(said.wire)) if said.wire else made
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         probe_named,
         public,
     )
+    from fedplan.training.ranks import narrowed
     from fedplan.training.schedules import Schedule, schedule_named
     from fedplan.training.wraps import alternate, controlled, proximal
 
@@ -52,6 +53,7 @@ __all__ = [
     "from_the_top",
     "gradient",
     "mark",
+    "narrowed",
     "optimiser_named",
     "plain",
     "probe_named",
@@ -70,6 +72,7 @@ __getattr__, __dir__ = face(
         "loops": "RowsOf attach",
         "optimisers": "ClientOptimiser adamw optimiser_named register_optimiser sgd",
         "probes": "Look Probe at_random attention fixed from_the_top gradient probe_named public",
+        "ranks": "narrowed",
         "schedules": "Schedule schedule_named",
         "wraps": "alternate controlled proximal",
     },

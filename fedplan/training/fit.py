@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import islice
@@ -106,7 +106,8 @@ class Job:
     """All that a fit may use: the marked roles, the rows, and what came with the world.
 
     `start` holds the shared values as they came down; `riders` what else came down with them;
-    `memory` what the client itself remembers from its last turn. `round` counts from 1.
+    `memory` what the client itself remembers from its last turn; `traits` what it says of itself.
+    `round` counts from 1.
     """
 
     model: nn.Module
@@ -119,6 +120,7 @@ class Job:
     riders: Tensors = field(default_factory=dict[str, Tensor])
     memory: Tensors = field(default_factory=dict[str, Tensor])
     adjust: tuple[Adjust, ...] = ()
+    traits: Mapping[str, str] = field(default_factory=dict[str, str])
     round: int = 1
 
     def stepper(self, marked: Marked, steps: int) -> Stepper:

@@ -56,6 +56,7 @@ OTHER = {
     (MethodSection, "loop"): "a name there, and a value here",
     (MethodSection, "wraps"): "names there, and values here",
     (MethodSection, "server_optimiser"): "a name there, and a value here",
+    (MethodSection, "product"): "a text there, and a value here",
 }
 
 
