@@ -446,7 +446,7 @@ def test_a_trainer_of_trl_follows_a_plan(tmp_path: Path) -> None:
     from trl import SFTConfig, SFTTrainer
 
     tokenizer = words()
-    said = SFTConfig(max_steps=2, per_device_train_batch_size=2, learning_rate=0.05)
+    said = SFTConfig(max_steps=2, per_device_train_batch_size=2, learning_rate=0.05, bf16=False)
 
     def trainer(model: nn.Module, rows: RowsOf, marked: Marked) -> Any:
         return SFTTrainer(model, said, train_dataset=rows.table(), processing_class=tokenizer)
