@@ -39,9 +39,11 @@ LENT = {
         folder_named home_of keep_file mark_of_file put_file reach read_lines synced
     """,
     "models": """
-        ITEMSIZE LowRank Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare
-        blocks_of buffers_of centre_of drawn is_hub_id layers_of learn listen merged
-        moved places quiet read report require_rest skeleton small_copy written
+        ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts
+        aligned bare blocks_of buffers_of centre_of configured drawn families_in
+        family_named fetched graft is_hub_id is_quantised layers_of learn listen
+        load_adapter moved places quantisation quiet read report require_rest
+        save_adapter skeleton small_copy steadied value_in whole written
     """,
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter
@@ -59,8 +61,8 @@ LENT = {
         checkpointed is_public loop_named public_look wrap_named
     """,
     "methods": """
-        METHOD_NAMES SERVER_OPTIMISER_NAMES Sides Told about_method list_methods
-        product_told server_optimiser_named told_method
+        METHOD_NAMES SERVER_OPTIMISER_NAMES Sides Told about_method hosts_of
+        list_methods product_told server_optimiser_named told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
@@ -69,7 +71,7 @@ LENT = {
     "federation": """
         AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping Fare
         FaultLog Identity KEY KINDS LEDGER Limits METRICS Metrics Patience PlainSum
-        ROLES ROUND RUN Record RecordError SMALL STUDY WORLD announced by_part
+        ROLES ROUND RUN Record RecordError SMALL STUDY TRACKER_NAMES WORLD announced by_part
         changed_rows code_of guard_of joined journal_in keyed last_of last_told mark_of
         meant metrics_of own_values parsed parted personal_values place_of
         read_agreement read_answers read_egress read_faults read_identity read_record

@@ -16,6 +16,7 @@ from fedplan.cli import app
 from fedplan.data.metrics import METRIC_NAMES, metric_named
 from fedplan.data.tasks import TASK_NAMES, task_class
 from fedplan.errors import FedplanError
+from fedplan.federation.callbacks import TRACKER_NAMES
 from fedplan.methods import METHODS, fedavg, method_named, register_method
 from fedplan.methods.registry import (
     METHOD_NAMES,
@@ -86,7 +87,7 @@ NAMES: dict[str, tuple[Registry[Any], str, Any]] = {
     "fedplan.server_optimisers": (SERVER_OPTIMISER_NAMES, "halfway", server_optimiser_named),
     "fedplan.wraps": (WRAP_NAMES, "through", wrap_named),
     "fedplan.loops": (LOOP_NAMES, "loop", loop_named),
-    "fedplan.trackers": (Registry("tracker", {}), "through", None),
+    "fedplan.trackers": (TRACKER_NAMES, "through", None),
     "fedplan.metrics": (METRIC_NAMES, "right", metric_named),
 }
 STUDY: dict[str, Any] = {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from fedplan.data.metrics import metric_named
 from fedplan.data.own import OWN
@@ -23,6 +23,8 @@ from fedplan.training.optimisers import optimiser_named
 from fedplan.training.probes import probe_named
 from fedplan.training.wraps import wrap_named
 
+STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+"""A part of the file: unknown fields are refused, values are not converted."""
 MOST = 10**9
 """The largest whole number."""
 
@@ -36,7 +38,9 @@ def as_fault() -> Generator[None]:
         raise ValueError(str(error)) from error
 
 
-def _one_of(what: str, names: Collection[str]) -> Callable[[str], str]:
+def one_of(what: str, names: Collection[str]) -> Callable[[str], str]:
+    """A check that a name is one of some."""
+
     def check(name: str) -> str:
         if name not in names:
             raise ValueError(unknown(what, name, names))
@@ -79,7 +83,7 @@ Scalar = str | int | float | bool
 Clip = Annotated[float, AfterValidator(_within(BOUNDS))]
 Noise = Annotated[float, AfterValidator(_within(NOISES, zero=True))]
 TaskKind = Annotated[str, AfterValidator(_named(_task))]
-Division = Annotated[str, AfterValidator(_one_of("partition", KINDS))]
+Division = Annotated[str, AfterValidator(one_of("partition", KINDS))]
 ProbeName = Annotated[str, AfterValidator(_named(probe_named))]
 OptimiserName = Annotated[str, AfterValidator(_named(optimiser_named))]
 ServerOptimiserName = Annotated[str, AfterValidator(_named(SERVER_OPTIMISER_NAMES.find))]
