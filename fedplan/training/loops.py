@@ -105,7 +105,8 @@ def _worked(work: Work, job: Job, marked: Marked, steps: _Steps) -> float:
     found = work(job.model, rows, marked)
     _require_same(before, devices, job.model)
     if isinstance(found, int | float | Tensor | None):
-        return nan if found is None else float(found)
+        loss = found.item() if isinstance(found, Tensor) else found
+        return nan if loss is None else float(loss)
     from fedplan.training.trainers import run_trainer
 
     return run_trainer(found, job, marked, steps.clip_by)

@@ -12,12 +12,14 @@ from packages import METHOD, forget, install, on_path
 from sites import NAME, RUN, site_of, study_text, world_of, write_rows
 
 import fedplan
+from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
 from fedplan.federation.codes import meant
 from fedplan.federation.endpoint import TRAIN, Endpoint
 from fedplan.federation.fault_log import read_faults
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import push
+from fedplan.runners.simulation import run_study
 from fedplan.runners.worker import answered
 from fedplan.runners.worker_client import Value, WorkerSpec, ask
 from fedplan.tensors.message import Message
@@ -39,6 +41,15 @@ def steps(model, rows, marked):
 
 
 loop = attach(steps)
+rounds = []
+
+
+def told(closed):
+    rounds.append((closed.round, sorted(closed.scores["world"])))
+
+
+def right(truth, guess):
+    return float((truth == guess).mean())
 """
 )
 BY_PLACE = 'name = "mypackage.mine:mine"'
@@ -162,3 +173,25 @@ def test_a_worker_does_not_import_from_the_folder_that_it_was_started_in(
         ask(spec, "hello", hello())
     assert raised.value.code == "unknown-name"
     assert "ModuleNotFoundError" in read_faults(Path(spec.home))[-1]
+
+
+def test_a_run_of_a_study_file_is_tracked_and_measured_by_what_it_names(
+    place: Path, tmp_path: Path
+) -> None:
+    """On one machine, as the command line runs it; what was named goes on with the same bits."""
+    install(place, "mypackage", LOOP, {"fedplan.trackers": {"mine": "mypackage.mine:told"}})
+    write_rows(tmp_path / "rows.npz", count=48)
+    method = f'{BY_PLACE}\nloop = "mypackage.mine:loop"'
+    data = f'path = "{tmp_path / "rows.npz"}"\nclients = 2\ntest = {{ patient = 3 }}'
+    text = study_text(method=method, privacy="", data=data, rounds=2)
+    text = text.replace(f'[clients]\nnames = ["{NAME}"]', "")
+    text += '[evaluate]\nmetrics = ["mypackage.mine:right"]\ntrackers = ["mine"]\n'
+    (tmp_path / "study.toml").write_text(text)
+    run_study(tmp_path / "study.toml", tmp_path / "run")
+    found = __import__("mypackage.mine", fromlist=["mine"]).rounds
+    assert [number for number, _ in found] == [1, 2] and "right" in found[0][1]
+    assert verify_run(tmp_path / "run")[0] == []
+    (place / "mypackage" / "mine.py").write_text(LOOP.replace("lr=0.5", "lr=0.25"))
+    forget("mypackage")
+    with pytest.raises(FedplanError, match=r"another study|method"):
+        run_study(tmp_path / "study.toml", tmp_path / "run", resume=True)
