@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from fedplan import seeds
 from fedplan.federation.agreement import Agreement, require_sound
 from fedplan.federation.participation import Participation
 from fedplan.federation.record import joined
@@ -29,7 +30,7 @@ from fedplan.models.quantised import steadied
 from fedplan.models.values import take
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.studies.given import Given
-from fedplan.studies.model import starting_model
+from fedplan.studies.model import require_scale, starting_model
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection, MethodSection
 from fedplan.studies.shares import Shares, shares_of
@@ -95,7 +96,11 @@ def stage_of(
 
 
 def _stage_given(study: Study, given: Given) -> Stage:
-    model = steadied(given.starting_model)
+    with torch.random.fork_rng(devices=[]):
+        # What a method adds is drawn from the study's seed, as from a file: else no run goes on.
+        torch.manual_seed(seeds.seed(study.name, "model", study.seed))
+        model = steadied(given.starting_model)
+    require_scale(model, given.method)
     agreement = agreement_of(study, describe(model), given.method)
     check(given.method.plan, agreement.params)
     return Stage(given.shares, model, agreement)
