@@ -27,7 +27,7 @@ class Load:
     """One step of a client: its batch, tokens a row, optimiser, and how the model is held.
 
     `checkpointing` keeps a block's input alone and works the rest out again; `quantised` holds the
-    linear weights of the blocks in 4 or 8 bits; `bf16` computes in bfloat16 what is held in more.
+    linear weights of the blocks in 4 or 8 bits; `half` computes in 16 bits what is held in more.
     """
 
     batch: int = 8
@@ -35,7 +35,7 @@ class Load:
     optimiser: str = "adamw"
     checkpointing: bool = False
     quantised: str = ""
-    bf16: bool = False
+    half: bool = False
 
     def __post_init__(self) -> None:
         if self.optimiser not in STATES:
@@ -96,10 +96,10 @@ def memory_of(params: Params, roles: Roles, step: Load) -> Memory:
     weights = Counter[str]()
     for p in params:
         weights[_held(p, step)] += _nbytes(p, step)
-    if step.bf16:
+    if step.half:
         # Autocast keeps a copy of each weight that it has cast, until the step is done.
-        cast = (p for p in params if p.at and p.dtype != "bfloat16")
-        weights["bfloat16 copies"] = sum(2 * p.numel for p in cast)
+        cast = (p for p in params if p.at and ITEMSIZE[p.dtype] > 2)
+        weights["16-bit copies"] = sum(2 * p.numel for p in cast)
     gradients = sum(p.nbytes for p in trained)
     return Memory(
         {name: n for name, n in weights.items() if n},
@@ -229,7 +229,7 @@ def _width(params: list[Param]) -> int:
 
 def _item(params: list[Param], step: Load) -> int:
     """Bytes of one number that a block computes: as it holds most of its numbers."""
-    if step.bf16:
+    if step.half:
         return 2
     sizes = Counter[str]()
     for p in params:
@@ -244,5 +244,5 @@ def _answers(params: Params, trained: frozenset[Param], step: Load) -> int:
     words = max((p.shape[0] for p in (*heads, *tied)), default=0)
     if not trained or words < 1000:
         return 0  # a classifier's answer, once a row
-    item = 2 if step.bf16 else ITEMSIZE[(heads or tied)[0].dtype]
+    item = 2 if step.half else ITEMSIZE[(heads or tied)[0].dtype]
     return step.tokens * words * (item + 8)
