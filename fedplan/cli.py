@@ -5,14 +5,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from fedplan.console import (
+    Dtype,
+    Json,
+    Labels,
+    Model,
+    PlanText,
+    Sites,
+    Task,
+    told,
+)
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse
 from fedplan.models.catalog import params_of
@@ -27,36 +35,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Model = Annotated[
-    str, typer.Argument(help="A short name (vit-base-16), a folder, hub:org/name, or a manifest.")
-]
-PlanText = Annotated[str, typer.Argument(help="A plan, in quotes: 'chain(share(), keep(head))'.")]
-Task = Annotated[str, typer.Option(help="Another head: text-classification, causal-lm, ...")]
-Labels = Annotated[int, typer.Option(help="How many labels the head has.", min=0)]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")]
-
-
-@contextmanager
-def told() -> Generator[None]:
-    """An error of ours, or of the files that were named, is a message for a person, not a trace."""
-    try:
-        yield
-    except FedplanError as error:
-        words = str(error)
-    except BrokenPipeError:
-        raise  # who reads has gone: there is nobody to tell
-    except OSError as error:
-        words = f"{error.filename or 'a file'}: {error.strerror or error}"
-    except RecursionError:
-        words = "what was read is nested too deep"
-    except MemoryError:
-        words = "there is not enough memory for what was asked"
-    else:
-        return
-    Console(stderr=True, soft_wrap=True).print(f"fedplan: {words}", markup=False, style="red")
-    raise typer.Exit(2)
 
 
 @app.command()
@@ -197,12 +175,13 @@ def export(
     output: Annotated[Path, typer.Argument(help="The folder to write, empty or new.")],
     client: Annotated[str, typer.Option(help="Whose model; without it, the world's.")] = "",
     key: Annotated[Path | None, typer.Option(help="At a site: what opens its home.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter.")] = False,
 ) -> None:
     """Write a model of a run as a folder that loads and predicts: safetensors and JSON."""
     from fedplan.studies.export import export_run
 
     with told():
-        how = export_run(folder, output, client, key)
+        how = export_run(folder, output, client, key, adapter=adapter)
     Console(soft_wrap=True).print(f"Written. Load it: {how}", markup=False, highlight=False)
 
 
@@ -314,9 +293,6 @@ def draw(
     with told():
         params = params_of(model, task=task, labels=labels)
         drawn([Figure(model, params, parse(plan))], output)
-
-
-Sites = Annotated[list[str] | None, typer.Option("--site", help="The name of a site; repeat it.")]
 
 
 @app.command()

@@ -24,7 +24,7 @@ ORDER = (
     *("errors", "seeds", "faces", "reader"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports"),
-    *("parts", "testing", "cli", "__init__"),
+    *("parts", "testing", "console", "cli", "__init__"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
@@ -39,9 +39,11 @@ LENT = {
         folder_named home_of keep_file mark_of_file put_file reach read_lines synced
     """,
     "models": """
-        ITEMSIZE LowRank Preprocessing TASKS TEMPLATE TRAINED add_prompts aligned bare
-        blocks_of buffers_of centre_of drawn is_hub_id layers_of learn listen merged moved
-        places quiet read report require_rest skeleton small_copy written
+        ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts
+        aligned bare blocks_of buffers_of centre_of configured drawn families_in
+        family_named fetched graft is_hub_id is_quantised layers_of learn listen
+        load_adapter moved places quantisation quiet read report require_rest
+        save_adapter skeleton small_copy steadied value_in whole written
     """,
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter
@@ -58,7 +60,7 @@ LENT = {
         CONTROL DECAY MOMENTUM PROBES adjust checkpointed is_public public_look
     """,
     "methods": """
-        Sides Told product_told told_method
+        Sides Told hosts_of product_told told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot

@@ -34,6 +34,7 @@ from fedplan.language.plan import Role, Roles
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.buffers import buffers_of, require_rest
+from fedplan.models.quantised import value_in
 from fedplan.models.values import take
 from fedplan.tensors.named import Tensors, digest, nbytes
 from fedplan.tensors.riders import beside, split_riders
@@ -209,7 +210,7 @@ def _require_still(
     resting = [p for p in agreement.params if p.key not in before]
     tensors = dict(client.model.named_parameters())
     for p in resting:
-        if not torch.equal(p.view(tensors[p.name]), client.start[p.key]):
+        if not torch.equal(value_in(client.model, p, tensors[p.name]), client.start[p.key]):
             raise FedplanError(f"{p.key} is trained by no turn of the plan, and moved")
     return was, now
 

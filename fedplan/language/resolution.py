@@ -169,7 +169,8 @@ def _require_trainable(roles: Roles) -> None:
         if role.trained and param.dtype not in TRAINED:
             raise PlanError(
                 f"the plan trains {param.key}, whose numbers are {param.dtype} and cannot be "
-                f"trained: freeze it, as in freeze(named({param.name!r})) at the plan's end"
+                f"trained: freeze it, as in freeze(named({param.name!r})) at the plan's end; of a "
+                "quantised model train what is added to it, as in chain(freeze(), share(adapter))"
             )
 
 

@@ -16,6 +16,7 @@ from fedplan.language.resolution import require_told
 from fedplan.language.wording import stated
 from fedplan.methods.method import Method
 from fedplan.methods.products import ProductRule, apart, by_residual, by_svd
+from fedplan.models.adapters import families_in
 from fedplan.models.description import describe
 from fedplan.training.ranks import narrowed
 
@@ -85,11 +86,17 @@ def _and_head(part: Part, with_head: bool) -> Part:
 
 @stated("lora")
 def add_lora(model: nn.Module, *, rank: int, on: Part) -> nn.Module:
-    """The model with LoRA on the layers of a part."""
+    """The model with LoRA on the layers of a part; one that has an adapter stays as it is."""
     import peft
 
-    params = describe(model)
-    require_told(on & body, params)
-    hosts = {p.name.rpartition(".")[0] for p in params if p.at and on.holds(p)}
-    config = peft.LoraConfig(r=rank, lora_alpha=SCALE * rank, target_modules=sorted(hosts))
+    if families_in(model):
+        return model
+    config = peft.LoraConfig(r=rank, lora_alpha=SCALE * rank, target_modules=hosts_of(model, on))
     return peft.get_peft_model(cast(Any, model), config)
+
+
+def hosts_of(model: nn.Module, part: Part) -> list[str]:
+    """The layers in a model's blocks that hold something of a part."""
+    params = describe(model)
+    require_told(part & body, params)
+    return sorted({p.name.rpartition(".")[0] for p in params if p.at and part.holds(p)})

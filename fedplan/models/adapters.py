@@ -138,16 +138,22 @@ def is_dormant(modules: Mapping[str, nn.Module], name: str) -> bool:
     return False
 
 
+def families_in(model: nn.Module) -> list[str]:
+    """The families of the adapters that a model has."""
+    origins = {_origin(module) for module in model.modules()}
+    folders = {each.split(".")[2] for each in origins if each.startswith("peft.tuners.")}
+    return sorted(folders & FAMILIES.keys())
+
+
 def merged(model: nn.Module) -> nn.Module:
     """The model by itself, its adapters merged into its own numbers; a plain model as it is."""
-    folders = {_origin(module).removeprefix("peft.tuners.") for module in model.modules()}
-    families = {folder.split(".")[0] for folder in folders} & FAMILIES.keys()
+    families = families_in(model)
     if not families:
         return model
-    kept = sorted(families & UNMERGED)
+    kept = sorted(UNMERGED.intersection(families))
     if kept or _origin(model) not in _CARRIERS:
         raise UnknownAdapter(
-            f"adapters by peft's {', '.join(kept or sorted(families))} cannot be merged into this "
+            f"adapters by peft's {', '.join(kept or families)} cannot be merged into this "
             "model: save it as it is, with the model's own save_pretrained"
         )
     return cast("Any", model).merge_and_unload()

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from fedplan.errors import UnknownModel
-from fedplan.models.hub import bare, is_hub_id
+from fedplan.models.hub import fetched, is_hub_id
 from fedplan.models.params import ITEMSIZE, Params
 from fedplan.models.schema import read
 
@@ -143,8 +143,7 @@ def configuration(name: str) -> tuple[Any, str]:
     if not Path(name, "config.json").is_file() and not is_hub_id(name):
         raise UnknownModel(_unknown(name))
     try:
-        read = cast(Any, transformers.AutoConfig.from_pretrained)
-        config = read(bare(name), local_files_only=not is_hub_id(name), trust_remote_code=False)
+        config = fetched(transformers.AutoConfig, name)
     except (OSError, ValueError) as error:
         raise UnknownModel(f"{name!r} cannot be read as a model: {_first_line(error)}") from error
     usual = str((config.architectures or ["AutoModel"])[0])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedplan.errors import FedplanError
 from fedplan.models.architectures import BRIDGE, DUALS, EMBEDDINGS, RESIZED, TOWERS
-from fedplan.models.hub import bare, is_hub_id
+from fedplan.models.hub import fetched
 
 TEMPLATE = "a picture of a {}"
 """The text of a class, unless a task says another."""
@@ -149,9 +149,7 @@ def load_dual(
 
     words = tokenizer or path or text
     try:
-        reader = cast("Any", transformers.AutoTokenizer).from_pretrained(
-            bare(words), local_files_only=not is_hub_id(words), trust_remote_code=False
-        )
+        reader = fetched(transformers.AutoTokenizer, words)
     except (OSError, ValueError) as error:
         raise ModelError(f"there is no tokenizer in {words!r}") from error
     return dual_of(backbone, reader, names, template)
@@ -161,12 +159,7 @@ def _read(path: str) -> nn.Module:
     import transformers
 
     try:
-        model = cast("Any", transformers.AutoModel).from_pretrained(
-            bare(path),
-            dtype=torch.float32,
-            local_files_only=not is_hub_id(path),
-            trust_remote_code=False,
-        )
+        model = fetched(transformers.AutoModel, path, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ModelError(f"there is no model in {path!r}: {str(error).splitlines()[0]}") from error
     return model

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedplan.models.architectures import DUALS
 from fedplan.models.dual import Dual, ModelError
+from fedplan.models.hub import fetched
 from fedplan.models.images import drawn
 from fedplan.models.prompts import Settings, attach
 
@@ -62,13 +63,11 @@ def load_folder(folder: str | Path) -> Dual:
     import transformers
 
     place, held = Path(folder), _settings(folder)
-    config = cast("Any", transformers.AutoConfig).from_pretrained(
-        place, local_files_only=True, trust_remote_code=False
-    )
+    config = fetched(transformers.AutoConfig, str(place))
     if config.model_type not in DUALS:
         raise ModelError(f"{folder} holds a {config.model_type}, and no model of two towers")
     loader = getattr(transformers, DUALS[config.model_type])
-    backbone = loader.from_pretrained(place, dtype=torch.float32, local_files_only=True)
+    backbone = fetched(loader, str(place), dtype=torch.float32)
     ids, mask = torch.tensor(held["ids"]), torch.tensor(held["mask"])
     words = {"names": held["names"], "template": held["template"], "lead": held["lead"]}
     dual = Dual(backbone, ids, mask, **words)

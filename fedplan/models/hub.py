@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 SIGN = "hub:"
 """Stands before a name of the hub: a mistyped path is never looked up there."""
@@ -18,6 +19,17 @@ def is_hub_id(name: str) -> bool:
 def bare(name: str) -> str:
     """A name as the libraries of the hub take it; a path as it is."""
     return name.removeprefix(SIGN)
+
+
+def fetched(loader: Any, name: str, **settings: Any) -> Any:
+    """What a class of transformers loads by a name: a folder, or hub:org/name.
+
+    The one place that calls `from_pretrained`: nothing else is looked up, and no code that lies
+    beside weights is run.
+    """
+    return loader.from_pretrained(
+        bare(name), local_files_only=not is_hub_id(name), trust_remote_code=False, **settings
+    )
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from fedplan.data.tasks import Task
@@ -15,43 +16,66 @@ from fedplan.federation.egress import AGREEMENT, read_agreement
 from fedplan.federation.endpoint import last_of, own_values
 from fedplan.federation.world import World, personal_values, world_values
 from fedplan.language.turn import Turn
-from fedplan.models.adapters import merged
 from fedplan.models.dual import Dual
 from fedplan.models.folder import Preprocessing, save_folder
-from fedplan.models.hub import bare, is_hub_id, quiet
+from fedplan.models.grafting import save_adapter, whole
+from fedplan.models.hub import fetched, quiet
 from fedplan.models.images import centre_of
+from fedplan.models.quantised import is_quantised
 from fedplan.models.values import put
 from fedplan.studies.folder import agreement_in, noted_task, study_in
 from fedplan.studies.run import Run, looked_at
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.stage import Stage, stage_without_rows
+from fedplan.tensors.named import Tensors
 
 
-def export_run(folder: Path, out: Path, client: str = "", key: Path | None = None) -> str:
+@dataclass(frozen=True)
+class _Held:
+    """A model with the values of a run, and the tensors that are not as they started."""
+
+    model: nn.Module
+    task: Task
+    moved: tuple[str, ...]
+
+
+def export_run(
+    folder: Path,
+    out: Path,
+    client: str = "",
+    key: Path | None = None,
+    *,
+    adapter: bool = False,
+) -> str:
     """Write a model, and say how it is loaded: the world's, or one client's own.
 
     The folder is a run's, or that of a site's experiment: then the model is the site's own, and
-    `key` opens what it keeps.
+    `key` opens what it keeps. With `adapter` only the adapter is written, as peft loads it; else
+    the whole model in floats, its adapter merged into it.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty: name another folder")
-    if (folder / AGREEMENT).exists():
-        model, task = _of_site(folder, key)
-    else:
-        model, task = _of_run(folder, client)
+    held = _of_site(folder, key) if (folder / AGREEMENT).exists() else _of_run(folder, client)
+    held.model.eval()
     with quiet():
-        return _written(model.eval(), task, out)
+        return _adapter_written(held, out) if adapter else _written(held.model, held.task, out)
 
 
-def _of_run(folder: Path, client: str) -> tuple[nn.Module, Task]:
+def _of_run(folder: Path, client: str) -> _Held:
     run, world, home = looked_at(folder, lambda run: _held(run, client))
     stage = _staged(run.study, run.agreement, run.labels)
     values = world_values(run.agreement, world, stage.start)
     if client:
         turn = Turn(run.round, client, world.phase, run.study.clients.traits.get(client, {}))
         values = personal_values(run.agreement, world, stage.start, turn, home)
-    put(stage.model, values, run.agreement.trainable)
-    return stage.model, stage.shares.task
+    return _filled(stage, values)
+
+
+def _filled(stage: Stage, values: Tensors) -> _Held:
+    held = [p for p in stage.agreement.trainable if p.key in values]
+    moved = [p.name for p in held if not torch.equal(values[p.key], stage.start[p.key])]
+    put(stage.model, values, held)
+    return _Held(stage.model, stage.shares.task, tuple(moved))
 
 
 def _held(run: Run, client: str) -> tuple[Run, World, dict[str, Tensor]]:
@@ -59,13 +83,12 @@ def _held(run: Run, client: str) -> tuple[Run, World, dict[str, Tensor]]:
     return run, run.world, run.home(client)[0] if client else {}
 
 
-def _of_site(folder: Path, key: Path | None) -> tuple[nn.Module, Task]:
+def _of_site(folder: Path, key: Path | None) -> _Held:
     folder = last_of(folder)
     study, agreed = study_in(folder), read_agreement(folder)
     agreement = replace(agreement_in(folder), start=str(agreed.get("model")))
     stage = _staged(study, agreement, noted_task(folder)[0])
-    put(stage.model, own_values(agreement, folder, key), agreement.trainable)
-    return stage.model, stage.shares.task
+    return _filled(stage, own_values(agreement, folder, key))
 
 
 def _staged(study: Study, agreement: Agreement, labels: list[str]) -> Stage:
@@ -85,11 +108,24 @@ def _written(model: nn.Module, task: Task, out: Path) -> str:
     if isinstance(model, Dual):
         save_folder(model, out, picture=_picture(task))
         return f"fedplan.models.folder.predict({str(out)!r}, [picture, ...])"
-    whole = cast("Any", merged(model))
-    whole.save_pretrained(out)
+    packed = is_quantised(model)
+    cast("Any", whole(model)).save_pretrained(out)
+    _write_tokenizer(task, out)
+    how = f"transformers.{task.model_class}.from_pretrained({str(out)!r})"
+    return f"{how}  # dequantised: the base was packed in the run" if packed else how
+
+
+def _adapter_written(held: _Held, out: Path) -> str:
+    save_adapter(held.model, out, held.moved)
+    _write_tokenizer(held.task, out)
+    return f"peft.PeftModel.from_pretrained(model, {str(out)!r})"
+
+
+def _write_tokenizer(task: Task, out: Path) -> None:
     if task.source and task.kind != "image-classification":
-        _tokenizer(task.source).save_pretrained(out)
-    return f"transformers.{task.model_class}.from_pretrained({str(out)!r})"
+        import transformers
+
+        fetched(transformers.AutoTokenizer, task.source).save_pretrained(out)
 
 
 def _picture(task: Task) -> Preprocessing:
@@ -99,11 +135,3 @@ def _picture(task: Task) -> Preprocessing:
 
 def _colours(side: Tensor) -> tuple[float, ...]:
     return tuple(float(colour) for colour in side.flatten())
-
-
-def _tokenizer(source: str) -> Any:
-    import transformers
-
-    return cast("Any", transformers.AutoTokenizer).from_pretrained(
-        bare(source), local_files_only=not is_hub_id(source), trust_remote_code=False
-    )

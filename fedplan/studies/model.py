@@ -15,11 +15,17 @@ from fedplan import seeds
 from fedplan.data.foresight import require_sight
 from fedplan.data.tasks import Task
 from fedplan.errors import FedplanError
+from fedplan.language.parser import parse_part
+from fedplan.language.parts import mlp
+from fedplan.methods.adapters import hosts_of
 from fedplan.methods.method import Method
 from fedplan.models.behaviour.proposal import learn
 from fedplan.models.buffers import stilled
 from fedplan.models.dual import load_dual
-from fedplan.models.hub import bare, is_hub_id, quiet
+from fedplan.models.grafting import configured, family_named, graft, load_adapter
+from fedplan.models.hub import fetched, is_hub_id, quiet
+from fedplan.models.quantised import quantisation, steadied
+from fedplan.studies.model_section import AdapterSection
 from fedplan.studies.schema import Study
 
 
@@ -32,7 +38,37 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
         model = stilled(model) if study.model.still else model
         if said := study.model.anatomy or ({"like": study.model.like} if study.model.like else {}):
             learn(model, said)
+        model = _with_adapter(study, task, model) if study.model.adapter else model
         return method.adapt(model) if method.adapt is not None else model
+
+
+def _with_adapter(study: Study, task: Task, model: nn.Module) -> nn.Module:
+    """The model with the adapter of the study: a method that brings its own adds none to it."""
+    said = study.model.adapter
+    assert said is not None
+    if said.path:
+        with _told(f"model.adapter.path: {said.path!r} cannot be loaded"):
+            return load_adapter(model, said.path)
+    if unheard := {"rank", "on"} & study.method.settings.keys():
+        raise FedplanError(
+            f"method.settings.{min(unheard)} is of an adapter that the method would add, and the "
+            "study has its own, model.adapter: say it there"
+        )
+    with _told(f"model.adapter: no {said.type!r} can be put on this model"):
+        return graft(model, configured(said.type, _placed(said, model), task.model_class))
+
+
+def _placed(said: AdapterSection, model: nn.Module) -> dict[str, Any]:
+    """The settings of an adapter with the names of the layers that it is put on."""
+    if not said.target:
+        return said.settings
+    layers = hosts_of(model, parse_part(said.target))
+    found = {**said.settings, "target_modules": layers}
+    if family_named(said.type)[0] == "ia3":
+        # IA3 scales what enters such a layer, and what leaves any other.
+        inner = set(hosts_of(model, mlp)) if "mlp" in said.target else set[str]()
+        found.setdefault("feedforward_modules", sorted(inner & set(layers)))
+    return found
 
 
 def _made(study: Study, task: Task) -> nn.Module:
@@ -58,14 +94,24 @@ def _pretrained(study: Study, task: Task) -> nn.Module:
             f"model.path: {said.path!r} is not there: give a folder of weights, or hub:org/name"
         )
     with _told(f"model.path: {said.path!r} cannot be loaded for {task.kind}"):
-        return _loader(task).from_pretrained(
-            bare(said.path),
-            dtype=torch.float32,
-            local_files_only=not is_hub_id(said.path),
-            trust_remote_code=False,
-            **task.settings,
-            **said.settings,
+        dtype = getattr(torch, said.dtype)
+        return steadied(
+            fetched(
+                _loader(task),
+                said.path,
+                dtype=dtype,
+                **_packing(said.quantised, dtype),
+                **task.settings,
+                **said.settings,
+            )
         )
+
+
+def _packing(kind: str, dtype: torch.dtype) -> dict[str, Any]:
+    """How the weights are packed as they load: in host memory, wherever they are trained."""
+    if not kind:
+        return {}
+    return {"quantization_config": quantisation(kind, dtype), "device_map": {"": "cpu"}}
 
 
 def _from_scratch(study: Study, task: Task) -> nn.Module:
@@ -74,7 +120,7 @@ def _from_scratch(study: Study, task: Task) -> nn.Module:
     said = study.model
     with _told(f"model.type: no {said.type!r} can be made for {task.kind} with these settings"):
         config = transformers.AutoConfig.for_model(said.type, **said.settings, **task.settings)
-        return _loader(task).from_config(config)
+        return _loader(task).from_config(config).to(getattr(torch, said.dtype))
 
 
 @contextmanager

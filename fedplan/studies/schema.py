@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from fedplan.data.own import OWN
 from fedplan.data.tasks import task_class
@@ -17,13 +17,13 @@ from fedplan.errors import FedplanError
 from fedplan.models.hub import is_hub_id
 from fedplan.privacy.dpsgd.fit import require_pace
 from fedplan.storage.names import a_study_name
+from fedplan.studies.model_section import ModelSection
 from fedplan.studies.plain import flat, odd, read_toml, value_of
 from fedplan.studies.sections import (
     ClientsSection,
     DataSection,
     EvaluateSection,
     MethodSection,
-    ModelSection,
     PatienceSection,
     PrivacySection,
     Section,
@@ -33,10 +33,10 @@ from fedplan.studies.sections import (
 )
 from fedplan.studies.words import Positive, as_fault
 
-PLACES = {
-    "model": {"path", "vision", "text", "bridge"},
-    "task": {"tokenizer"},
-    "data": {"path", "test_path"},
+PLACES: dict[str, dict[str, Any]] = {
+    "model": {"path": ..., "vision": ..., "text": ..., "bridge": ..., "adapter": {"path": ...}},
+    "task": {"tokenizer": ...},
+    "data": {"path": ..., "test_path": ...},
 }
 """Where files lie: what is in them is told apart by digests of its own."""
 ASIDE: dict[str, Any] = {
@@ -133,6 +133,10 @@ class Study(Section):
     def _towers(self) -> Study:
         if self.model.vision and self.task.kind != "image-text":
             raise ValueError("a model of vision and text is for the task image-text")
+        if self.task.kind == "image-text" and not self.model.plain:
+            raise ValueError(
+                "model.dtype, model.quantised and model.adapter are of a model of one tower"
+            )
         return self
 
 
@@ -150,17 +154,20 @@ def read_study(file: Path, overrides: list[str] | None = None) -> Study:
 
 def placed(study: Study, base: Path) -> Study:
     """The study with every relative path made absolute, from a folder; hub ids stay as they are."""
-    changes = {
-        section: {name: _place(getattr(getattr(study, section), name), base) for name in names}
-        for section, names in PLACES.items()
-    }
-    sections = {s: getattr(study, s).model_copy(update=said) for s, said in changes.items()}
-    return study.model_copy(update=sections)
+    return study.model_copy(
+        update={name: _place(getattr(study, name), base, held) for name, held in PLACES.items()}
+    )
 
 
-def _place(said: str, base: Path) -> str:
+def _place(said: Any, base: Path, held: Mapping[str, Any]) -> Any:
+    """A path made absolute; of a section, those that it holds."""
+    if isinstance(said, BaseModel):
+        changes = {name: _place(getattr(said, name), base, held[name]) for name in held}
+        return said.model_copy(update=changes)
+    if not said:
+        return said
     found = base.resolve() / said
-    return said if not said or (is_hub_id(said) and not found.exists()) else str(found)
+    return said if is_hub_id(said) and not found.exists() else str(found)
 
 
 def differences(one: Study, other: Study) -> list[str]:

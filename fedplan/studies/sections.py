@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
@@ -18,6 +18,7 @@ from fedplan.privacy.accounting.budget import Unit
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.storage.names import client_names
 from fedplan.studies.words import (
+    STRICT,
     Clip,
     Count,
     Division,
@@ -39,42 +40,9 @@ _PLAIN = tuple(f.name for f in fields(Pace) if f.name not in ("optimiser", "sche
 
 
 class Section(BaseModel):
-    """A part of the file: unknown fields are refused, values are not converted."""
+    """A part of the file, with fields of its own."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class ModelSection(Section):
-    """The model: a folder or hub:org/name with weights, or a type and settings to start from.
-
-    A model of two towers may also be made of two: `vision` and `text`, joined by a `bridge`.
-    `digest` pins it: every end refuses a model whose `fedplan digest` is another. `still` has batch
-    norms use the statistics that they have: a run moves params, and nothing else. For a type that
-    fedplan does not know, `like` names the row of one that it does, or `anatomy` says its own.
-    `given` is the class of a model that came from Python.
-    """
-
-    path: str = ""
-    type: str = ""
-    settings: dict[str, Any] = {}
-    vision: str = ""
-    text: str = ""
-    bridge: str = ""
-    digest: str = ""
-    still: bool = False
-    like: str = ""
-    anatomy: dict[str, Any] = {}
-    given: str = ""
-
-    @model_validator(mode="after")
-    def _one(self) -> ModelSection:
-        if bool(self.vision) != bool(self.text) or (self.bridge and not self.vision):
-            raise ValueError("two towers are both vision and text, and a bridge is between them")
-        if sum(map(bool, (self.path, self.type, self.vision, self.given))) != 1:
-            raise ValueError("say one of path (pretrained), type (from scratch), vision and text")
-        if (self.like or self.anatomy) and (self.vision or (self.like and self.anatomy)):
-            raise ValueError("say like, or an anatomy (which may say like), of a model of one type")
-        return self
+    model_config = STRICT
 
 
 class TaskSection(Section):

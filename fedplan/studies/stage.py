@@ -25,6 +25,7 @@ from fedplan.methods.registry import method_named
 from fedplan.methods.told import Told, told_method
 from fedplan.models.description import describe
 from fedplan.models.params import Params
+from fedplan.models.quantised import steadied
 from fedplan.models.values import take
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.studies.given import Given
@@ -92,7 +93,7 @@ def stage_of(
 
 
 def _stage_given(study: Study, given: Given) -> Stage:
-    model = given.starting_model
+    model = steadied(given.starting_model)
     agreement = agreement_of(study, describe(model), given.method)
     check(given.method.plan, agreement.params)
     return Stage(given.shares, model, agreement)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from fedplan.data.own import OWN
 from fedplan.data.partition import KINDS
@@ -18,6 +18,8 @@ from fedplan.privacy.mechanisms.clipping import BOUNDS
 from fedplan.training.optimisers import optimiser_named
 from fedplan.training.probes import PROBES
 
+STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+"""A part of the file: unknown fields are refused, values are not converted."""
 MOST = 10**9
 """The largest whole number."""
 
@@ -31,7 +33,9 @@ def as_fault() -> Generator[None]:
         raise ValueError(str(error)) from error
 
 
-def _one_of(what: str, names: Collection[str]) -> Callable[[str], str]:
+def one_of(what: str, names: Collection[str]) -> Callable[[str], str]:
+    """A check that a name is one of some."""
+
     def check(name: str) -> str:
         if name not in names:
             known = ", ".join(filter(None, names))
@@ -63,7 +67,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Scalar = str | int | float | bool
 Clip = Annotated[float, AfterValidator(_within(BOUNDS))]
 Noise = Annotated[float, AfterValidator(_within(NOISES, zero=True))]
-TaskKind = Annotated[str, AfterValidator(_one_of("task", (*TASK_KINDS, OWN)))]
-Division = Annotated[str, AfterValidator(_one_of("partition", KINDS))]
-ProbeName = Annotated[str, AfterValidator(_one_of("probe", ("", *PROBES)))]
+TaskKind = Annotated[str, AfterValidator(one_of("task", (*TASK_KINDS, OWN)))]
+Division = Annotated[str, AfterValidator(one_of("partition", KINDS))]
+ProbeName = Annotated[str, AfterValidator(one_of("probe", ("", *PROBES)))]
 OptimiserName = Annotated[str, AfterValidator(_optimiser)]
