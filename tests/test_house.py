@@ -43,7 +43,7 @@ LENT = {
         aligned bare blocks_of buffers_of centre_of configured drawn families_in
         family_named fetched graft is_hub_id is_quantised layers_of learn listen
         load_adapter moved places quantisation quiet read report require_rest
-        save_adapter skeleton small_copy steadied value_in whole written
+        save_adapter scales_of skeleton small_copy steadied value_in whole written
     """,
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter
@@ -60,7 +60,7 @@ LENT = {
         CONTROL DECAY MOMENTUM PROBES adjust checkpointed is_public public_look
     """,
     "methods": """
-        Sides Told hosts_of product_told told_method
+        Sides Told hosts_of product_told require_scale told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot

@@ -20,10 +20,11 @@ from fedplan.language.plan import chain
 from fedplan.language.resolution import check
 from fedplan.methods.method import Method
 from fedplan.methods.phases import Planned
-from fedplan.methods.products import product_told
+from fedplan.methods.products import product_told, require_scale
 from fedplan.methods.registry import method_named
 from fedplan.methods.told import Told, told_method
 from fedplan.models.description import describe
+from fedplan.models.low_rank import scales_of
 from fedplan.models.params import Params
 from fedplan.models.quantised import steadied
 from fedplan.models.values import take
@@ -49,6 +50,9 @@ class Stage:
     shares: Shares
     model: nn.Module
     agreement: Agreement
+
+    def __post_init__(self) -> None:
+        require_scale(self.agreement.method.product, scales_of(self.model))
 
     @cached_property
     def start(self) -> dict[str, Tensor]:

@@ -23,8 +23,9 @@ from fedplan.federation.world import World
 from fedplan.language.parser import parse, parse_part
 from fedplan.methods import Method, ProductRule, adam, apart, by_residual, by_svd, method_named
 from fedplan.methods.adapters import add_lora
+from fedplan.methods.products import product_told, require_scale
 from fedplan.models.description import describe
-from fedplan.models.low_rank import layers_of
+from fedplan.models.low_rank import layers_of, scales_of
 from fedplan.models.values import put, take
 from fedplan.privacy import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
@@ -255,6 +256,22 @@ def test_a_weight_that_would_round_the_residual_away_is_refused() -> None:
     with pytest.raises(FedplanError, match=r"bfloat16 and would round them away.*by_svd"):
         agreed(model, by_residual())
     agreed(model, by_svd())
+
+
+def test_another_scale_than_the_adapters_is_refused() -> None:
+    found = scales_of(lora("bert"))
+    assert found == {1.0}
+    require_scale(by_residual(), found)
+    require_scale(by_svd(), {2.0, 4.0})
+    with pytest.raises(FedplanError, match=r"folds by 2.0, and alpha / r .* is 1.0"):
+        require_scale(by_residual(2.0), found)
+
+
+def test_a_rule_is_what_its_text_says() -> None:
+    for rule in (*RULES.values(), by_residual(0.5)):
+        assert product_told(rule.text) == rule
+    with pytest.raises(FedplanError, match="there is no rule for products 'by_guess"):
+        product_told("by_guess()")
 
 
 def test_what_is_more_than_a_product_is_no_low_rank_layer() -> None:
