@@ -26,7 +26,7 @@ from fedplan.models.catalog import params_of
 from fedplan.reports.explanation import explain
 
 if TYPE_CHECKING:
-    from fedplan import methods
+    from fedplan import data, methods, models
     from fedplan.audits.run import verify_run
     from fedplan.federation.callbacks import EarlyStopping
     from fedplan.models.description import describe
@@ -55,6 +55,7 @@ __all__ = [
     "chain",
     "client_in",
     "cycle",
+    "data",
     "describe",
     "explain",
     "export_run",
@@ -63,6 +64,7 @@ __all__ = [
     "keep",
     "mark",
     "methods",
+    "models",
     "open_run",
     "params_of",
     "parse",
@@ -83,7 +85,7 @@ __all__ = [
 __getattr__, __dir__ = face(
     __name__,
     {
-        "": "methods",
+        "": "data methods models",
         "audits.run": "verify_run",
         "federation.callbacks": "EarlyStopping",
         "models.description": "describe",

@@ -43,7 +43,7 @@ LENT = {
         aligned bare blocks_of buffers_of centre_of configured drawn families_in
         family_named fetched graft is_hub_id is_quantised layers_of learn listen
         load_adapter moved places quantisation quiet read report require_rest
-        save_adapter scales_of skeleton small_copy steadied value_in whole written
+        save_adapter scales_in skeleton small_copy steadied value_in whole written
     """,
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter
@@ -53,14 +53,14 @@ LENT = {
     """,
     "data": """
         Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_KINDS contents division
-        is_among label_text labels_in model_loss named_columns names_in require_sight
-        rows some spread task_class to_train values where
+        is_among label_text labels_in model_loss named_columns names_in require_packing
+        require_sight rows some spread task_class to_train values where
     """,
     "training": """
         CONTROL DECAY MOMENTUM PROBES adjust checkpointed is_public public_look
     """,
     "methods": """
-        Sides Told hosts_of product_told require_scale told_method
+        ByResidual Sides Told hosts_of product_told told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
@@ -68,8 +68,8 @@ LENT = {
     """,
     "federation": """
         AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping Fare
-        FaultLog Identity KEY KINDS LEDGER Limits METRICS Metrics Patience PlainSum
-        ROLES ROUND RUN Record RecordError SMALL STUDY WORLD announced by_part
+        FaultLog Identity KEY KINDS LEDGER LOWER Limits METRICS Metrics Patience
+        PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY WORLD announced by_part
         changed_rows code_of guard_of joined journal_in keyed last_of last_told mark_of
         meant metrics_of own_values parsed parted personal_values place_of
         read_agreement read_answers read_egress read_faults read_identity read_record
@@ -237,6 +237,19 @@ def test_nothing_unsafe_is_called(file: Path) -> None:
             assert node.module not in UNSAFE_MODULES, node.lineno
         if isinstance(node, ast.keyword) and node.arg in UNSAFE_ARGUMENTS:
             assert isinstance(node.value, ast.Constant) and node.value.value is False, node.lineno
+
+
+def test_weights_and_tokenizers_are_loaded_in_one_place() -> None:
+    """What may be looked up, and that no code beside weights is run, is said there."""
+    calls = {
+        (name_of(file), ast.unparse(node.func.value))
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr == "from_pretrained"
+    }
+    # peft's configuration is a file of JSON in a folder that is there.
+    assert calls == {("models.hub", "loader"), ("models.grafting", "peft.PeftConfig")}
 
 
 def test_every_public_name_is_documented() -> None:

@@ -160,16 +160,6 @@ def product_told(text: str) -> ProductRule:
     return rules[text] if text in rules else by_residual(float(scale))
 
 
-def require_scale(rule: ProductRule, scales: set[float]) -> None:
-    """Refuse to fold what a model's adapters, which have these scales, would add otherwise."""
-    if isinstance(rule, ByResidual) and scales != {rule.scale}:
-        found = ", ".join(map(repr, sorted(scales))) or "none"
-        raise FedplanError(
-            f"{rule.text} folds by {rule.scale!r}, and alpha / r of the model's LoRA is {found}: "
-            "say that one, or give all the same"
-        )
-
-
 def _signs(left: Tensor) -> Tensor:
     """Signs that make the largest number of each row positive, of equals the first."""
     largest = left.abs().argmax(dim=1, keepdim=True)

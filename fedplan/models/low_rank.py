@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from fedplan.models.params import Param, Params
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 _INPUT, _OUTPUT, _HOST = "lora_A", "lora_B", "base_layer.weight"
 _OTHER = frozenset({"lora_m"})
@@ -96,12 +96,6 @@ def layers_of(params: Params) -> tuple[LowRank, ...]:
         if bs and a.name.partition(".lora_")[0] not in other:
             found.append(LowRank(a, bs, _hosts(a, bs, by_key, crosswise=crosswise)))
     return tuple(found)
-
-
-def scales_of(model: nn.Module) -> set[float]:
-    """What peft's LoRA layers multiply the product of their sides by: alpha / r, each once."""
-    held = (cast("Any", getattr(layer, "scaling", None)) for layer in model.modules())
-    return {float(scale) for each in held if isinstance(each, dict) for scale in each.values()}  # pyright: ignore
 
 
 def _outputs(a: Param, params: Params) -> tuple[Param, ...]:

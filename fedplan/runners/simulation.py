@@ -17,7 +17,7 @@ from fedplan.data.examples import Loss
 from fedplan.data.metrics import spread
 from fedplan.data.own import Collate, Measure, Own, model_loss, named_columns
 from fedplan.data.tasks import Task
-from fedplan.federation.callbacks import Callback, Closed, EarlyStopping, stopping
+from fedplan.federation.callbacks import LOWER, Callback, Closed, EarlyStopping, stopping
 from fedplan.federation.history import Metrics
 from fedplan.federation.participation import Participation
 from fedplan.language.plan import Plan
@@ -214,6 +214,7 @@ def simulate(
     task: Task | None = None,
     collate: Collate = named_columns,
     metrics: Measure | None = None,
+    primary: str = Own.primary,
     test: Any = None,
     own: Mapping[str, Any] | None = None,
     rounds: int = TrainSection.model_fields["rounds"].default,
@@ -234,14 +235,18 @@ def simulate(
     `clients` are rows to train on by name: a table of `datasets`, a torch Dataset, or anything with
     a length and `batch`. `test` are rows for the federation's model, `own` for each client's. With
     a `task` rows are tables that it prepares; else `loss`, `collate` and `metrics` are functions,
-    the loss that of the model itself unless it is given. `train`, `evaluate` and `privacy` are what
-    a study file says under these names. Without a `folder` the run is kept as long as this process.
+    the loss that of the model itself unless it is given, and clients are compared by `primary`.
+    `train`, `evaluate` and `privacy` are what a study file says under these names. Without a
+    `folder` the run is kept as long as this process lives.
     With `run=False` nothing is played yet: `for closed in simulation.rounds()` does, one by one.
     """
     asked = method if isinstance(method, Method) else Method(method)
     if privacy and privacy.get("vote"):
         asked = replace(asked, together=True)
-    goal = task or Own(function=loss, collate=collate, metrics=metrics)
+    higher = not primary.endswith(LOWER)
+    goal = task or Own(
+        function=loss, collate=collate, metrics=metrics, primary=primary, higher=higher
+    )
     given = Given(asked, model, clients, goal, test, own or {})
     study = given.study(
         name=name,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from fedplan import seeds
 from fedplan.federation.agreement import Agreement, require_sound
 from fedplan.federation.participation import Participation
 from fedplan.federation.record import joined
@@ -20,17 +21,16 @@ from fedplan.language.plan import chain
 from fedplan.language.resolution import check
 from fedplan.methods.method import Method
 from fedplan.methods.phases import Planned
-from fedplan.methods.products import product_told, require_scale
+from fedplan.methods.products import product_told
 from fedplan.methods.registry import method_named
 from fedplan.methods.told import Told, told_method
 from fedplan.models.description import describe
-from fedplan.models.low_rank import scales_of
 from fedplan.models.params import Params
 from fedplan.models.quantised import steadied
 from fedplan.models.values import take
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.studies.given import Given
-from fedplan.studies.model import starting_model
+from fedplan.studies.model import require_scale, starting_model
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection, MethodSection
 from fedplan.studies.shares import Shares, shares_of
@@ -50,9 +50,6 @@ class Stage:
     shares: Shares
     model: nn.Module
     agreement: Agreement
-
-    def __post_init__(self) -> None:
-        require_scale(self.agreement.method.product, scales_of(self.model))
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
@@ -97,7 +94,11 @@ def stage_of(
 
 
 def _stage_given(study: Study, given: Given) -> Stage:
-    model = steadied(given.starting_model)
+    with torch.random.fork_rng(devices=[]):
+        # What a method adds is drawn from the study's seed, as from a file: else no run goes on.
+        torch.manual_seed(seeds.seed(study.name, "model", study.seed))
+        model = steadied(given.starting_model)
+    require_scale(model, given.method)
     agreement = agreement_of(study, describe(model), given.method)
     check(given.method.plan, agreement.params)
     return Stage(given.shares, model, agreement)

@@ -21,17 +21,19 @@ from fedplan.federation.aggregation import Outcome, PlainSum
 from fedplan.federation.agreement import Agreement, require_sound
 from fedplan.federation.world import World
 from fedplan.language.parser import parse, parse_part
+from fedplan.language.plan import share
 from fedplan.methods import Method, ProductRule, adam, apart, by_residual, by_svd, method_named
 from fedplan.methods.adapters import add_lora
 from fedplan.methods.products import product_told, require_scale
 from fedplan.models.description import describe
-from fedplan.models.low_rank import layers_of, scales_of
+from fedplan.models.low_rank import layers_of
 from fedplan.models.values import put, take
 from fedplan.privacy import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.local import Federation
 from fedplan.storage import failpoints
 from fedplan.storage.lines import read_lines
+from fedplan.studies.model import require_scale
 from fedplan.tensors.named import digests
 from fedplan.tensors.wire import parse_wire
 from fedplan.training import Pace, sgd
@@ -259,12 +261,11 @@ def test_a_weight_that_would_round_the_residual_away_is_refused() -> None:
 
 
 def test_another_scale_than_the_adapters_is_refused() -> None:
-    found = scales_of(lora("bert"))
-    assert found == {1.0}
-    require_scale(by_residual(), found)
-    require_scale(by_svd(), {2.0, 4.0})
-    with pytest.raises(FedplanError, match=r"folds by 2.0, and alpha / r .* is 1.0"):
-        require_scale(by_residual(2.0), found)
+    model = lora("bert")
+    for rule in (by_residual(), by_svd()):
+        require_scale(model, Method(share(), product=rule))
+    with pytest.raises(FedplanError, match=r"folds at another scale .* is 1.0"):
+        require_scale(model, Method(share(), product=by_residual(2.0)))
 
 
 def test_a_rule_is_what_its_text_says() -> None:

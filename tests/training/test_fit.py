@@ -158,7 +158,7 @@ def test_a_number_of_steps_is_of_steps_and_not_of_batches() -> None:
 
 COMMON = ("bert", "gpt2", "vit", "llama", "t5")
 REST = [name for name in zoo.ARCHITECTURES if name not in COMMON]
-UNABLE = {"mpt", "torch"}
+UNABLE = {"albert", "dual", "torch"}
 
 
 @pytest.mark.parametrize("name", first(len(COMMON), [*COMMON, *REST]))
@@ -198,7 +198,7 @@ def test_checkpointing_is_on_in_the_fit_and_then_as_before() -> None:
 
 def test_a_model_without_checkpoints_is_refused_by_name() -> None:
     with (
-        pytest.raises(FedplanError, match=r"Tagger cannot .* checkpointing"),
+        pytest.raises(FedplanError, match="Tagger does not support checkpointing"),
         checkpointed(Tagger(), True),
     ):
         pass
