@@ -24,7 +24,7 @@ from fedplan.language.parser import parse, parse_part
 from fedplan.language.plan import share
 from fedplan.methods import Method, ProductRule, adam, apart, by_residual, by_svd, method_named
 from fedplan.methods.adapters import add_lora
-from fedplan.methods.products import product_told, require_scale
+from fedplan.methods.products import product_told
 from fedplan.models.description import describe
 from fedplan.models.low_rank import layers_of
 from fedplan.models.values import put, take
