@@ -86,7 +86,20 @@ def value_in(model: nn.Module, param: Param, tensor: Tensor) -> Tensor:
     if not is_packed(tensor):
         return view
     state = _state(model.get_submodule(param.name.rpartition(".")[0]))
-    return torch.cat([_bytes(view), *(_bytes(state[name]) for name in sorted(state))])
+    # Some of it stays in host memory wherever the weight is.
+    beside = (_bytes(state[name]).to(view.device) for name in sorted(state))
+    return torch.cat([_bytes(view), *beside])
+
+
+def mixes_rows(layer: nn.Module) -> bool:
+    """Whether a packed layer works a row out by what the others of its batch hold.
+
+    Where any row has a large number, int8 takes that column of all of them apart. On a CPU it does
+    so when it is evaluated, on other devices in training too.
+    """
+    # An adapter shows the weight of the layer within it, which is asked for itself.
+    eight = any(is_packed(t) and t.dtype == torch.int8 for t in layer.parameters(recurse=False))
+    return eight and cast("Any", layer).state.threshold > 0
 
 
 def dequantised(model: nn.Module) -> nn.Module:

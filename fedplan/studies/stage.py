@@ -34,7 +34,7 @@ from fedplan.studies.model import require_scale, starting_model
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection, MethodSection
 from fedplan.studies.shares import Shares, shares_of
-from fedplan.tensors.devices import at_rest
+from fedplan.tensors.devices import at_rest, brought, device_of
 from fedplan.tensors.named import digests
 from fedplan.tensors.wire import parse_wire
 from fedplan.training.probes import probe_named
@@ -125,7 +125,7 @@ def require_fitting(stage: Stage, batch: int) -> None:
     for name, rows in stage.shares.train.items():
         if not len(rows):
             continue
-        some = rows.batch(torch.arange(min(batch, len(rows))))
+        some = brought(rows.batch(torch.arange(min(batch, len(rows)))), device_of(stage.model))
         try:
             with torch.no_grad(), at_rest(stage.model):
                 task.loss(stage.model, some)

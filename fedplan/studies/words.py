@@ -15,6 +15,7 @@ from fedplan.data.tasks import TASK_KINDS
 from fedplan.errors import FedplanError
 from fedplan.privacy.accounting.events import NOISES
 from fedplan.privacy.mechanisms.clipping import BOUNDS
+from fedplan.tensors.devices import device_word
 from fedplan.training.optimisers import optimiser_named
 from fedplan.training.probes import PROBES
 
@@ -61,6 +62,11 @@ def _optimiser(name: str) -> str:
         return optimiser_named(name).name
 
 
+def _a_device(word: str) -> str:
+    with as_fault():
+        return device_word(word)
+
+
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -69,5 +75,6 @@ Clip = Annotated[float, AfterValidator(_within(BOUNDS))]
 Noise = Annotated[float, AfterValidator(_within(NOISES, zero=True))]
 TaskKind = Annotated[str, AfterValidator(one_of("task", (*TASK_KINDS, OWN)))]
 Division = Annotated[str, AfterValidator(one_of("partition", KINDS))]
+DeviceName = Annotated[str, AfterValidator(_a_device)]
 ProbeName = Annotated[str, AfterValidator(one_of("probe", ("", *PROBES)))]
 OptimiserName = Annotated[str, AfterValidator(_optimiser)]

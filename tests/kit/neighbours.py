@@ -59,7 +59,7 @@ settings = {{ {TINY}, vocab_size = {len(WORDS)}, max_position_embeddings = 32, h
 GPT2 = f"""type = "gpt2"
 settings = {{ n_embd = 16, n_layer = 2, n_head = 2, vocab_size = {len(WORDS)}, n_positions = 32, bos_token_id = 2, eos_token_id = 3, attn_pdrop = 0.0, resid_pdrop = 0.0, embd_pdrop = 0.0 }}"""
 BART = f"""type = "bart"
-settings = {{ d_model = 16, encoder_layers = 1, decoder_layers = 1, encoder_attention_heads = 2, decoder_attention_heads = 2, encoder_ffn_dim = 16, decoder_ffn_dim = 16, vocab_size = {len(WORDS)}, max_position_embeddings = 32, dropout = 0.0, pad_token_id = 0, bos_token_id = 2, eos_token_id = 3, decoder_start_token_id = 3, forced_eos_token_id = 3 }}"""
+settings = {{ d_model = 16, encoder_layers = 2, decoder_layers = 2, encoder_attention_heads = 2, decoder_attention_heads = 2, encoder_ffn_dim = 16, decoder_ffn_dim = 16, vocab_size = {len(WORDS)}, max_position_embeddings = 32, dropout = 0.0, pad_token_id = 0, bos_token_id = 2, eos_token_id = 3, decoder_start_token_id = 3, forced_eos_token_id = 3 }}"""
 VIT = f"""type = "vit"
 settings = {{ image_size = 8, patch_size = 4, {TINY}, hidden_dropout_prob = 0.0, attention_probs_dropout_prob = 0.0 }}"""
 Row = dict[str, Any]

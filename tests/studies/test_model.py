@@ -299,6 +299,19 @@ def test_a_model_from_python_goes_on_with_the_adapter_that_it_was_given(
     assert is_quantised(again.world()) == bool(kind)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_examples_are_hidden_only_where_a_packed_layer_keeps_them_apart(
+    chat: Path, kind: str
+) -> None:
+    hidden = 'privacy={ unit = "example", epsilon = 50.0, size = 12, noise = 1.0 }'
+    made = study(packed(kind), hidden, "train.steps=1", "train.rounds=1")
+    if kind == "nf4":
+        assert played(made).federation.world.round == 1
+        return
+    with pytest.raises(FedplanError, match=r"is packed in int8.*Pack it in nf4"):
+        played(made)
+
+
 # What goes out -------------------------------------------------------------------------------
 
 

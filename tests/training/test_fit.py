@@ -173,6 +173,17 @@ def test_checkpointing_changes_no_bit(name: str) -> None:
     assert same(plainly, remembered) and done == other
 
 
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_checkpointing_changes_no_bit_of_adapters(name: str) -> None:
+    """The inputs of the blocks need no gradient there, and their adapters do."""
+    plan, pace = "chain(freeze(), share(adapter))", Pace(rate=1e-2, batch=3)
+    one, done = trained(name, pace, plan=plan, build=zoo.with_lora)
+    pace = replace(pace, checkpointing=True)
+    other, _ = trained(name, pace, plan=plan, build=zoo.with_lora)
+    start = take(zoo.with_lora(name), describe(zoo.with_lora(name)))
+    assert same(one, other) and not same(one, start) and done.steps == 3
+
+
 def test_checkpointing_is_on_in_the_fit_and_then_as_before() -> None:
     model, seen = zoo.build("bert"), list[bool]()
 
