@@ -26,7 +26,7 @@ from fedplan.models.catalog import params_of
 from fedplan.reports.explanation import explain
 
 if TYPE_CHECKING:
-    from fedplan import methods
+    from fedplan import data, methods, models
     from fedplan.audits.run import verify_run
     from fedplan.federation.callbacks import EarlyStopping
     from fedplan.models.description import describe
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fedplan.studies.run import open_run
     from fedplan.studies.schema import Study, read_study
     from fedplan.training.freezing import mark
+    from fedplan.training.loops import attach
 
 __version__ = "0.1.0"
 
@@ -50,11 +51,13 @@ __all__ = [
     "UnknownArchitecture",
     "UnknownModel",
     "after",
+    "attach",
     "best",
     "by",
     "chain",
     "client_in",
     "cycle",
+    "data",
     "describe",
     "explain",
     "export_run",
@@ -63,6 +66,7 @@ __all__ = [
     "keep",
     "mark",
     "methods",
+    "models",
     "open_run",
     "params_of",
     "parse",
@@ -83,7 +87,7 @@ __all__ = [
 __getattr__, __dir__ = face(
     __name__,
     {
-        "": "methods",
+        "": "data methods models",
         "audits.run": "verify_run",
         "federation.callbacks": "EarlyStopping",
         "models.description": "describe",
@@ -92,5 +96,6 @@ __getattr__, __dir__ = face(
         "studies.run": "open_run",
         "studies.schema": "Study read_study",
         "training.freezing": "mark",
+        "training.loops": "attach",
     },
 )

@@ -21,7 +21,7 @@ FACES = [f for f in FILES if f.name == "__init__.py" and f.parent != PACKAGE]
 
 # Imports flow one way: each package, or module of the root, may use those that stand before it.
 ORDER = (
-    *("errors", "seeds", "faces", "reader"),
+    *("errors", "seeds", "faces", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports"),
     *("parts", "testing", "console", "cli", "__init__"),
@@ -31,9 +31,9 @@ APART = {("privacy", "methods")}
 LENT = {
     "tensors": """
         AUTO DTYPES Digests GRID HOST JSON LARGEST_VALUE PIECES at_rest autocast beside
-        brought checksum deterministic device_named device_of device_text device_word forked
-        integers is_rider nbytes numbers param_of plain rider riders_of settled split_riders
-        scaler widest
+        brought checksum deterministic device_named device_of device_text device_word
+        forked integers is_rider nbytes numbers param_of plain rider riders_of scaler
+        settled split_riders widest
     """,
     "storage": """
         Claim Generation Read a_study_name alone claimed client_names explained
@@ -43,8 +43,8 @@ LENT = {
         ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts
         aligned bare blocks_of buffers_of centre_of configured drawn families_in
         family_named fetched graft is_hub_id is_quantised layers_of learn listen
-        load_adapter moved places quantisation quiet read report require_rest
-        save_adapter skeleton small_copy steadied value_in whole written
+        load_adapter mixes_rows moved places quantisation quiet read report require_rest
+        save_adapter scales_in skeleton small_copy steadied value_in whole written
     """,
     "language": """
         After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter
@@ -53,15 +53,17 @@ LENT = {
         rounds_ahead spelled_out stated text_of touched value
     """,
     "data": """
-        Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_KINDS contents division
-        is_among label_text labels_in model_loss named_columns names_in require_sight
-        rows some spread task_class to_train values where
+        Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_NAMES contents division
+        is_among label_text labels_in model_loss named_columns names_in require_packing
+        require_sight rows some spread task_class to_train values where
     """,
     "training": """
-        CONTROL DECAY MOMENTUM PROBES adjust checkpointed is_public public_look
+        CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES WRAP_NAMES adjust
+        checkpointed is_public loop_named public_look wrap_named
     """,
     "methods": """
-        Sides Told hosts_of product_told told_method
+        ByResidual METHOD_NAMES SERVER_OPTIMISER_NAMES Sides Told about_method hosts_of
+        list_methods product_told server_optimiser_named told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
@@ -69,13 +71,13 @@ LENT = {
     """,
     "federation": """
         AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping Fare
-        FaultLog Identity KEY KINDS LEDGER Limits METRICS Metrics Patience PlainSum
-        ROLES ROUND RUN Record RecordError SMALL STUDY WORLD announced by_part
-        changed_rows code_of guard_of joined journal_in keyed last_of last_told mark_of
-        meant metrics_of own_values parsed parted personal_values place_of
-        read_agreement read_answers read_egress read_faults read_identity read_record
-        records_in request_header request_message require_sound run_of said_of scored
-        stopping told understood update_of world_values
+        FaultLog Identity KEY KINDS LEDGER LOWER Limits METRICS Metrics Patience
+        PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY TRACKER_NAMES WORLD
+        announced by_part changed_rows code_of guard_of joined journal_in keyed last_of
+        last_told mark_of meant metrics_of own_values parsed parted personal_values
+        place_of read_agreement read_answers read_egress read_faults read_identity
+        read_record records_in request_header request_message require_sound run_of
+        said_of scored stopping told understood update_of world_values
     """,
     "studies": """
         Given TrainSection agreed_run guarantee_of laid_over looked_at method_of
@@ -238,6 +240,19 @@ def test_nothing_unsafe_is_called(file: Path) -> None:
             assert node.module not in UNSAFE_MODULES, node.lineno
         if isinstance(node, ast.keyword) and node.arg in UNSAFE_ARGUMENTS:
             assert isinstance(node.value, ast.Constant) and node.value.value is False, node.lineno
+
+
+def test_weights_and_tokenizers_are_loaded_in_one_place() -> None:
+    """What may be looked up, and that no code beside weights is run, is said there."""
+    calls = {
+        (name_of(file), ast.unparse(node.func.value))
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr == "from_pretrained"
+    }
+    # peft's configuration is a file of JSON in a folder that is there.
+    assert calls == {("models.hub", "loader"), ("models.grafting", "peft.PeftConfig")}
 
 
 def test_every_public_name_is_documented() -> None:

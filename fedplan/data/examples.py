@@ -71,12 +71,16 @@ class Ragged:
 @final
 @dataclass(frozen=True)
 class Sequences:
-    """Rows of tokens, with a label for each row or for each token."""
+    """Rows of tokens, with a label for each row or for each token.
+
+    `follows` says that the labels are a text of their own, which a decoder is to write.
+    """
 
     ids: Ragged
     pad: int
     labels: Tensor | Ragged
     segments: Ragged | None = None
+    follows: bool = False
 
     def __len__(self) -> int:
         return len(self.ids.starts) - 1
@@ -87,9 +91,11 @@ class Sequences:
         batch = {"input_ids": ids, "attention_mask": inside.long()}
         if self.segments is not None:
             batch["token_type_ids"] = self.segments.padded(indices, 0)[0]
-        if isinstance(self.labels, Ragged):
-            return {**batch, "labels": self.labels.padded(indices, NO_LABEL)[0]}
-        return {**batch, "labels": self.labels[indices]}
+        if not isinstance(self.labels, Ragged):
+            return {**batch, "labels": self.labels[indices]}
+        labels, real = self.labels.padded(indices, NO_LABEL)
+        more = {"decoder_attention_mask": real.long()} if self.follows else {}
+        return {**batch, **more, "labels": labels}
 
 
 @final

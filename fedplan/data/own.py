@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,10 @@ def model_loss(model: nn.Module, batch: Batch) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Own(Task):
-    """What a model is asked to do by functions of the caller's own."""
+    """What a model is asked to do by functions of the caller's own.
+
+    `primary` is the score that clients are compared by.
+    """
 
     kind: str = OWN
     source: str = ""
@@ -80,8 +83,8 @@ class Own(Task):
     collate: Collate = named_columns
     metrics: Measure | None = None
 
-    primary: ClassVar[str] = "loss"
-    higher: ClassVar[bool] = False
+    primary: str = "loss"  # pyright: ignore[reportIncompatibleVariableOverride]
+    higher: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def text(self) -> str:

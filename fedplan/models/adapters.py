@@ -145,6 +145,13 @@ def families_in(model: nn.Module) -> list[str]:
     return sorted(folders & FAMILIES.keys())
 
 
+def scales_in(model: nn.Module) -> set[float]:
+    """What LoRA's layers multiply the product of their sides by."""
+    held = [getattr(module, "scaling", None) for module in model.modules()]
+    each = [cast("dict[str, float]", scaling) for scaling in held if isinstance(scaling, dict)]
+    return {float(scale) for scaling in each for scale in scaling.values()}
+
+
 def merged(model: nn.Module) -> nn.Module:
     """The model by itself, its adapters merged into its own numbers; a plain model as it is."""
     families = families_in(model)

@@ -32,7 +32,7 @@ def listen(model: nn.Module, batch: Batch, see: See) -> None:
     A block that runs several times (ALBERT) is shown each time; Swin's rows are windows, those of
     one image next to each other. Labels are not given to the model, which is left as it was.
     """
-    inputs = {name: each for name, each in batch.items() if name != "labels"}
+    inputs = _inputs(model, batch)
     with ExitStack() as undo:
         undo.enter_context(at_rest(model))
         undo.enter_context(eager(model))
@@ -41,6 +41,17 @@ def listen(model: nn.Module, batch: Batch, see: See) -> None:
             undo.callback(asked.remove)
             undo.callback(module.register_forward_hook(_show(block, see)).remove)
         model(**brought(inputs, device_of(model)))
+
+
+def _inputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """What a model is shown of a batch: of two texts, also the one that it is to say so far."""
+    if "position_ids" in batch and "attention_mask" not in batch:
+        raise FedplanError("attention is not looked at in packed rows: leave task.packing out")
+    inputs = {name: each for name, each in batch.items() if name != "labels"}
+    if "decoder_attention_mask" in batch and "decoder_input_ids" not in batch:
+        begun = cast("Any", model).prepare_decoder_input_ids_from_labels(batch["labels"])
+        inputs["decoder_input_ids"] = cast("Tensor", begun)
+    return inputs
 
 
 @contextmanager
@@ -116,7 +127,8 @@ def places(batch: Batch, stack: str = "") -> Tensor | None:
     """
     if stack == "vision":
         return None
-    own = stack == "decoder" and "decoder_input_ids" in batch
+    words = ("decoder_input_ids", "decoder_attention_mask")
+    own = stack == "decoder" and any(word in batch for word in words)
     mask = batch.get("decoder_attention_mask" if own else "attention_mask")
     if mask is not None and mask.dim() != 2:
         raise FedplanError(

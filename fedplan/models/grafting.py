@@ -65,7 +65,7 @@ def configured(name: str, settings: Mapping[str, Any], loader: str = "") -> Any:
     kinds = {k.value.lower(): each for k, each in _peft().PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     if family not in kinds:
         raise UnknownAdapter(f"this version of peft has no {family}: install a later one")
-    _require_known(name, settings, {f.name for f in fields(cast("Any", kinds[family]))} - _OURS)
+    _require_known(name, settings, {f.name for f in fields(kinds[family])} - _OURS)
     start = settings.get("init_lora_weights", True)
     if family == "lora" and start not in _STARTS:
         raise UnknownAdapter(

@@ -91,6 +91,17 @@ def value_in(model: nn.Module, param: Param, tensor: Tensor) -> Tensor:
     return torch.cat([_bytes(view), *beside])
 
 
+def mixes_rows(layer: nn.Module) -> bool:
+    """Whether a packed layer works a row out by what the others of its batch hold.
+
+    Where any row has a large number, int8 takes that column of all of them apart. On a CPU it does
+    so when it is evaluated, on other devices in training too.
+    """
+    # An adapter shows the weight of the layer within it, which is asked for itself.
+    eight = any(is_packed(t) and t.dtype == torch.int8 for t in layer.parameters(recurse=False))
+    return eight and cast("Any", layer).state.threshold > 0
+
+
 def dequantised(model: nn.Module) -> nn.Module:
     """A model without adapters, its packed weights as the floats that they stand for."""
     return cast("Any", model).dequantize() if is_quantised(model) else model

@@ -91,7 +91,8 @@ def _step(study: Study, params: Params) -> Load | None:
         batch=train.batch,
         length=side**2 + 1 if side else task.max_length,
         optimiser=named,
-        bf16=train.bf16,
+        checkpointing=train.checkpointing,
+        half=train.precision != Pace.precision,
     )
 
 

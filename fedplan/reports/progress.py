@@ -140,7 +140,11 @@ def _told(closed: Closed, spent: float | None) -> str:
     return "  ".join(words)
 
 
+KNOWN_BY = ("perplexity", "rmse", "f1_micro", "accuracy")
+"""Of each kind of task, the score that it is known by; a line has no task."""
+
+
 def _score(scores: Mapping[str, float]) -> str:
     """The one score that a task is known by."""
-    found = [scores[name] for name in ("perplexity", "accuracy") if name in scores]
+    found = [scores[name] for name in KNOWN_BY if name in scores]
     return f"{found[0]:5.3f}" if found else "     "

@@ -17,7 +17,7 @@ from fedplan.data.examples import Loss
 from fedplan.data.metrics import spread
 from fedplan.data.own import Collate, Measure, Own, model_loss, named_columns
 from fedplan.data.tasks import Task
-from fedplan.federation.callbacks import Callback, Closed, EarlyStopping, stopping
+from fedplan.federation.callbacks import LOWER, Callback, Closed, EarlyStopping, stopping
 from fedplan.federation.client import Client
 from fedplan.federation.history import Metrics
 from fedplan.federation.participation import Participation
@@ -56,7 +56,7 @@ class Simulation:
         if not study.gathered:
             raise ConfigError("data.path: each site of this study has its own: --runner flower")
         self.study, self.folder, self.given = study, folder, given
-        self.callbacks, self.stopped = tuple(callbacks), ""
+        self.callbacks, self.stopped = (*callbacks, *study.evaluate.callbacks), ""
         self._open()
 
     def _open(self) -> None:
@@ -218,6 +218,7 @@ def simulate(
     task: Task | None = None,
     collate: Collate = named_columns,
     metrics: Measure | None = None,
+    primary: str = Own.primary,
     test: Any = None,
     own: Mapping[str, Any] | None = None,
     rounds: int = TrainSection.model_fields["rounds"].default,
@@ -240,15 +241,19 @@ def simulate(
     `clients` are rows to train on by name: a table of `datasets`, a torch Dataset, or anything with
     a length and `batch`. `test` are rows for the federation's model, `own` for each client's. With
     a `task` rows are tables that it prepares; else `loss`, `collate` and `metrics` are functions,
-    the loss that of the model itself unless it is given. `train`, `evaluate` and `privacy` are what
-    a study file says under these names. It computes on the `device`: the best there is, or the one
-    that is named. Without a `folder` the run is kept as long as this process.
+    the loss that of the model itself unless it is given, and clients are compared by `primary`.
+    `train`, `evaluate` and `privacy` are what a study file says under these names. It computes on
+    the `device`: the best there is, or the one that is named. Without a `folder` the run is kept as
+    long as this process lives.
     With `run=False` nothing is played yet: `for closed in simulation.rounds()` does, one by one.
     """
     asked = method if isinstance(method, Method) else Method(method)
     if privacy and privacy.get("vote"):
         asked = replace(asked, together=True)
-    goal = task or Own(function=loss, collate=collate, metrics=metrics)
+    higher = not primary.endswith(LOWER)
+    goal = task or Own(
+        function=loss, collate=collate, metrics=metrics, primary=primary, higher=higher
+    )
     given = Given(asked, model, clients, goal, test, own or {})
     study = given.study(
         name=name,

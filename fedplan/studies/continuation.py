@@ -73,7 +73,8 @@ def require_same(folder: Path, study: Study) -> None:
 
 def _same(folder: Path, study: Study) -> bool:
     try:
-        return not differences(study_in(folder), study)
+        old = study_in(folder)
+        return not differences(old, study) and old.train.pace == study.train.pace
     except ConfigError:
         return False
 

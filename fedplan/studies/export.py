@@ -19,7 +19,7 @@ from fedplan.language.turn import Turn
 from fedplan.models.dual import Dual
 from fedplan.models.folder import Preprocessing, save_folder
 from fedplan.models.grafting import save_adapter, whole
-from fedplan.models.hub import fetched, quiet
+from fedplan.models.hub import quiet
 from fedplan.models.images import centre_of
 from fedplan.models.quantised import is_quantised
 from fedplan.models.values import put
@@ -123,9 +123,7 @@ def _adapter_written(held: _Held, out: Path) -> str:
 
 def _write_tokenizer(task: Task, out: Path) -> None:
     if task.source and task.kind != "image-classification":
-        import transformers
-
-        fetched(transformers.AutoTokenizer, task.source).save_pretrained(out)
+        task.tokenizer.save_pretrained(out)
 
 
 def _picture(task: Task) -> Preprocessing:

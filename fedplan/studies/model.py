@@ -12,13 +12,15 @@ import torch
 from torch import nn
 
 from fedplan import seeds
-from fedplan.data.foresight import require_sight
+from fedplan.data.foresight import require_packing, require_sight
 from fedplan.data.tasks import Task
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse_part
 from fedplan.language.parts import mlp
 from fedplan.methods.adapters import hosts_of
 from fedplan.methods.method import Method
+from fedplan.methods.products import ByResidual
+from fedplan.models.adapters import scales_in
 from fedplan.models.behaviour.proposal import learn
 from fedplan.models.buffers import stilled
 from fedplan.models.dual import load_dual
@@ -34,12 +36,27 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
     """The model as the study says it; what is new in it is drawn from the study's seed."""
     with quiet(), forked(seed=seeds.seed(study.name, "model", study.seed)):
         model = _made(study, task)
-        require_sight(model, task.kind, packed=task.packing)
+        require_sight(model, task.kind)
         model = stilled(model) if study.model.still else model
         if said := study.model.anatomy or ({"like": study.model.like} if study.model.like else {}):
             learn(model, said)
         model = _with_adapter(study, task, model) if study.model.adapter else model
-        return method.adapt(model) if method.adapt is not None else model
+        model = method.adapt(model) if method.adapt is not None else model
+        if task.packing:  # what an adapter puts before a text may join the texts again
+            require_packing(model)
+    require_scale(model, method)
+    return model
+
+
+def require_scale(model: nn.Module, method: Method) -> None:
+    """Refuse to fold products into weights at another scale than that of the model's LoRA."""
+    rule, scales = method.product, scales_in(model)
+    if isinstance(rule, ByResidual) and scales - {rule.scale}:
+        found = ", ".join(map(str, sorted(scales)))
+        raise FedplanError(
+            f"{rule.text} folds at another scale than the model's LoRA has, which is {found}: say "
+            f"lora_alpha = {rule.scale:g} * r in model.adapter"
+        )
 
 
 def _with_adapter(study: Study, task: Task, model: nn.Module) -> nn.Module:

@@ -61,6 +61,8 @@ def weighed(rows: Examples, indices: Tensor, size: int) -> list[Weighed]:
     That is a mean over answers: labels, wherever there is one; or over rows, if no label is a whole
     number. So a step in parts is the step of one large batch.
     """
+    if len(indices) <= size:
+        return [(rows.batch(indices), 1.0)]
     found = [(rows.batch(each), len(each)) for each in _split(indices, size)]
     counts = [_answers(batch, count) for batch, count in found]
     whole = sum(counts)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedplan.data.chats import PLAIN
 from fedplan.data.examples import NO_LABEL, Packed
-from fedplan.data.foresight import require_sight
+from fedplan.data.foresight import require_packing
 from fedplan.data.metrics import METRICS, Metric, metric_named
 from fedplan.data.tables import DataError
 from fedplan.data.tasks import TASK_KINDS, Task, task
@@ -317,7 +317,7 @@ def test_packed_conversations_are_answered_as_each_alone(
         config = hf.GPT2Config(**sizes, initializer_range=0.3, attn_implementation=attention)
         model = hf.GPT2LMHeadModel(config)
     model.eval()
-    require_sight(model, "instruction", packed=True)
+    require_packing(model)
     rows = Dataset.from_list(messages(9))
     made, packing = chatting(llama), chatting(llama, packing=True)
     apart, packed = made.prepare(rows), packing.prepare(rows)
@@ -336,10 +336,21 @@ def test_packed_conversations_are_answered_as_each_alone(
         assert torch.allclose(each[:length], alone.logits[0], atol=1e-4)
 
 
-def test_a_model_that_cannot_keep_packed_texts_apart_is_refused() -> None:
-    sizes = {**BART, "is_decoder": True}
+JOINS = ("falcon", "bloom", "mpt")
+APART = ("gpt2", "gpt-neox", "phi3", "llama", "mistral", "qwen3", "gemma")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*JOINS, *APART])
+def test_a_model_that_cannot_keep_packed_texts_apart_is_refused(
+    name: str, dtype: torch.dtype
+) -> None:
+    """In half precision too, where what leaks in may be as small as rounding."""
+    model = zoo.build(name).to(dtype)
+    if name in APART:
+        return require_packing(model)
     with pytest.raises(DataError, match="does not keep packed conversations apart"):
-        require_sight(hf.BartForCausalLM(hf.BartConfig(**sizes)).eval(), "instruction", packed=True)
+        require_packing(model)
 
 
 def test_a_tokenizer_without_a_template_gets_a_plain_one_and_it_is_said(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ BERT = f"""type = "bert"
 settings = {{ {TINY}, vocab_size = {len(WORDS)}, max_position_embeddings = 32, hidden_dropout_prob = 0.0, attention_probs_dropout_prob = 0.0 }}"""
 GPT2 = f"""type = "gpt2"
 settings = {{ n_embd = 16, n_layer = 2, n_head = 2, vocab_size = {len(WORDS)}, n_positions = 32, bos_token_id = 2, eos_token_id = 3, attn_pdrop = 0.0, resid_pdrop = 0.0, embd_pdrop = 0.0 }}"""
+BART = f"""type = "bart"
+settings = {{ d_model = 16, encoder_layers = 2, decoder_layers = 2, encoder_attention_heads = 2, decoder_attention_heads = 2, encoder_ffn_dim = 16, decoder_ffn_dim = 16, vocab_size = {len(WORDS)}, max_position_embeddings = 32, dropout = 0.0, pad_token_id = 0, bos_token_id = 2, eos_token_id = 3, decoder_start_token_id = 3, forced_eos_token_id = 3 }}"""
 VIT = f"""type = "vit"
 settings = {{ image_size = 8, patch_size = 4, {TINY}, hidden_dropout_prob = 0.0, attention_probs_dropout_prob = 0.0 }}"""
 Row = dict[str, Any]
@@ -97,6 +99,10 @@ def _text(i: int) -> str:
     return " ".join(words_of(i))
 
 
+def _ask(i: int) -> str:
+    return words_of(i)[-1]
+
+
 def _label(i: int) -> str:
     """The third label is that of the odd rows alone."""
     return LABELS[2 if i >= ODD else i % 2]
@@ -125,6 +131,18 @@ TASKS: dict[str, Recipe] = {
     ),
     "causal-lm": Recipe(GPT2, "", _labelled(text=_text), headless=True),
     "masked-lm": Recipe(BERT, "", _labelled(text=_text), headless=True),
+    "multi-label": Recipe(
+        BERT, CLASSES, _labelled(text=_text, label=lambda i: [_label(i), *LABELS[: i % 2]])
+    ),
+    "regression": Recipe(
+        BERT, 'label = "label"', _labelled(text=_text, label=lambda i: 100.0 if i >= ODD else i % 7)
+    ),
+    "seq2seq-lm": Recipe(
+        BART, 'input = "text ask"', _labelled(text=_text, ask=_ask), headless=True
+    ),
+    "instruction": Recipe(
+        GPT2, 'input = "ask text"', _labelled(text=_text, ask=_ask), headless=True
+    ),
 }
 
 
@@ -398,10 +416,10 @@ def _watched(seen: Seen) -> Generator[None]:
         seen.mechanisms[-1][1].append({k: v.detach().clone() for k, v in change.items()})
         return add(self, total, change, **more)
 
-    def committing(self: Server, *args: Any, **more: Any) -> None:
+    def committing(self: Server, *args: Any, **more: Any) -> Any:
         seen.worlds.append({k: v.clone() for k, v in self.world.values.items()})
         seen.versions.append(dict(self.world.versions))
-        commit(self, *args, **more)
+        return commit(self, *args, **more)
 
     with patch.object(Mechanism, "add", adding), patch.object(Server, "commit", committing):
         yield

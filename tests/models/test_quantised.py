@@ -23,7 +23,7 @@ from fedplan.models.description import describe
 from fedplan.models.grafting import whole
 from fedplan.models.hub import fetched
 from fedplan.models.params import TRAINED, Param
-from fedplan.models.quantised import QUANTISED, is_packed, quantisation, steadied
+from fedplan.models.quantised import QUANTISED, is_packed, mixes_rows, quantisation, steadied
 from fedplan.models.values import put, take
 from fedplan.tensors.named import digests, nbytes
 from fedplan.training.freezing import mark
@@ -169,6 +169,19 @@ def test_training_moves_the_adapter_and_nothing_that_is_packed(folder: str, kind
     assert now == marks(model) and losses[-1] < losses[0]
     moved = {key for key in now if now[key] != was[key]}
     assert moved == {p.key for p in params if "adapter" in p.words}
+
+
+def test_int8_mixes_the_rows_of_a_batch_and_says_so(folder: str) -> None:
+    """A large number of one row changes what another gives: there is no gradient of one alone."""
+    for kind in QUANTISED:
+        layer = loaded(folder, kind).get_submodule(LAYER)
+        rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+        large = rows.clone()
+        large[0, 3] = 50.0
+        with torch.no_grad():
+            apart = torch.equal(layer(rows)[1:], layer(large)[1:])
+        assert mixes_rows(layer) == (not apart) == (kind == "int8")
+    assert not mixes_rows(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

@@ -305,6 +305,57 @@ def test_padding_changes_no_gradient(kind: str) -> None:
         assert apart(expected, among_others(subject, 4, index)) < 1e-5
 
 
+def of_kind(kind: str) -> tuple[nn.Module, Sequences, Loss]:
+    """A model, rows of different lengths and the loss of a task."""
+    torch.manual_seed(0)
+    ids, words = ragged(torch.zeros(4)).ids, ["a", "b"]
+    if kind in ("t5", "bart"):
+        targets = Ragged.of([[9, 8], [7, 6, 5, 4], [3], [12, 13, 14]])
+        model = zoo.build(kind)
+        model.config.decoder_start_token_id = 2  # type: ignore[union-attr,assignment]
+        asked = task("seq2seq-lm", columns=["x", "y"])
+        return model, Sequences(ids, 0, targets, follows=True), asked.loss
+    if kind == "instruction":
+        answers = Ragged.of([[-100, -100, 7, 8, 9], [-100, 11], [-100, 12, -100], [-100]])
+        return zoo.build("gpt2"), ragged(answers), task(kind, columns="x").loss
+    if kind == "multi-label":
+        labels = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+        made = task(kind, columns="x", label="y", labels=words, weights={"a": 3.0})
+        return zoo.build("bert"), ragged(labels), made.loss
+    if kind == "regression":
+        model = hf.BertForSequenceClassification(hf.BertConfig(**zoo.TEXT, num_labels=1)).eval()
+        numbers = torch.tensor([0.5, -100.0, 3.0, 2.0])
+        return model, ragged(numbers), task(kind, columns="x", label="y").loss
+    made = task("text-classification", columns="x", label="y", labels=words, weights={"b": 3.0})
+    return zoo.build("bert"), ragged(torch.tensor([0, 1, 1, 0])), made.loss
+
+
+@pytest.mark.parametrize("kind", ["multi-label", "regression", "instruction", "weights"])
+def test_rows_of_every_kind_have_gradients_of_their_own(kind: str) -> None:
+    model, rows, loss = of_kind(kind)
+    subject = seen(model, "share()", rows, loss)
+    require_apart(subject)
+    assert ghost.distrust(subject) == ""
+    for index in range(4):
+        expected = by_backward(subject, "share()", index)
+        assert apart(expected, among_others(subject, 4, index)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+@pytest.mark.parametrize("plan", ["share()", "chain(freeze(), share(last(1)))"])
+def test_pairs_of_texts_have_gradients_of_their_own(kind: str, plan: str) -> None:
+    """With all of it trained, one row at a time: such a model uses its embeddings three times."""
+    model, rows, loss = of_kind(kind)
+    subject = seen(model, plan, rows, loss)
+    require_apart(subject)
+    assert (ghost.distrust(subject) == "") == (plan != "share()")
+    for index in range(4):
+        expected = by_backward(subject, plan, index)
+        assert apart(expected, singly(subject, index)) < 1e-6
+        if plan != "share()":
+            assert apart(expected, among_others(subject, 4, index)) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["bert", "bert-mlm", "roberta"])
 def test_the_row_of_the_filling_token_has_no_gradient(name: str) -> None:
     rows = Few(name, 0, 3)

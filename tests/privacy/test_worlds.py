@@ -47,6 +47,8 @@ GATE = [
     Case("image-text", "bitfit", "example"),
     Case("causal-lm", "fedavg", "example"),
     Case("masked-lm", "fedfrozen", "example"),
+    Case("regression", "head-only", "example"),
+    Case("instruction", "fedavg", "example"),
     Case("text-classification", "vote", "client"),
     Case("image-classification", "random, together", "client"),
     Case("causal-lm", "fedfrozen", "client"),

@@ -18,13 +18,15 @@ from commands import run
 from datasets import Dataset
 from torch import Tensor, nn
 
+from fedplan.data import task
 from fedplan.errors import FedplanError
+from fedplan.methods import fedit
 from fedplan.models.adapters import families_in
 from fedplan.models.description import describe
 from fedplan.models.hub import fetched
-from fedplan.models.quantised import is_packed, is_quantised, quantisation
+from fedplan.models.quantised import QUANTISED, is_packed, is_quantised, quantisation
 from fedplan.models.values import put
-from fedplan.runners.simulation import Simulation
+from fedplan.runners.simulation import Simulation, simulate
 from fedplan.studies.export import export_run
 from fedplan.studies.folder import study_in
 from fedplan.studies.schema import ConfigError, Study, read_study
@@ -147,6 +149,19 @@ def test_the_adapter_of_a_study_goes_before_that_of_its_method(chat: Path) -> No
         stage_of(study(*named[:2], "method.settings={ rank = 4 }"))
 
 
+def test_exact_lora_folds_at_the_scale_of_the_adapter_and_never_into_what_is_packed(
+    chat: Path,
+) -> None:
+    exact = ("method.plan=", "method.name=fedex-lora", "method.settings={ with_head = false }")
+    with pytest.raises(FedplanError, match=r"which is 4\.0: say lora_alpha = 1 \* r"):
+        stage_of(study(*exact, "model.adapter.lora_alpha=8"))
+    alike = (*exact, "model.adapter.lora_alpha=2")
+    assert stage_of(study(*alike)).agreement.folded
+    for kind in QUANTISED:
+        with pytest.raises(FedplanError, match="by_residual"):
+            played(study(*alike, packed(kind)), kind)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -259,6 +274,42 @@ def test_what_is_packed_on_disk_is_loaded_as_it_is(chat: Path) -> None:
     fetched(hf.AutoModelForCausalLM, "chat", **how).save_pretrained("four")
     stage = stage_of(study("model.path=four"))
     assert is_quantised(stage.model) and stage.digest == said
+
+
+@pytest.mark.parametrize("kind", ["", "nf4"])
+def test_a_model_from_python_goes_on_with_the_adapter_that_it_was_given(
+    chat: Path, kind: str
+) -> None:
+    """Once it was drawn from whatever had been drawn before: no run could go on."""
+    rows = Dataset.from_list(pairs())
+    clients = {"north": rows.select(range(12)), "south": rows.select(range(12, 24))}
+    goal = task("causal-lm", columns="response", tokenizer="chat", max_length=24)
+
+    def begun(**said: Any) -> Simulation:
+        torch.manual_seed(len(said))
+        packing = {"quantization_config": quantisation(kind, torch.float32)} if kind else {}
+        model = fetched(hf.AutoModelForCausalLM, "chat", dtype=torch.float32, **packing)
+        method = fedit(rank=2, with_head=False)
+        return simulate(method, model, clients, task=goal, train={"rate": 0.05}, **said)
+
+    whole = begun(rounds=2, folder="one")
+    begun(rounds=1, folder="two")
+    again = begun(rounds=2, folder="two", resume=True)
+    same(whole.federation.world.values, again.federation.world.values)
+    assert is_quantised(again.world()) == bool(kind)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_examples_are_hidden_only_where_a_packed_layer_keeps_them_apart(
+    chat: Path, kind: str
+) -> None:
+    hidden = 'privacy={ unit = "example", epsilon = 50.0, size = 12, noise = 1.0 }'
+    made = study(packed(kind), hidden, "train.steps=1", "train.rounds=1")
+    if kind == "nf4":
+        assert played(made).federation.world.round == 1
+        return
+    with pytest.raises(FedplanError, match=r"is packed in int8.*Pack it in nf4"):
+        played(made)
 
 
 # What goes out -------------------------------------------------------------------------------

@@ -12,11 +12,13 @@ import pytest
 import torch
 import zoo
 from clients import Few, few, know_secrets, loss
+from test_simulate import played, values
 from torch import Tensor, nn
 from transformers import SchedulerType, get_scheduler
 
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.callbacks import Closed
 from fedplan.language.parser import parse
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
@@ -228,3 +230,21 @@ def test_a_federation_gives_each_round_its_rates(tmp_path: Path) -> None:
         seen.append(digests(fed.world.values))
     start = digests(take(zoo.build("bert"), agreement.params))
     assert {k: seen[0].get(k, v) for k, v in start.items()} == start and seen[1] != seen[0]
+
+
+TRAIN = {"batch": 2, "accumulate": 2, "rate": 0.05, "schedule": "cosine", "warmup": 0.3}
+
+
+def halt(closed: Closed) -> str | None:
+    return "enough" if closed.round == 2 else None
+
+
+def test_a_run_that_is_stopped_and_goes_on_has_the_rates_of_one_that_is_not(tmp_path: Path) -> None:
+    whole = played(tmp_path / "whole", train=TRAIN)
+    halted = played(tmp_path / "halted", train=TRAIN, callbacks=[halt])
+    assert halted.federation.world.round == 2
+    halted.resume(callbacks=[])
+    assert values(halted) == values(whole)
+    assert values(whole) != values(played(train={**TRAIN, "schedule": "linear"}))
+    with pytest.raises(ConfigError, match="goes over 4, so that its rates were other ones"):
+        whole.resume(rounds=6)

@@ -18,7 +18,7 @@ from fedplan.data.metrics import METRICS, Answers, Metric, measured
 from fedplan.data.tables import DataError, values
 from fedplan.models.catalog import TASKS
 from fedplan.models.dual import TEMPLATE
-from fedplan.models.hub import bare, is_hub_id
+from fedplan.models.hub import fetched
 from fedplan.tensors.devices import at_rest, brought, device_of
 
 if TYPE_CHECKING:
@@ -185,12 +185,8 @@ class Task(ABC):
         import transformers
 
         try:
-            found = cast("Any", transformers.AutoTokenizer).from_pretrained(
-                bare(self.source),
-                local_files_only=not is_hub_id(self.source),
-                trust_remote_code=False,
-                **({"add_prefix_space": True} if self.kind == "token-classification" else {}),
-            )
+            said = {"add_prefix_space": True} if self.kind == "token-classification" else {}
+            found = fetched(transformers.AutoTokenizer, self.source, **said)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"there is no tokenizer in {self.source!r}: give a folder that holds one, or a "

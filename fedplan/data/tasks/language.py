@@ -96,7 +96,8 @@ class SequenceToSequence(_Language):
                 rows += tokenizer(**asked, max_length=self._limit(tokenizer))["input_ids"]
             require_tokens(rows, tokenizer, column)
             sides.append(rows)
-        return Sequences(Ragged.of(sides[0]), pad_of(tokenizer), Ragged.of(sides[1]))
+        texts, targets = map(Ragged.of, sides)
+        return Sequences(texts, pad_of(tokenizer), targets, follows=True)
 
     def _inputs(
         self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fedplan.data.examples import Examples, Loss
 from fedplan.language.plan import Roles
 from fedplan.models.params import Param, Params
+from fedplan.models.quantised import mixes_rows
 from fedplan.privacy.errors import PrivacyError
 from fedplan.tensors.devices import at_rest, autocast, brought, device_of, forked
 
@@ -176,6 +177,12 @@ def _require_no_statistics(subject: Subject) -> None:
                 f"{name} of {subject.name} is a {type(module).__name__}: it takes the mean of a "
                 "batch, so that examples change each other's gradients. Put GroupNorm or LayerNorm "
                 "in its place, or take privacy at the level of clients"
+            )
+        if mixes_rows(module):
+            raise PrivacyError(
+                f"{name} of {subject.name} is packed in int8, and takes the columns apart in which "
+                "any example of a batch has a large number, so that examples change each other's "
+                "gradients. Pack it in nf4, or take privacy at the level of clients"
             )
 
 

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Your own module, loss and metric: four hospitals share a body, and each keeps its own head."""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import fedplan as fp
+from fedplan.parts import head
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.embed, self.body = nn.Linear(8, 32), nn.TransformerEncoder(layer, 2)
+        self.top = nn.Linear(32, 10)
+
+    def forward(self, image):
+        return self.top(self.body(self.embed(image)).mean(1))
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch["inputs"]), batch["labels"], label_smoothing=0.1)
+
+
+def right(model, batch):
+    return {"accuracy": (model(batch["inputs"]).argmax(-1) == batch["labels"]).float().mean()}
+
+
+fp.teach("Reader", head="top", embed="embed")
+images, labels = load_digits(return_X_y=True)
+images = torch.tensor(images).reshape(-1, 8, 8).float() / 16
+rows = [(images[i], int(labels[i])) for i in range(len(labels))]
+hospitals = {f"hospital-{i}": rows[i * 300 : i * 300 + 300] for i in range(4)}
+tests = dict.fromkeys(hospitals, rows[1200:])
+words = {"metrics": right, "own": tests, "primary": "accuracy", "train": {"rate": 3e-3}}
+torch.manual_seed(0)
+run = fp.simulate(fp.chain(fp.share(), fp.keep(head)), Reader(), hospitals, loss, rounds=4, **words)
+print(run.metrics.to_pandas()[["round", "loss", "up", "personal.mean", "personal.worst"]])
