@@ -32,6 +32,7 @@ from fedplan.models.values import take
 from fedplan.reports.forecasts import forecast
 from fedplan.runners.local import Federation
 from fedplan.storage.lines import read_lines
+from fedplan.tensors.devices import forked
 from fedplan.tensors.named import digests, nbytes
 from fedplan.tensors.riders import is_rider, param_of
 from fedplan.tensors.sums import GRID
@@ -73,8 +74,7 @@ class _Case:
         self.method, self.rows, self.loss, self.folder = method, rows, loss, folder
         self.model = copy.deepcopy(model)
         if method.adapt is not None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+            with forked(seed=0):
                 self.model = method.adapt(self.model)
         self.agreement = Agreement("laws", describe(self.model), method, PACE)
 

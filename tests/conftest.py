@@ -8,6 +8,8 @@ import os
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ.update(FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1")
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +18,38 @@ import torch
 from commands import STUDY
 from hypothesis import settings
 from often import AT_NIGHT, DAY, NIGHT
+from second_device import NAME as SECOND
+from second_device import Backend, second
+from second_device import device as backend
+
+from fedplan.tensors.devices import device_named
 
 torch.set_num_threads(1)
 settings.register_profile(
     "laws", max_examples=NIGHT if AT_NIGHT else DAY, deadline=None, derandomize=True
 )
 settings.load_profile("laws")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    said = "where tests of devices run: cuda, cuda:1, mps, xpu; else on one of pure Python"
+    parser.addoption("--device", default=SECOND, help=said)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The device of `--device`; without one, the second device of the kit."""
+    name = request.config.getoption("--device")
+    with second() if name == SECOND else nullcontext():
+        yield device_named(name)
+
+
+@pytest.fixture
+def counts(device: torch.device) -> Backend:
+    """What is moved to the second device and from it."""
+    if device.type != SECOND:
+        pytest.skip("transfers are counted on the second device alone")
+    return backend()
 
 
 @pytest.fixture

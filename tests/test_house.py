@@ -30,9 +30,10 @@ APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
 LENT = {
     "tensors": """
-        DTYPES Digests GRID HOST JSON LARGEST_VALUE PIECES at_rest autocast beside brought
-        device_of forked is_rider nbytes numbers param_of plain rider riders_of scaler
-        split_riders
+        AUTO DTYPES Digests GRID HOST JSON LARGEST_VALUE PIECES at_rest autocast beside
+        brought checksum deterministic device_named device_of device_text device_word
+        forked integers is_rider nbytes numbers param_of plain rider riders_of scaler
+        settled split_riders widest
     """,
     "storage": """
         Claim Generation Read a_study_name alone claimed client_names explained

@@ -262,6 +262,7 @@ FIELDS = st.sampled_from(
         "name",
         "seed",
         "threads",
+        "device",
         "model",
         "model.settings",
         "model.settings.hidden_size",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedplan.data.tables import DataError
-from fedplan.tensors.devices import at_rest
+from fedplan.tensors.devices import at_rest, device_of
 
 _HALF = 4
 """Tokens of each half of the texts that a model is tried on."""
@@ -85,7 +85,7 @@ def _tried(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _logits(model: nn.Module, asked: dict[str, list[list[int]]], *, cache: bool = True) -> Tensor:
-    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     inputs = {name: torch.tensor(each, device=device) for name, each in asked.items()}
     with at_rest(model), torch.no_grad():
         found: Any = model(**inputs) if cache else model(**inputs, use_cache=False)

@@ -14,7 +14,7 @@ from fedplan.data.examples import Examples, Loss
 from fedplan.data.tables import DataError
 from fedplan.data.tasks import Task
 from fedplan.language.wording import text_of
-from fedplan.tensors.devices import at_rest
+from fedplan.tensors.devices import at_rest, brought, device_of
 from fedplan.tensors.named import Batch
 
 OWN = "own"
@@ -113,7 +113,7 @@ class Own(Task):
         sums = dict[str, float]()
         with at_rest(model), torch.no_grad():
             for indices in cast("tuple[Tensor, ...]", torch.arange(len(rows)).split(batch_size)):
-                batch = rows.batch(indices)
+                batch = brought(rows.batch(indices), device_of(model))
                 found: dict[str, float | Tensor] = {"loss": self.function(model, batch)}
                 found |= dict(self.metrics(model, batch)) if self.metrics else {}
                 for name, value in found.items():

@@ -39,6 +39,7 @@ class Client:
 
     `held` are the versions of what it has seen. A `guard` hides each of its rows in every step. The
     `account` is of all that it has answered, in other studies too; a simulated client has none.
+    With `deterministic` its device gives the same bits each time, or an error where it cannot.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Client:
     digests: Digests = field(default_factory=Digests)
     guard: ClientGuard | None = None
     account: Account | None = None
+    deterministic: bool = False
     marked: tuple[Examples, str] | None = None
 
     @cached_property

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import Examples
 from fedplan.privacy.mechanisms.secret import derived
+from fedplan.tensors.devices import HOST, device_of, device_text
 from fedplan.tensors.named import digest
 
 CODE = ("fedplan", "torch", "transformers")
@@ -30,10 +31,12 @@ def mark_of(examples: Examples) -> str:
 
 def model_mark(model: nn.Module) -> str:
     """Tells two models apart by all but their params: how they are built, and their buffers."""
-    buffers = {name: digest(buffer) for name, buffer in model.named_buffers()}
+    buffers = {name: digest(buffer.to(HOST)) for name, buffer in model.named_buffers()}
     config: Any = getattr(model, "config", None)
     built = [repr(model), str(config), torch.get_num_threads(), [version(name) for name in CODE]]
-    return joint(built, buffers)
+    device = device_of(model)
+    # Another device rounds otherwise: that is another answer, which shares no noise with this one.
+    return joint(built, buffers, *([] if device == HOST else [device_text(device)]))
 
 
 def joint(*parts: object) -> str:

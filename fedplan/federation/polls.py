@@ -21,11 +21,17 @@ from fedplan.language.resolution import permitted
 from fedplan.language.turn import Turn
 from fedplan.models.params import Block
 from fedplan.privacy.mechanisms.vote import ballot
+from fedplan.tensors.devices import deterministic
 from fedplan.training.probes import at_random, is_public
 
 
 def poll(agreement: Agreement, client: Client, request: Request) -> Mapping[Block, float]:
     """What a client's probe says of each block, for a choice that all make together."""
+    with deterministic(client.deterministic):
+        return _poll(agreement, client, request)
+
+
+def _poll(agreement: Agreement, client: Client, request: Request) -> Mapping[Block, float]:
     home, notes = client.journal.home(request.name)
     receive(agreement, client, request, notes)
     turn = own_turn(client, request)

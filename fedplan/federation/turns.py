@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -34,15 +34,22 @@ from fedplan.language.plan import Role, Roles
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.buffers import buffers_of, require_rest
+from fedplan.models.params import Param
 from fedplan.models.quantised import value_in
 from fedplan.models.values import take
-from fedplan.tensors.named import Tensors, digest, nbytes
+from fedplan.tensors.devices import HOST, deterministic, device_of, integers
+from fedplan.tensors.named import Tensors, checksum, digest, nbytes
 from fedplan.tensors.riders import beside, split_riders
 from fedplan.training.fit import Done, Job
 
 
 def local(agreement: Agreement, client: Client, request: Request) -> Update:
     """A client's turn: it obeys its own copy of the plan, and answers the same request the same."""
+    with deterministic(client.deterministic):
+        return _local(agreement, client, request)
+
+
+def _local(agreement: Agreement, client: Client, request: Request) -> Update:
     answered = client.journal.answered(request.name)
     home, notes = client.journal.home("" if answered else request.name)
     receive(agreement, client, request, notes)
@@ -207,12 +214,24 @@ def _require_still(
             raise FedplanError(f"{key} is {roles[p].name} and moved: the fit broke the plan").coded(
                 "training"
             )
-    resting = [p for p in agreement.params if p.key not in before]
-    tensors = dict(client.model.named_parameters())
-    for p in resting:
-        if not torch.equal(value_in(client.model, p, tensors[p.name]), client.start[p.key]):
-            raise FedplanError(f"{p.key} is trained by no turn of the plan, and moved")
+    for p in _moved(client, [p for p in agreement.params if p.key not in before]):
+        raise FedplanError(f"{p.key} is trained by no turn of the plan, and moved")
     return was, now
+
+
+def _moved(client: Client, resting: Sequence[Param]) -> Iterator[Param]:
+    """Params that are not what the model started with.
+
+    On a device they are told by checksums: to fetch all that rests, in every turn, would be to
+    move a whole frozen model for the sake of an adapter.
+    """
+    tensors = dict(client.model.named_parameters())
+    live = {p: value_in(client.model, p, tensors[p.name]) for p in resting}
+    if device_of(client.model) == HOST:
+        return (p for p, value in live.items() if not torch.equal(value, client.start[p.key]))
+    sums = integers(checksum(value) for value in live.values())
+    found = dict(zip(live, sums, strict=True))
+    return (p for p in live if found[p] != client.digests.checksum(client.start[p.key]))
 
 
 def _line(

@@ -18,7 +18,7 @@ from fedplan.models.architectures import EAGER, GIVES_ATTENTION
 from fedplan.models.description import describe
 from fedplan.models.params import Block, Kind, Params
 from fedplan.models.values import put, take
-from fedplan.tensors.devices import at_rest
+from fedplan.tensors.devices import at_rest, brought, device_of, widest
 from fedplan.tensors.named import Batch, Tensors
 
 See = Callable[[Block, Tensor], None]
@@ -32,8 +32,7 @@ def listen(model: nn.Module, batch: Batch, see: See) -> None:
     A block that runs several times (ALBERT) is shown each time; Swin's rows are windows, those of
     one image next to each other. Labels are not given to the model, which is left as it was.
     """
-    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    inputs = {name: each.to(device) for name, each in _inputs(model, batch).items()}
+    inputs = _inputs(model, batch)
     with ExitStack() as undo:
         undo.enter_context(at_rest(model))
         undo.enter_context(eager(model))
@@ -41,7 +40,7 @@ def listen(model: nn.Module, batch: Batch, see: See) -> None:
             asked = module.register_forward_pre_hook(_ask, with_kwargs=True)
             undo.callback(asked.remove)
             undo.callback(module.register_forward_hook(_show(block, see)).remove)
-        model(**inputs)
+        model(**brought(inputs, device_of(model)))
 
 
 def _inputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -158,7 +157,8 @@ def apart(one: Tensor, other: Tensor, inside: Tensor | None = None) -> float:
 
     The mean is over rows, heads and queries; with `inside` ([rows, tokens]) over real queries.
     """
-    distances = (one.double() - other.double()).abs().sum(-1).transpose(1, 2) / 2
+    wide = widest(one.device)
+    distances = (one.to(wide) - other.to(wide)).abs().sum(-1).transpose(1, 2) / 2
     if inside is not None:
         distances = distances[aligned(inside.to(one.device), one.shape[2])]
     return min(float(distances.mean()), 1.0) if distances.numel() else 0.0
@@ -173,6 +173,7 @@ def moved(
     back in the end.
     """
     own, (first, second) = take(model, params), states
+    batch = brought(batch, device_of(model))
     held: dict[Block, list[Tensor]] = {}
     found: dict[Block, list[float]] = {}
 

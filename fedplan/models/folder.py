@@ -19,6 +19,7 @@ from fedplan.models.dual import Dual, ModelError
 from fedplan.models.hub import fetched
 from fedplan.models.images import drawn
 from fedplan.models.prompts import Settings, attach
+from fedplan.tensors.devices import forked
 
 WEIGHTS, SETTINGS = "prompts.safetensors", "prompts.json"
 _ADDED = ("prompts.", "fusion.")
@@ -73,7 +74,7 @@ def load_folder(folder: str | Path) -> Dual:
     dual = Dual(backbone, ids, mask, **words)
     if held["prompts"]:
         asked: dict[str, Any] = {**held["prompts"], "levels": tuple(held["prompts"]["levels"])}
-        with torch.random.fork_rng(devices=[]):
+        with forked():
             attach(dual, Settings(**asked))
         added = {n: t for n, t in dual.named_parameters() if n.startswith(_ADDED)}
         _fill(added, place / WEIGHTS)

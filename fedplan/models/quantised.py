@@ -86,7 +86,9 @@ def value_in(model: nn.Module, param: Param, tensor: Tensor) -> Tensor:
     if not is_packed(tensor):
         return view
     state = _state(model.get_submodule(param.name.rpartition(".")[0]))
-    return torch.cat([_bytes(view), *(_bytes(state[name]) for name in sorted(state))])
+    # Some of it stays in host memory wherever the weight is.
+    beside = (_bytes(state[name]).to(view.device) for name in sorted(state))
+    return torch.cat([_bytes(view), *beside])
 
 
 def mixes_rows(layer: nn.Module) -> bool:

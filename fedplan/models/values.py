@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from fedplan.errors import FedplanError
 from fedplan.models.params import Param
 from fedplan.models.quantised import is_packed, value_in
+from fedplan.tensors.devices import HOST
 from fedplan.tensors.named import Tensors
 
 
 def take(model: nn.Module, params: Iterable[Param]) -> dict[str, Tensor]:
-    """Copies of the values that params have in a model."""
+    """Copies, in host memory, of the values that params have in a model."""
     tensors = dict(model.named_parameters())
-    return {p.key: value_in(model, p, tensors[p.name]).clone() for p in params}
+    return {p.key: value_in(model, p, tensors[p.name]).to(HOST, copy=True) for p in params}
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss
@@ -25,6 +26,7 @@ from fedplan.models.values import take
 from fedplan.runners.faults import Faults
 from fedplan.storage.failpoints import reach
 from fedplan.storage.journal import Journal, home_of
+from fedplan.tensors.devices import settled
 
 Said = TypeVar("Said")
 
@@ -33,7 +35,8 @@ class Federation:
     """A server and its clients in one process; `marks` are the digests of the clients' rows.
 
     `names` are all who may take part; those without rows never answer. `faults` says who drops out
-    and who is late.
+    and who is late. The model is moved to the `device`, if one is said; all values stay in host
+    memory.
     """
 
     def __init__(
@@ -51,8 +54,11 @@ class Federation:
         names: Iterable[str] = (),
         replies: bool = False,
         marks: Mapping[str, str] | None = None,
+        device: torch.device | None = None,
+        deterministic: bool = Client.deterministic,
     ) -> None:
-        self.model, start = model.eval(), take(model, agreement.params)
+        start = take(model, agreement.params)
+        self.model = settled(model.eval(), device) if device else model.eval()
         self.faults = faults or Faults()
         roster = {name: dict((traits or {}).get(name, {})) for name in names or rows}
         self.server = Server(
@@ -75,6 +81,7 @@ class Federation:
                 loss=loss,
                 digests=self.server.digests,
                 traits=roster[name],
+                deterministic=deterministic,
                 guard=guard_of(self.agreement, folder / "privacy" / home_of(folder, name).name),
             )
             for name, held in rows.items()

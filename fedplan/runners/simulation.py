@@ -18,6 +18,7 @@ from fedplan.data.metrics import spread
 from fedplan.data.own import Collate, Measure, Own, model_loss, named_columns
 from fedplan.data.tasks import Task
 from fedplan.federation.callbacks import LOWER, Callback, Closed, EarlyStopping, stopping
+from fedplan.federation.client import Client
 from fedplan.federation.history import Metrics
 from fedplan.federation.participation import Participation
 from fedplan.language.plan import Plan
@@ -33,6 +34,7 @@ from fedplan.studies.run import open_run
 from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.studies.sections import TrainSection
 from fedplan.studies.stage import participation_of, require_fitting, stage_of
+from fedplan.tensors.devices import AUTO, device_named
 from fedplan.tensors.named import Tensors
 
 
@@ -81,6 +83,8 @@ class Simulation:
             traits=study.clients.traits,
             names=names,
             marks=self.shares.marks,
+            device=device_named(study.device),
+            deterministic=study.deterministic,
         )
         agreed_run(self.federation.server, study, self.shares)
 
@@ -224,6 +228,8 @@ def simulate(
     evaluate: Mapping[str, Any] | None = None,
     privacy: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
+    device: str = AUTO,
+    deterministic: bool = Client.deterministic,
     name: str = "study",
     seed: int = 0,
     folder: Path | str | None = None,
@@ -236,8 +242,9 @@ def simulate(
     a length and `batch`. `test` are rows for the federation's model, `own` for each client's. With
     a `task` rows are tables that it prepares; else `loss`, `collate` and `metrics` are functions,
     the loss that of the model itself unless it is given, and clients are compared by `primary`.
-    `train`, `evaluate` and `privacy` are what a study file says under these names. Without a
-    `folder` the run is kept as long as this process lives.
+    `train`, `evaluate` and `privacy` are what a study file says under these names. It computes on
+    the `device`: the best there is, or the one that is named. Without a `folder` the run is kept as
+    long as this process lives.
     With `run=False` nothing is played yet: `for closed in simulation.rounds()` does, one by one.
     """
     asked = method if isinstance(method, Method) else Method(method)
@@ -252,6 +259,8 @@ def simulate(
         name=name,
         seed=seed,
         threads=torch.get_num_threads(),
+        device=device,
+        deterministic=deterministic,
         train={**(train or {}), "rounds": rounds},
         clients={"share": share, "traits": traits or {}},
         **({"evaluate": dict(evaluate)} if evaluate else {}),

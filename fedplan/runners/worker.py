@@ -30,6 +30,7 @@ from fedplan.storage.names import folder_named
 from fedplan.studies.folder import note_task, write_run
 from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.studies.stage import stage_of
+from fedplan.tensors.devices import device_named, settled
 from fedplan.tensors.message import BrokenMessage, Message
 from fedplan.tensors.serialization import packed
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 SAID = frozenset(
     (
-        *("name", "home", "data", "dataset", "key", "resident", "idle", "allow"),
+        *("name", "home", "data", "dataset", "key", "resident", "idle", "device", "allow"),
         *("limit_rounds", "limit_bytes", "limit_epsilon", "limit_delta"),
         *("partition-id", "num-partitions"),
     )
@@ -66,6 +67,9 @@ class Worker:
             self.stage = stage_of(self.study, own)
             if name not in self.stage.shares.train:
                 raise ConfigError(f"the study has no client {name!r}")
+            # The site knows its own machine: its word goes before the study's.
+            said = str(spec.node.get("device", self.study.device))
+            settled(self.stage.model, device_named(said))
             self.traits = _traits(self.study, name, spec.node)
             self.account = account_of(spec, name, self.seal)
             self.faults = FaultLog(Path(spec.home), self.seal)
@@ -104,6 +108,7 @@ def _endpoint_in(worker: Worker, run: str) -> Endpoint:
         traits=worker.traits,
         guard=guard_of(agreement, account.folder, account),
         account=account,
+        deterministic=study.deterministic,
     )
     write_run(place, study, agreement.params)
     note_task(place, stage.shares)

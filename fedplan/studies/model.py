@@ -29,12 +29,12 @@ from fedplan.models.hub import fetched, is_hub_id, quiet
 from fedplan.models.quantised import quantisation, steadied
 from fedplan.studies.model_section import AdapterSection
 from fedplan.studies.schema import Study
+from fedplan.tensors.devices import forked
 
 
 def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
     """The model as the study says it; what is new in it is drawn from the study's seed."""
-    with quiet(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seeds.seed(study.name, "model", study.seed))
+    with quiet(), forked(seed=seeds.seed(study.name, "model", study.seed)):
         model = _made(study, task)
         require_sight(model, task.kind)
         model = stilled(model) if study.model.still else model

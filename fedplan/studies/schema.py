@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 from fedplan.data.own import OWN
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
+from fedplan.federation.client import Client
 from fedplan.models.hub import is_hub_id
 from fedplan.naming import UnknownName
 from fedplan.privacy.dpsgd.fit import require_pace
@@ -33,7 +34,8 @@ from fedplan.studies.sections import (
     TaskSection,
     TrainSection,
 )
-from fedplan.studies.words import Positive, as_fault
+from fedplan.studies.words import DeviceName, Positive, as_fault
+from fedplan.tensors.devices import AUTO
 
 PLACES: dict[str, dict[str, Any]] = {
     "model": {"path": ..., "vision": ..., "text": ..., "bridge": ..., "adapter": {"path": ...}},
@@ -42,10 +44,11 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 """Where files lie: what is in them is told apart by digests of its own."""
 ASIDE: dict[str, Any] = {
-    **dict.fromkeys(("evaluate", "patience", "stop", "threads"), True),
+    **dict.fromkeys(("evaluate", "patience", "stop"), True),
+    **dict.fromkeys(("threads", "device", "deterministic"), True),
     "train": {"rounds"},
 }
-"""What changes no turn: when is tested, how long is waited, when to stop."""
+"""What ends need not agree on: tests, patience, when to stop, and each one's own machine."""
 
 
 class ConfigError(FedplanError):
@@ -60,6 +63,8 @@ class Study(Section):
     name: Annotated[str, AfterValidator(a_study_name)] = "study"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     threads: Positive = 1
+    device: DeviceName = AUTO
+    deterministic: bool = Client.deterministic
     model: ModelSection
     task: TaskSection
     data: DataSection = DataSection()

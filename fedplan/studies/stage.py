@@ -34,7 +34,7 @@ from fedplan.studies.model import require_scale, starting_model
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection, MethodSection
 from fedplan.studies.shares import Shares, shares_of
-from fedplan.tensors.devices import at_rest
+from fedplan.tensors.devices import at_rest, brought, device_of, forked
 from fedplan.tensors.named import digests
 from fedplan.tensors.wire import parse_wire
 from fedplan.training.loops import loop_named
@@ -96,9 +96,8 @@ def stage_of(
 
 
 def _stage_given(study: Study, given: Given) -> Stage:
-    with torch.random.fork_rng(devices=[]):
-        # What a method adds is drawn from the study's seed, as from a file: else no run goes on.
-        torch.manual_seed(seeds.seed(study.name, "model", study.seed))
+    # What a method adds is drawn from the study's seed, as from a file: else no run goes on.
+    with forked(seed=seeds.seed(study.name, "model", study.seed)):
         model = steadied(given.starting_model)
     require_scale(model, given.method)
     agreement = agreement_of(study, describe(model), given.method)
@@ -127,7 +126,7 @@ def require_fitting(stage: Stage, batch: int) -> None:
     for name, rows in stage.shares.train.items():
         if not len(rows):
             continue
-        some = rows.batch(torch.arange(min(batch, len(rows))))
+        some = brought(rows.batch(torch.arange(min(batch, len(rows)))), device_of(stage.model))
         try:
             with torch.no_grad(), at_rest(stage.model):
                 task.loss(stage.model, some)

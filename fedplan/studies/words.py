@@ -18,6 +18,7 @@ from fedplan.methods.registry import SERVER_OPTIMISER_NAMES
 from fedplan.naming import unknown
 from fedplan.privacy.accounting.events import NOISES
 from fedplan.privacy.mechanisms.clipping import BOUNDS
+from fedplan.tensors.devices import device_word
 from fedplan.training.loops import loop_named
 from fedplan.training.optimisers import optimiser_named
 from fedplan.training.probes import probe_named
@@ -76,6 +77,11 @@ def _task(kind: str) -> object:
     return kind == OWN or task_class(kind)
 
 
+def _a_device(word: str) -> str:
+    with as_fault():
+        return device_word(word)
+
+
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -84,6 +90,7 @@ Clip = Annotated[float, AfterValidator(_within(BOUNDS))]
 Noise = Annotated[float, AfterValidator(_within(NOISES, zero=True))]
 TaskKind = Annotated[str, AfterValidator(_named(_task))]
 Division = Annotated[str, AfterValidator(one_of("partition", KINDS))]
+DeviceName = Annotated[str, AfterValidator(_a_device)]
 ProbeName = Annotated[str, AfterValidator(_named(probe_named))]
 OptimiserName = Annotated[str, AfterValidator(_named(optimiser_named))]
 ServerOptimiserName = Annotated[str, AfterValidator(_named(SERVER_OPTIMISER_NAMES.find))]

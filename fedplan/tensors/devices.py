@@ -29,10 +29,15 @@ class DeviceError(FedplanError):
 
 def device_word(text: str) -> str:
     """A word for a device, if it is one; whether it is here is not asked."""
+    if text == AUTO:
+        return text
     try:
-        torch.device("cpu" if text == AUTO else text)
-    except RuntimeError as error:
-        raise DeviceError(f"there is no device {text!r}; the words are {_WORDS}") from error
+        found = torch.device(text)
+    except RuntimeError:
+        found = None
+    # Torch takes an index modulo 256, so that cuda:300 would be cuda:44.
+    if found is None or str(found) != text or found.type == "meta":
+        raise DeviceError(f"there is no device {text!r}; the words are {_WORDS}")
     return text
 
 
@@ -64,6 +69,24 @@ def device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in model.parameters()), HOST)
 
 
+def settled(model: nn.Module, device: torch.device) -> nn.Module:
+    """A model on a device; one that is there is not touched, for quantised ones refuse to move."""
+    where = device_of(model)
+    there = where.type == device.type and device.index in (None, where.index)
+    return model if there else model.to(device)
+
+
+def device_text(device: torch.device) -> str:
+    """A device as its maker calls it, where torch knows: its kind alone does not say how it rounds.
+
+    >>> device_text(HOST)
+    'cpu'
+    """
+    module: Any = torch.get_device_module(device)
+    named = device.type in ("cuda", "xpu")
+    return f"{device.type} {module.get_device_name(device)}" if named else device.type
+
+
 def brought(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Tensors on a device; what is there already is not copied."""
     return {name: _brought(tensor, device) for name, tensor in tensors.items()}
@@ -76,10 +99,24 @@ def _brought(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """What sums are made in on a device: float64 where it has that."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def numbers(scalars: Iterable[Tensor]) -> list[float]:
     """Scalars of a device as numbers: it is waited for once, and not once for each."""
+    return cast("list[float]", _read(scalars))
+
+
+def integers(scalars: Iterable[Tensor]) -> list[int]:
+    """Whole numbers of a device, read at once."""
+    return cast("list[int]", _read(scalars))
+
+
+def _read(scalars: Iterable[Tensor]) -> list[Any]:
     held = [scalar.detach() for scalar in scalars]
-    return cast("list[float]", torch.stack(held).tolist()) if held else []
+    return cast("list[Any]", torch.stack(held).to(HOST).tolist()) if held else []
 
 
 @contextmanager

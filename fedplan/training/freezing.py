@@ -22,22 +22,19 @@ from fedplan.models.params import Param
 class _Rows:
     """Trained rows of a fused tensor, as a parameter that an optimiser can hold.
 
-    Dense rows share the tensor's memory. Rows with gaps are a copy that is written back after each
-    step, because fused optimisers write over the gaps.
+    Dense rows share the tensor's memory: a step on them is a step on the tensor. Rows with gaps
+    are a copy that is written back after each step, because fused optimisers write over the gaps.
     """
 
     param: Param
     tensor: nn.Parameter
     leaf: nn.Parameter
+    shared: bool
 
     @staticmethod
     def of(param: Param, tensor: nn.Parameter) -> _Rows:
-        return _Rows(param, tensor, nn.Parameter(param.view(tensor.detach()).contiguous()))
-
-    @property
-    def shared(self) -> bool:
-        """Whether a step on the leaf is already a step on the tensor."""
-        return _memory(self.leaf) == _memory(self.tensor)
+        rows = param.view(tensor.detach())
+        return _Rows(param, tensor, nn.Parameter(rows.contiguous()), rows.is_contiguous())
 
     def take_gradient(self, whole: Tensor) -> None:
         """Add this share of the tensor's gradient to the leaf's."""
@@ -82,10 +79,10 @@ class Marked:
             self._split(tensor, [_Rows.of(param, tensor) for param in trained])
 
     def _split(self, tensor: nn.Parameter, rows: list[_Rows]) -> None:
-        place = _memory(tensor)
+        place = tensor.untyped_storage()
 
         def hand_over(tensor: Tensor) -> None:
-            self._require_use(_memory(tensor) == place)
+            self._require_use(tensor.untyped_storage() is place)
             assert tensor.grad is not None
             for each in rows:
                 each.take_gradient(tensor.grad)
@@ -167,7 +164,3 @@ def mark(model: nn.Module, roles: Roles) -> Marked:
             ...
     """
     return Marked(model, roles)
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -18,7 +18,7 @@ from fedplan.models.attention import aligned, listen, places
 from fedplan.models.description import blocks_of
 from fedplan.models.params import Block
 from fedplan.naming import Registry
-from fedplan.tensors.devices import at_rest
+from fedplan.tensors.devices import at_rest, brought, device_of, numbers, widest
 from fedplan.tensors.named import Batch
 
 AT_ONCE = 8
@@ -41,6 +41,10 @@ class Look:
         if not len(drawn):
             raise FedplanError("a probe needs rows to look at, and the client has none")
         yield from cast("tuple[Tensor, ...]", drawn[:rows].split(AT_ONCE))
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        """Rows of these indices, where the model is."""
+        return brought(self.rows.batch(indices), device_of(self.model))
 
 
 Probe = Callable[[Look], Mapping[Block, float]]
@@ -155,7 +159,7 @@ def attention(to: str = "", by: str = "", rows: int = 64, bounded: bool = False)
     def attending(look: Look) -> dict[Block, float]:
         total, count = dict.fromkeys(look.blocks, 0.0), 0
         for indices in look.some(rows):
-            batch = look.rows.batch(indices)
+            batch = look.batch(indices)
             heard = _Heard(batch, to, by)
             listen(look.model, batch, heard)
             for block in look.blocks:
@@ -184,18 +188,19 @@ class _Heard:
     def __call__(self, block: Block, maps: Tensor) -> None:
         queries, keys = (each.to(maps.device) for each in self._positions(block, maps))
         queries, keys = aligned(queries, maps.shape[2]), aligned(keys, maps.shape[3])
+        wide = widest(maps.device)
         # Rows one by one: what a padded query attends to may be no number at all.
         sums = [
-            each[:, query][..., key].sum(dtype=torch.float64)
+            each[:, query][..., key].sum(dtype=wide)
             for each, query, key in zip(maps, queries, keys, strict=True)
         ]
         self._add(self.sums, block, torch.stack(sums))
-        self._add(self.sizes, block, queries.sum(1).double() * maps.shape[1])
+        self._add(self.sizes, block, queries.sum(1).to(wide) * maps.shape[1])
 
     def _positions(self, block: Block, maps: Tensor) -> tuple[Tensor, Tensor]:
         real = places(self.batch, block.stack)
         if real is None:
-            real = torch.ones(maps.shape[0], maps.shape[2], dtype=torch.bool)
+            real = maps.new_ones(maps.shape[0], maps.shape[2], dtype=torch.bool)
         causal = block.stack == "decoder"
         to = self.to or ("content" if causal else "first")
         by = self.by or ("last" if causal else "all")
@@ -212,7 +217,7 @@ class _Heard:
         rows = len(next(iter(self.batch.values())))
         if block.stack == "text" and "input_ids" not in self.batch:
             each = each.sum().expand(rows)
-        held[block] = each.reshape(rows, -1).sum(1).cpu() + held.get(block, 0.0)
+        held[block] = each.reshape(rows, -1).sum(1).cpu().double() + held.get(block, 0.0)
 
     def score(self, block: Block, bounded: bool) -> float:
         if block not in self.sums:
@@ -232,7 +237,9 @@ def gradient(rows: int = 64) -> Probe:
     def steepness(look: Look) -> dict[Block, float]:
         modules = blocks_of(look.model)
         found = _gradients(look, [w for b in look.blocks for w in modules[b].parameters()], rows)
-        squares = {weight: float(each.double().square().sum()) for weight, each in found.items()}
+        wide = widest(device_of(look.model))
+        sums = [each.to(wide).square().sum() for each in found.values()]
+        squares = dict(zip(found, numbers(sums), strict=True))
         return {
             block: sum(squares.get(weight, 0.0) for weight in modules[block].parameters()) ** 0.5
             for block in look.blocks
@@ -251,7 +258,7 @@ def _gradients(look: Look, weights: list[nn.Parameter], rows: int) -> dict[nn.Pa
         with at_rest(look.model), torch.enable_grad():
             for indices in parts:
                 share = len(indices) / sum(map(len, parts))
-                loss = look.loss(look.model, look.rows.batch(indices)) * share
+                loss = look.loss(look.model, look.batch(indices)) * share
                 each = torch.autograd.grad(loss, list(flags), materialize_grads=True)
                 for weight, steps in zip(flags, each, strict=True):
                     found[weight] += steps

@@ -15,6 +15,7 @@ from fedplan.language.wording import phrase, stated
 from fedplan.models.params import Param
 from fedplan.models.values import take
 from fedplan.naming import Registry
+from fedplan.tensors.devices import brought, device_of
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.riders import rider
 from fedplan.training.fit import Done, Fit, Job, Wrap
@@ -26,9 +27,13 @@ def proximal(strength: float) -> Wrap:
     @stated(phrase("proximal", strength))
     def wrap(fit: Fit) -> Fit:
         def proximal_fit(job: Job) -> Done:
+            # Hooks run at every step, so that what they need is where the model is.
+            shared = [p.key for p, role in job.roles.items() if role is Role.SHARE]
+            world = brought({key: job.start[key] for key in shared}, device_of(job.model))
+
             def pull(param: Param, value: Tensor, gradient: Tensor) -> None:
-                if job.roles[param] is Role.SHARE:
-                    gradient.add_(value - job.start[param.key], alpha=strength)
+                if param.key in world:
+                    gradient.add_(value - world[param.key], alpha=strength)
 
             return fit(replace(job, adjust=(*job.adjust, pull)))
 
@@ -74,10 +79,11 @@ def controlled(fit: Fit) -> Fit:
         shared = [p for p, role in job.roles.items() if role is Role.SHARE]
         world = {p.key: _control(job.riders, p, job.start) for p in shared}
         mine = {p.key: _control(job.memory, p, job.start) for p in shared}
+        apart = brought({k: world[k] - mine[k] for k in world}, device_of(job.model))
 
         def correct(param: Param, value: Tensor, gradient: Tensor) -> None:
-            if param.key in world:
-                gradient.add_(world[param.key] - mine[param.key])
+            if param.key in apart:
+                gradient.add_(apart[param.key])
 
         done = fit(replace(job, adjust=(*job.adjust, correct)))
         far = done.steps * job.pace.rate if done.distance is None else done.distance

@@ -28,6 +28,7 @@ from fedplan.privacy.accounting.events import Steps
 from fedplan.privacy.dpsgd.fit import DPSGD, dp_sgd
 from fedplan.privacy.mechanisms.noise import Noise
 from fedplan.runners.local import Federation
+from fedplan.tensors.devices import forked
 from fedplan.training.fit import Fit, Pace
 from fedplan.training.optimisers import sgd
 
@@ -144,8 +145,7 @@ def updates(
 ) -> list[dict[Param, Tensor]]:
     """What each client sends in the first round, as a change of what it began with."""
     if made.adapt is not None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seeds.seed("leaks", "adapt"))
+        with forked(seed=seeds.seed("leaks", "adapt")):
             model = made.adapt(model)
     agreement = Agreement("leaks", describe(model), made, pace)
     clients = {f"client-{i}": each for i, each in enumerate(rows)}

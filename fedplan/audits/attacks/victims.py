@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from fedplan import seeds
 from fedplan.data.examples import Images, Ragged, Sequences
 from fedplan.models.dual import Dual
+from fedplan.tensors.devices import forked
 
 FIRST = 1
 """The token that every text begins with."""
@@ -70,8 +71,7 @@ def viewer() -> Dual:
 
 
 def _drawn(make: Any, config: Any, number: int = 0) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seeds.seed("victims", "model", number))
+    with forked(seed=seeds.seed("victims", "model", number)):
         return make(config).eval()
 
 

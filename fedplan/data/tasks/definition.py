@@ -19,7 +19,7 @@ from fedplan.data.tables import DataError, values
 from fedplan.models.catalog import TASKS
 from fedplan.models.dual import TEMPLATE
 from fedplan.models.hub import fetched
-from fedplan.tensors.devices import at_rest
+from fedplan.tensors.devices import at_rest, brought, device_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -92,8 +92,8 @@ class Task(ABC):
         with at_rest(model), torch.no_grad():
             for indices in cast("tuple[Tensor, ...]", torch.arange(len(rows)).split(batch_size)):
                 logits, labels, sizes = self._answers(model, rows.batch(indices))
-                losses = self._losses(logits, labels).double()
-                parts.append((losses.cpu(), labels.cpu(), self._guess(logits).cpu(), sizes.cpu()))
+                losses = self._losses(logits, labels).cpu().double()
+                parts.append((losses, labels.cpu(), self._guess(logits).cpu(), sizes.cpu()))
         losses, truth, guess, sizes = (torch.cat(p) for p in zip(*parts, strict=True))
         if not len(truth):
             return {"examples": float(len(rows))}
@@ -106,8 +106,7 @@ class Task(ABC):
         self, model: nn.Module, batch: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits and labels wherever there is a label, and how many each row has."""
-        device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        inputs = brought(batch, device_of(model))
         labels = inputs.pop("labels")
         output: Any = model(**self._inputs(model, inputs, labels))
         logits = cast("Tensor", output if isinstance(output, Tensor) else output.logits).float()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedplan.errors import FedplanError
+from fedplan.tensors.devices import brought, device_of, forked
 
 LAYERS = "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers depth"
 NAMES = {
@@ -36,8 +37,7 @@ def small_model(config: Any) -> nn.Module:
 
     for names in (tuple(SIZES), tuple(LAYERS.split()), ()):
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(0)
+            with forked(seed=0), torch.no_grad():
                 loader: Any = transformers.AutoModel
                 model: nn.Module = loader.from_config(_small(config, names)).eval()
                 model(**stimulus(model))
@@ -68,8 +68,7 @@ def stimulus(model: nn.Module) -> dict[str, Tensor]:
         batch["decoder_input_ids"] = _tokens(config)[:, :5]
     if "text_config" in dir(config) and main == "input_ids" and "vision_config" in dir(config):
         batch["pixel_values"] = _pixels(config.vision_config)
-    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    return {name: each.to(device) for name, each in batch.items()}
+    return brought(batch, device_of(model))
 
 
 def _tokens(config: Any) -> Tensor:

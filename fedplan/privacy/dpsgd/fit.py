@@ -25,6 +25,7 @@ from fedplan.privacy.dpsgd.ghost import distrust, ghost
 from fedplan.privacy.dpsgd.per_example import Subject, Sum, one_by_one, require_apart, trained
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.mechanisms.noise import finest, on_grid
+from fedplan.tensors.devices import device_of, forked, widest
 from fedplan.training.fit import Done, Fit, Job, Pace, adjust
 from fedplan.training.freezing import Marked, mark
 from fedplan.training.passes import checkpointed
@@ -135,10 +136,10 @@ def require_pace(pace: Pace) -> None:
 def train(job: Job, privately: DPSGD, *, normal: Normal, uniform: Uniform) -> tuple[Done, Sampled]:
     """Train by DP-SGD, and say what was done."""
     require_pace(job.pace)
-    with torch.random.fork_rng(devices=[]), _marked(job) as marked:
-        # Were masks known, a row that is there would show in the masks of those after it.
-        seed = int(float(_require(uniform(1), (1,))) * 2**53)
-        torch.manual_seed(seed)
+    _require_float64(job.model)
+    # Were masks known, a row that is there would show in the masks of those after it.
+    seed = int(float(_require(uniform(1), (1,))) * 2**53)
+    with forked(device_of(job.model), seed), _marked(job) as marked:
         if not list(marked.parameters()):
             return Done(loss=nan, steps=0), Sampled()
         job.model.train()
@@ -242,6 +243,15 @@ def _portions(rows: Examples, drawn: Tensor, most: int) -> Iterator[Tensor]:
 def _fitting(width: int, most: int) -> int:
     """How many rows of a width run at a time."""
     return max(1, min(most, _TOKENS // max(1, width)))
+
+
+def _require_float64(model: nn.Module) -> None:
+    device = device_of(model)
+    if widest(device) is not torch.float64:
+        raise PrivacyError(
+            f"the model is on {device}, which has no float64, and clipped gradients are added up "
+            'in that: say device = "cpu"'
+        )
 
 
 def _require(drawn: Tensor, shape: tuple[int, ...]) -> Tensor:

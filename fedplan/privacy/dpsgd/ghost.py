@@ -27,7 +27,7 @@ from fedplan.privacy.dpsgd.per_example import (
     telling,
 )
 from fedplan.privacy.dpsgd.row_losses import losses
-from fedplan.tensors.devices import at_rest
+from fedplan.tensors.devices import at_rest, device_of, forked
 
 _BOUND = 1e-6
 _AGREES = 1e-4
@@ -58,7 +58,7 @@ def factored(subject: Subject, indices: Tensor) -> dict[str, tuple[Factor, ...]]
     """The gradients of some rows, by the names of the tensors."""
     count = len(indices)
     with heard(subject, count) as calls:
-        loss = losses(subject, subject.rows.batch(indices), count).sum()
+        loss = losses(subject, subject.batch(indices), count).sum()
     known = {each.name for call in calls for each in call.own.values()}
     unheard = [each for each in subject.tensors if each.name not in known]
     asked = [call.output for call in calls] + [each.tensor for each in unheard]
@@ -109,9 +109,8 @@ def _alone_among_others(subject: Subject, rows: Tensor) -> bool:
     """Whether the first row's loss, as the model trains, is the same whatever stands beside it."""
     found = list[Tensor]()
     for beside in ([0, 1, 2, 2], [0, 1, 2, 1]):
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            found.append(losses(subject, subject.rows.batch(rows[beside]), len(beside))[0])
+        with forked(device_of(subject.model), seed=0), torch.no_grad():
+            found.append(losses(subject, subject.batch(rows[beside]), len(beside))[0])
     return torch.allclose(found[0], found[1], rtol=1e-5, atol=1e-7, equal_nan=True)
 
 

@@ -21,7 +21,7 @@ from fedplan.language.plan import Roles
 from fedplan.models.params import Param, Params
 from fedplan.models.quantised import mixes_rows
 from fedplan.privacy.errors import PrivacyError
-from fedplan.tensors.devices import at_rest, autocast
+from fedplan.tensors.devices import at_rest, autocast, brought, device_of, forked
 
 _PIECE = 2**14
 _HAIR = 1 - 2.0**-20
@@ -74,12 +74,16 @@ class Subject:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Where forward passes belong, as in any other fit."""
-        return autocast(self.tensors[0].tensor.device, self.dtype)
+        return autocast(device_of(self.model), self.dtype)
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        """Some rows, where the model is."""
+        return brought(self.rows.batch(indices), device_of(self.model))
 
     def loss_of(self, indices: Tensor) -> Tensor:
         """The loss on some rows."""
         with self.autocast():
-            return self.loss(self.model, self.rows.batch(indices))
+            return self.loss(self.model, self.batch(indices))
 
 
 class Sum:
@@ -203,7 +207,7 @@ def telling(rows: Examples) -> Tensor:
 def _require_no_memory(subject: Subject, rows: Tensor) -> None:
     """Refuse a model that writes something of its rows into a buffer while it trains."""
     held = {name: buffer.clone() for name, buffer in subject.model.named_buffers()}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with forked(device_of(subject.model)), torch.no_grad():
         subject.loss_of(rows)
     for name, buffer in subject.model.named_buffers():
         was = held.get(name)

@@ -53,6 +53,7 @@ from fedplan.models.values import put, take
 from fedplan.runners.flower import records
 from fedplan.runners.flower.client import failed
 from fedplan.storage.journal import Journal, home_of
+from fedplan.tensors.devices import forked
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import Tensors, digests
 from fedplan.tensors.serialization import JSON, packed, unpacked
@@ -234,7 +235,7 @@ class _Client:
     """A model as a client builds it, and the plan that it obeys."""
 
     def __init__(self, plan: Plan | str, model_of: Callable[[], nn.Module]) -> None:
-        with torch.random.fork_rng(devices=[]):  # so that your loop draws what it always drew
+        with forked():  # so that your loop draws what it always drew
             self.model = deepcopy(model_of()).cpu()
         self.agreement = _agreed(plan, self.model)
         self.fresh = deepcopy(self.model.state_dict())
