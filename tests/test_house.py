@@ -71,14 +71,13 @@ LENT = {
     """,
     "federation": """
         AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping Fare
-        FaultLog Identity KEY KINDS LEDGER LOWER Limits METRICS Metrics Patience PlainSum
-        ROLES ROUND RUN Record RecordError SMALL STUDY TRACKER_NAMES WORLD announced
-        by_part
-        changed_rows code_of guard_of joined journal_in keyed last_of last_told mark_of
-        meant metrics_of own_values parsed parted personal_values place_of
-        read_agreement read_answers read_egress read_faults read_identity read_record
-        records_in request_header request_message require_sound run_of said_of scored
-        stopping told understood update_of world_values
+        FaultLog Identity KEY KINDS LEDGER LOWER Limits METRICS Metrics Patience
+        PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY TRACKER_NAMES WORLD
+        announced by_part changed_rows code_of guard_of joined journal_in keyed last_of
+        last_told mark_of meant metrics_of own_values parsed parted personal_values
+        place_of read_agreement read_answers read_egress read_faults read_identity
+        read_record records_in request_header request_message require_sound run_of
+        said_of scored stopping told understood update_of world_values
     """,
     "studies": """
         Given TrainSection agreed_run guarantee_of laid_over looked_at method_of
