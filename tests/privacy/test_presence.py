@@ -15,6 +15,7 @@ from flwr.app import Context
 from grids import InProcess
 
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.callbacks import Closed
 from fedplan.federation.client import Client
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.messages import request_message
@@ -140,7 +141,15 @@ def played(
         return endpoints[str(context.node_config["name"])].answer(kind, message)
 
     grid = InProcess(client_app(answer), [{"name": name} for name in there])
-    Carrier(grid, server, SOON).carry(lambda s, tally: found.append(released(s, tally)))
+    calm = server.commit
+
+    def commit(tally: Tally) -> Closed:
+        closed = calm(tally)
+        found.append(released(server, tally))
+        return closed
+
+    server.commit = commit  # type: ignore[method-assign,assignment]
+    Carrier(grid, server, SOON).carry()
     return found
 
 
