@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fedplan.studies.run import open_run
     from fedplan.studies.schema import Study, read_study
     from fedplan.training.freezing import mark
+    from fedplan.training.loops import attach
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "UnknownArchitecture",
     "UnknownModel",
     "after",
+    "attach",
     "best",
     "by",
     "chain",
@@ -94,5 +96,6 @@ __getattr__, __dir__ = face(
         "studies.run": "open_run",
         "studies.schema": "Study read_study",
         "training.freezing": "mark",
+        "training.loops": "attach",
     },
 )

@@ -267,15 +267,17 @@ def digest(
 
 
 @app.command()
-def methods() -> None:
-    """List the published methods, each with its plan."""
-    from fedplan.methods.registry import METHODS, method_named
+def methods(
+    name: Annotated[str, typer.Argument(help="One method, to be said in full.")] = "",
+) -> None:
+    """List the methods that a study can name, each with its origin and its plan; or say one."""
+    from fedplan.methods.registry import about_method, list_methods
 
-    for name, make in METHODS.items():
-        what = (make.__doc__ or "").splitlines()[0]
-        Console().print(
-            f"[bold]{name}[/bold]  {what}\n    {method_named(name).plan.text}", highlight=False
-        )
+    with told():
+        for first, *more in [about_method(name)] if name else list_methods():
+            Console(soft_wrap=True).print(first, style="bold", markup=False, highlight=False)
+            for line in more:
+                Console(soft_wrap=True).print(line, markup=False, highlight=False)
 
 
 @app.command()

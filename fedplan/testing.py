@@ -182,7 +182,8 @@ def law_each_gets_what_it_lacks(case: _Case) -> None:
 
 def law_one_client_that_shares_all_is_plain_training(case: _Case) -> None:
     """One client and share() are plain local training."""
-    if case.method.plan != share() or case.method.server_optimiser != mean() or case.method.wraps:
+    changed = case.method.wraps or case.method.loop is not plain
+    if case.method.plan != share() or case.method.server_optimiser != mean() or changed:
         return
     name = next(iter(case.rows))
     federation = case.federation(rows={name: case.rows[name]})

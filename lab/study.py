@@ -75,7 +75,7 @@ def one(said: dict[str, Any], places: dict[str, str], command: str, out: Path) -
     lines = read_lines(folder / "ledger.jsonl")
     turns = [line for line in lines if "moved" not in line]
     signs = [
-        {name: line[name] for name in ("round", "phase", "up", "down", "drift", "attention")
+        {name: line[name] for name in ("round", "phase", "up", "down", "drift", "attention", "products")
          if name in line}
         for line in lines if "moved" in line
     ]  # fmt: skip

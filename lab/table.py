@@ -64,6 +64,11 @@ def moved(result: Result) -> float:
     return statistics.mean(far)
 
 
+def product(number: int, which: int) -> Measure:
+    """In some round: the error of LoRA's mean sides (0), or of what the world then has (1)."""
+    return lambda result: result["rounds"][number]["products"][which]
+
+
 FROZEN = measured("accuracy") | {
     "drift": apart(),
     "drift but query and key": apart("query", "key"),
@@ -75,6 +80,13 @@ PROMPTS = {
     **{n: domain(n) for n in ("photo", "cartoon", "art_painting", "sketch")},
     "worst client": lambda r: last(r)["personal"]["worst"],
 }
+LORA = {
+    "world accuracy": lambda r: last(r)["world"]["accuracy"],
+    "world loss": lambda r: last(r)["world"]["loss"],
+    **{f"error of the sides, round {n + 1}": product(n, 0) for n in range(4)},
+    "error left, round 1": product(0, 1),
+    "error left, round 4": product(3, 1),
+}
 TABLES: dict[str, dict[str, Measure]] = {
     "frozen-vision": FROZEN,
     "frozen-text": FROZEN,
@@ -82,6 +94,7 @@ TABLES: dict[str, dict[str, Measure]] = {
     "safl-ncbi": SAFL,
     "prompts-domains": PROMPTS,
     "prompts-sites": PROMPTS,
+    "exact-lora": LORA,
 }
 
 

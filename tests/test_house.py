@@ -21,7 +21,7 @@ FACES = [f for f in FILES if f.name == "__init__.py" and f.parent != PACKAGE]
 
 # Imports flow one way: each package, or module of the root, may use those that stand before it.
 ORDER = (
-    *("errors", "seeds", "faces", "reader"),
+    *("errors", "seeds", "faces", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports"),
     *("parts", "testing", "console", "cli", "__init__"),
@@ -53,15 +53,17 @@ LENT = {
         rounds_ahead spelled_out stated text_of touched value
     """,
     "data": """
-        Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_KINDS contents division
+        Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_NAMES contents division
         is_among label_text labels_in model_loss named_columns names_in require_packing
         require_sight rows some spread task_class to_train values where
     """,
     "training": """
-        CONTROL DECAY MOMENTUM PROBES adjust checkpointed is_public public_look
+        CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES WRAP_NAMES adjust
+        checkpointed is_public loop_named public_look wrap_named
     """,
     "methods": """
-        ByResidual Sides Told hosts_of product_told told_method
+        ByResidual METHOD_NAMES SERVER_OPTIMISER_NAMES Sides Told about_method hosts_of
+        list_methods product_told server_optimiser_named told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
@@ -70,12 +72,12 @@ LENT = {
     "federation": """
         AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping Fare
         FaultLog Identity KEY KINDS LEDGER LOWER Limits METRICS Metrics Patience
-        PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY WORLD announced by_part
-        changed_rows code_of guard_of joined journal_in keyed last_of last_told mark_of
-        meant metrics_of own_values parsed parted personal_values place_of
-        read_agreement read_answers read_egress read_faults read_identity read_record
-        records_in request_header request_message require_sound run_of said_of scored
-        stopping told understood update_of world_values
+        PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY TRACKER_NAMES WORLD
+        announced by_part changed_rows code_of guard_of joined journal_in keyed last_of
+        last_told mark_of meant metrics_of own_values parsed parted personal_values
+        place_of read_agreement read_answers read_egress read_faults read_identity
+        read_record records_in request_header request_message require_sound run_of
+        said_of scored stopping told understood update_of world_values
     """,
     "studies": """
         Given TrainSection agreed_run guarantee_of laid_over looked_at method_of

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fedplan.errors import FedplanError
+from fedplan.naming import Registry
 
 Answers = Literal["class", "labels", "number", "tokens"]
 """What a model answers: one of some classes, any of some labels, a number, or tokens."""
@@ -76,11 +77,14 @@ METRICS = {metric.name: metric for metric in _ALL}
 """What a study may ask for in `evaluate.metrics`."""
 
 
+METRIC_NAMES: Registry[Metric | Measure] = Registry("metric", METRICS)
+"""All metrics that a study can name: those, and functions of the truth and the guesses."""
+
+
 def metric_named(name: str) -> Metric:
-    """A metric by its name."""
-    if name not in METRICS:
-        raise FedplanError(f"there is no metric {name!r}; there are {', '.join(METRICS)}")
-    return METRICS[name]
+    """A metric by its name; a function of your own is called by its own name in the scores."""
+    found = METRIC_NAMES.find(name).value
+    return found if isinstance(found, Metric) else Metric(name.rpartition(":")[2], found)
 
 
 def measured(metrics: Sequence[Metric], truth: Any, guess: Any) -> dict[str, float]:

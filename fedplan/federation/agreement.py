@@ -25,6 +25,7 @@ from fedplan.privacy.guarantee import Guarantee
 from fedplan.tensors.riders import param_of, riders_of
 from fedplan.tensors.wire import plain
 from fedplan.training.fit import Pace
+from fedplan.training.fit import plain as plain_fit
 from fedplan.training.probes import is_public
 
 
@@ -197,9 +198,9 @@ def require_sound(guarantee: Guarantee, method: Method) -> None:
             "its phases follow what the clients did: plan them (method.phases)",
         ),
         (
-            guarantee.unit == "example" and bool(method.wraps),
+            guarantee.unit == "example" and (bool(method.wraps) or method.loop is not plain_fit),
             "its local fit is its own, and only plain steps are known to be hidden: take a method "
-            "without one, or hide clients (privacy.unit)",
+            "without one (no wraps, no loop), or hide clients (privacy.unit)",
         ),
     ]
     for wrong, why in refusals:

@@ -11,6 +11,7 @@ from typing import Any
 from fedplan.errors import FedplanError
 from fedplan.federation.history import Metrics, Row
 from fedplan.federation.record import RoundRecord, TurnRecord
+from fedplan.naming import Registry
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ Callback = Callable[[Closed], str | None]
 """Called after each round was committed, by whatever runner. Any words that it returns say why the
 run stops there. Who goes on with a run is told of its last round once more: a callback that looks
 at nothing but what it is told stops where it did before."""
+
+
+TRACKER_NAMES: Registry[Callback] = Registry("tracker", {})
+"""All callbacks that a study can name: fedplan has none itself."""
 
 
 def stopping(callbacks: Iterable[Callback], closed: Closed) -> str:

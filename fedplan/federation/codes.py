@@ -17,6 +17,7 @@ REFUSALS = {
     "another-study": "it agreed to something else: both ends must run the same study",
     "values": "it was sent values that its plan does not have come down, or of another kind",
     "poll": "its plan chooses nothing together in this turn, or nobody pays for the choice",
+    "unknown-name": "its study names what it does not have, or does not allow (allow of its node)",
     "request": "it knows no such request: both ends must run the same fedplan",
     "refused": "it does not do what it was asked for",
 }

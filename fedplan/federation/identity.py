@@ -73,7 +73,10 @@ def read_identity(folder: Path) -> Identity:
 
 def _require_same(folder: Path, found: Identity, asked: Identity) -> None:
     if found.study != asked.study:
-        raise FedplanError(f"{folder} holds a run of another study: name another folder")
+        raise FedplanError(
+            f"{folder} holds a run of another study, or the code that this one names has changed "
+            "since: name another folder, or take that back"
+        )
     if (found.start, found.marks) != (asked.start, asked.marks):
         raise FedplanError(
             f"{folder} holds a run from the model {found.start or '?'}, and this one is "

@@ -226,12 +226,13 @@ def _moved(client: Client, resting: Sequence[Param]) -> Iterator[Param]:
     move a whole frozen model for the sake of an adapter.
     """
     tensors = dict(client.model.named_parameters())
-    live = {p: value_in(client.model, p, tensors[p.name]) for p in resting}
+    # One after the other: of a packed weight the value is a copy.
+    live = ((p, value_in(client.model, p, tensors[p.name])) for p in resting)
     if device_of(client.model) == HOST:
-        return (p for p, value in live.items() if not torch.equal(value, client.start[p.key]))
-    sums = integers(checksum(value) for value in live.values())
-    found = dict(zip(live, sums, strict=True))
-    return (p for p in live if found[p] != client.digests.checksum(client.start[p.key]))
+        return (p for p, value in live if not torch.equal(value, client.start[p.key]))
+    sums = integers(checksum(value) for _, value in live)
+    found = dict(zip(resting, sums, strict=True))
+    return (p for p in resting if found[p] != client.digests.checksum(client.start[p.key]))
 
 
 def _line(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fedplan.methods.phases import Announce, Planned, Sign
     from fedplan.methods.products import ProductRule, apart, by_residual, by_svd
     from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
-    from fedplan.methods.registry import METHODS, method_named
+    from fedplan.methods.registry import METHODS, method_named, register_method
     from fedplan.methods.server_optimiser import (
         ServerOptimiser,
         adagrad,
@@ -75,6 +75,7 @@ __all__ = [
     "pfeddc",
     "pfeddc_held",
     "promptfl",
+    "register_method",
     "safl",
     "safl_frozen",
     "safl_lora",
@@ -95,7 +96,7 @@ __getattr__, __dir__ = face(
         "phases": "Announce Planned Sign",
         "products": "ProductRule apart by_residual by_svd",
         "prompts": "local_prompts pfeddc promptfl",
-        "registry": "METHODS method_named",
+        "registry": "METHODS method_named register_method",
         "server_optimiser": "ServerOptimiser adagrad adam mean momentum yogi",
     },
 )

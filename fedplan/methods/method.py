@@ -25,6 +25,7 @@ from fedplan.training.probes import Probe, at_random, is_public
 class Method:
     """What is trained and whose it is (plan), how (wraps), how it travels (wire), and what then.
 
+    `loop` is what trains a client's model, inside all `wraps`: ours, or your own (see `attach`).
     `server_optimiser` makes the world's values of the clients' means, by one of the rules of its
     module or a function of your own. `probe` gives the scores that a plan with `best` chooses by,
     each client by its own or all of them `together` by the sum; `announce` names the phases;
@@ -46,6 +47,7 @@ class Method:
     server_optimiser: ServerOptimiser = field(default_factory=mean)
     adapt: Callable[[nn.Module], nn.Module] | None = None
     product: ProductRule = field(default_factory=apart)
+    loop: Fit = plain
 
     def __post_init__(self) -> None:
         told = all(re.fullmatch("[a-z_]+", kind) for kind in self.riders)
@@ -68,6 +70,7 @@ class Method:
             "probe": text_of(self.probe) + (" without rows" if is_public(self.probe) else ""),
             "phases": text_of(self.announce),
             "wraps": text_of(self.wraps),
+            "loop": text_of(self.loop),
             "server optimiser": text_of(self.server_optimiser),
             "adapt": text_of(self.adapt),
         }
@@ -78,7 +81,7 @@ class Method:
     @property
     def fit(self) -> Fit:
         """The local fit as the method changes it, the first wrap outermost."""
-        fit: Fit = plain
+        fit = self.loop
         for wrap in reversed(self.wraps):
             fit = wrap(fit)
         return fit
@@ -89,6 +92,7 @@ class Method:
             self,
             wraps=(*other.wraps, *self.wraps),
             riders=(*other.riders, *self.riders),
+            loop=other.loop if self.loop is plain else self.loop,
             server_optimiser=other.server_optimiser,
         )
 

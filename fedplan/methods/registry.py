@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
-from inspect import signature
-from typing import Any
+from inspect import getdoc, signature
+from typing import Any, cast
 
 from fedplan.errors import FedplanError
 from fedplan.methods.adapters import fedex_lora, fedit, fedsa_lora, ffa_lora, flexlora
@@ -17,6 +16,15 @@ from fedplan.methods.layers import bitfit, fedpart, head_only, safl
 from fedplan.methods.method import Method
 from fedplan.methods.personal import fedbabu, fedbn, fedper, fedrep, lg_fedavg
 from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
+from fedplan.methods.server_optimiser import (
+    ServerOptimiser,
+    adagrad,
+    adam,
+    mean,
+    momentum,
+    yogi,
+)
+from fedplan.naming import Registry
 
 METHODS: dict[str, Callable[..., Method]] = {
     make.__name__.replace("_", "-"): make
@@ -31,19 +39,60 @@ METHODS: dict[str, Callable[..., Method]] = {
     )
 }
 
+"""The methods that everybody has."""
+METHOD_NAMES: Registry[Callable[..., Method]] = Registry("method", METHODS)
+"""All methods that a study can name: each is a function of its settings."""
+SERVER_OPTIMISER_NAMES: Registry[Callable[..., ServerOptimiser]] = Registry(
+    "server optimiser",
+    {"mean": mean, "momentum": momentum, "adam": adam, "yogi": yogi, "adagrad": adagrad},
+)
+"""All server optimisers that a study can name: each is made by a function of its settings."""
+
 
 def method_named(name: str, settings: Mapping[str, Any] | None = None) -> Method:
-    """A method by its name, with settings of its own."""
-    if name not in METHODS:
-        close = get_close_matches(name, METHODS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(METHODS)}"
-        raise FedplanError(f"there is no method {name!r}: {hint}")
-    takes = signature(METHODS[name]).parameters
-    for key, value in (settings or {}).items():
-        if key not in takes:
-            raise FedplanError(f"{name} takes no {key!r}; it takes {', '.join(takes) or 'nothing'}")
-        if type(value) is not type(takes[key].default) and not (
-            type(value) is int and type(takes[key].default) is float
-        ):
-            raise FedplanError(f"{name} takes {key} such as {takes[key].default!r}, not {value!r}")
-    return METHODS[name](**(settings or {}))
+    """A method by its name, or where it stands (`package.module:function`), with its settings."""
+    made = METHOD_NAMES.make(name, settings)
+    if not isinstance(made, Method):
+        raise FedplanError(f"{name} makes {_article(made)}, and no Method: it is no method")
+    return made
+
+
+def register_method(name: str, make: Callable[..., Method]) -> None:
+    """Let a study name a method of your own, in this process alone."""
+    METHOD_NAMES.register(name, make)
+
+
+def server_optimiser_named(name: str, settings: Mapping[str, Any] | None = None) -> ServerOptimiser:
+    """A server optimiser by the name of what makes it, with its settings."""
+    made: Any = SERVER_OPTIMISER_NAMES.make(name, settings)
+    if not callable(cast("object", made)):
+        raise FedplanError(f"{name} makes {_article(made)}, and no server optimiser")
+    return made
+
+
+def _article(value: object) -> str:
+    return f"a value of {type(value).__name__}"
+
+
+def list_methods() -> list[list[str]]:
+    """Every method in lines: its name and whose it is, what it is, and its plan."""
+    return [[f"{name}, of {of}", *_told(name)] for name, of in METHOD_NAMES.names().items()]
+
+
+def _told(name: str) -> list[str]:
+    """What a method says first of itself, and its plan; one that cannot be had says why."""
+    try:
+        doc = getdoc(METHOD_NAMES.find(name).value) or ""
+        return [f"    {line}" for line in (*doc.splitlines()[:1], method_named(name).plan.text)]
+    except FedplanError as error:
+        return [f"    {error}"]
+
+
+def about_method(name: str) -> list[str]:
+    """A method in full: whose it is, its docstring, its settings, and all that it says."""
+    found, made = METHOD_NAMES.find(name), method_named(name)
+    takes = signature(found.value).parameters.values()
+    settings = [f"    {each.name} = {each.default!r}" for each in takes]
+    doc = (getdoc(found.value) or "").splitlines()
+    told = [*doc, "", "settings", *(settings or ["    none"]), "", *made.lines]
+    return [f"{name}, of {found.origin}", *told]

@@ -39,7 +39,7 @@ def put(model: nn.Module, values: Tensors, params: Iterable[Param]) -> None:
 
 def _require_same(param: Param, now: Tensor, value: Tensor) -> None:
     """A packed weight is never written: one may give it the value that it has."""
-    if now.shape != value.shape or not torch.equal(now, value):
+    if now.shape != value.shape or not torch.equal(now.to(value.device), value):
         raise FedplanError(
             f"{param.key} is quantised and stays as it was loaded, and it is given another value: "
             "load the model that has it"

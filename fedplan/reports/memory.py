@@ -9,13 +9,17 @@ from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.language.plan import Roles
-from fedplan.models.params import ITEMSIZE, Block, Kind, Param, Params
+from fedplan.models.params import ITEMSIZE, TRAINED, Block, Kind, Param, Params
 
 STATES = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "sgd": 0, "momentum": 1,
           "rmsprop": 1, "adagrad": 1, "adafactor": 0}  # fmt: skip
 """Numbers that an optimiser remembers for each one that it trains."""
-PACKED = {"": 0.0, "nf4": 0.5 + 4 / 64, "fp4": 0.5 + 4 / 64, "int8": 1.0}
-"""Bytes of one number of a quantised weight; a float32 scale stands beside every 64 of 4 bits."""
+SCALES = 1 / 64 + 4 / (64 * 256)
+"""Bytes beside each number of 4 bits: every 64 have a scale of a byte, and 256 of these another."""
+PACKED = {"": 0.0, "nf4": 0.5 + SCALES, "fp4": 0.5 + SCALES, "int8": 1.0}
+"""Bytes of one number of a quantised weight, as bitsandbytes packs it; rows of 8 bits are few."""
+PAIRS = "uint8"
+"""The dtype of a weight that is packed already: two numbers a byte."""
 CARD = 24 * 10**9
 """A card that many have."""
 
@@ -27,7 +31,7 @@ class Load:
     """One step of a client: its batch, tokens a row, optimiser, and how the model is held.
 
     `checkpointing` keeps a block's input alone and works the rest out again; `quantised` holds the
-    linear weights of the blocks in 4 or 8 bits; `bf16` computes in bfloat16 what is held in more.
+    linear weights of the blocks in 4 or 8 bits; `half` computes in 16 bits what is held in more.
     """
 
     batch: int = 8
@@ -35,7 +39,7 @@ class Load:
     optimiser: str = "adamw"
     checkpointing: bool = False
     quantised: str = ""
-    bf16: bool = False
+    half: bool = False
 
     def __post_init__(self) -> None:
         if self.optimiser not in STATES:
@@ -96,10 +100,10 @@ def memory_of(params: Params, roles: Roles, step: Load) -> Memory:
     weights = Counter[str]()
     for p in params:
         weights[_held(p, step)] += _nbytes(p, step)
-    if step.bf16:
+    if step.half:
         # Autocast keeps a copy of each weight that it has cast, until the step is done.
-        cast = (p for p in params if p.at and p.dtype != "bfloat16")
-        weights["bfloat16 copies"] = sum(2 * p.numel for p in cast)
+        cast = (p for p in params if p.at and ITEMSIZE[p.dtype] > 2)
+        weights["16-bit copies"] = sum(2 * p.numel for p in cast)
     gradients = sum(p.nbytes for p in trained)
     return Memory(
         {name: n for name, n in weights.items() if n},
@@ -121,8 +125,15 @@ def _is_packed(param: Param, step: Load) -> bool:
 
 
 def _nbytes(param: Param, step: Load) -> int:
+    if param.dtype == PAIRS:
+        return int(_numel(param) * PACKED["nf4"])
     packed = _is_packed(param, step)
     return int(param.numel * PACKED[step.quantised]) if packed else param.nbytes
+
+
+def _numel(param: Param) -> int:
+    """How many numbers a param stands for."""
+    return 2 * param.numel if param.dtype == PAIRS else param.numel
 
 
 def _activations(params: Params, trained: frozenset[Param], step: Load) -> int:
@@ -202,14 +213,14 @@ def _mlp(params: list[Param], trained: frozenset[Param], width: int) -> int:
 def _inner(params: list[Param]) -> int:
     """How wide an MLP is within."""
     width = _width(params)
-    sizes = [p.numel // width for p in params if p.kind is Kind.MLP and len(p.shape) > 1]
+    sizes = [_numel(p) // width for p in params if p.kind is Kind.MLP and len(p.shape) > 1]
     return min(sizes, default=0)
 
 
 def _outputs(params: list[Param], kind: Kind, width: int) -> int:
     """What layers of a kind give for a token, all together."""
     matrices = (p for p in params if p.kind is kind and len(p.shape) > 1 and "bias" not in p.tags)
-    return sum(p.numel for p in matrices) // width
+    return sum(map(_numel, matrices)) // width
 
 
 def _fed(params: list[Param], trained: frozenset[Param], *kinds: Kind) -> bool:
@@ -228,13 +239,14 @@ def _width(params: list[Param]) -> int:
 
 
 def _item(params: list[Param], step: Load) -> int:
-    """Bytes of one number that a block computes: as it holds most of its numbers."""
-    if step.bf16:
+    """Bytes of one number that a block computes: as it holds its own that are not packed."""
+    if step.half:
         return 2
     sizes = Counter[str]()
     for p in params:
-        sizes[p.dtype] += p.numel
-    return ITEMSIZE[sizes.most_common(1)[0][0]]
+        if p.dtype in TRAINED and p.kind is not Kind.ADAPTER:
+            sizes[p.dtype] += p.numel
+    return ITEMSIZE[sizes.most_common(1)[0][0]] if sizes else 4
 
 
 def _answers(params: Params, trained: frozenset[Param], step: Load) -> int:
@@ -244,5 +256,5 @@ def _answers(params: Params, trained: frozenset[Param], step: Load) -> int:
     words = max((p.shape[0] for p in (*heads, *tied)), default=0)
     if not trained or words < 1000:
         return 0  # a classifier's answer, once a row
-    item = 2 if step.bf16 else ITEMSIZE[(heads or tied)[0].dtype]
+    item = 2 if step.half else ITEMSIZE[(heads or tied)[0].dtype]
     return step.tokens * words * (item + 8)

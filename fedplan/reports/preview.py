@@ -92,7 +92,7 @@ def _step(study: Study, params: Params) -> Load | None:
         length=side**2 + 1 if side else task.max_length,
         optimiser=named,
         checkpointing=train.checkpointing,
-        bf16=train.precision != "float32",
+        half=train.precision != Pace.precision,
     )
 
 

@@ -56,7 +56,7 @@ class Simulation:
         if not study.gathered:
             raise ConfigError("data.path: each site of this study has its own: --runner flower")
         self.study, self.folder, self.given = study, folder, given
-        self.callbacks, self.stopped = tuple(callbacks), ""
+        self.callbacks, self.stopped = (*callbacks, *study.evaluate.callbacks), ""
         self._open()
 
     def _open(self) -> None:

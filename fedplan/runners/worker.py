@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import socket
 import sys
 from collections.abc import Generator, Mapping
@@ -22,6 +23,7 @@ from fedplan.federation.codes import EXITS, said_of, told
 from fedplan.federation.endpoint import Endpoint, journal_in, place_of
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.messages import run_of
+from fedplan.naming import allowing
 from fedplan.runners.worker_client import WorkerSpec
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.names import folder_named
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 SAID = frozenset(
     (
-        *("name", "home", "data", "dataset", "key", "resident", "idle", "device"),
+        *("name", "home", "data", "dataset", "key", "resident", "idle", "device", "allow"),
         *("limit_rounds", "limit_bytes", "limit_epsilon", "limit_delta"),
         *("partition-id", "num-partitions"),
     )
@@ -51,11 +53,13 @@ IDLE = 900.0
 class Worker:
     """A site's rows and model, and its endpoint in the run that it was last asked in.
 
-    What it writes only its owner may read; with a key, what tells of rows is sealed.
+    What it writes only its owner may read; with a key, what tells of rows is sealed. The study came
+    over a network: of the code that it names, only that is imported which the site has installed
+    for fedplan, or which its node allows.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
-        with _private():
+        with _private(), allowing(allowed_by(spec)):
             self.spec, self.study = spec, read_study(Path(spec.study))
             self.seal = seal_of(spec)
             self.name = name = name_of(self.study, spec.node)
@@ -120,6 +124,11 @@ def _traits(study: Study, name: str, node: Mapping[str, Any]) -> dict[str, str]:
             f"so traits are public and stand in the study, in clients.traits.{name}"
         )
     return study.clients.traits.get(name, {}) | own
+
+
+def allowed_by(spec: WorkerSpec) -> list[str]:
+    """The packages that a study may name things of, by the node's own words."""
+    return [word for word in re.split(r"[\s,]+", str(spec.node.get("allow", ""))) if word]
 
 
 def seal_of(spec: WorkerSpec) -> Encryption | None:

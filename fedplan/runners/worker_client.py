@@ -114,7 +114,8 @@ def _started(spec: WorkerSpec, address: Path) -> socket.socket:
             return found
         log = log_of(spec)
         _make_private(log)
-        command = [sys.executable, "-m", "fedplan.runners.worker", spec.text, str(address)]
+        # -P: a study names modules, and the folder that a node was started in is none of them.
+        command = [sys.executable, "-P", "-m", "fedplan.runners.worker", spec.text, str(address)]
         with log.open("ab") as out:
             process = subprocess.Popen(  # noqa: S603
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True

@@ -16,9 +16,11 @@ from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.client import Client
 from fedplan.models.hub import is_hub_id
+from fedplan.naming import UnknownName
 from fedplan.privacy.dpsgd.fit import require_pace
 from fedplan.storage.names import a_study_name
 from fedplan.studies.model_section import ModelSection
+from fedplan.studies.names import code_of_names
 from fedplan.studies.plain import flat, odd, read_toml, value_of
 from fedplan.studies.sections import (
     ClientsSection,
@@ -78,7 +80,8 @@ class Study(Section):
     def digest(self) -> str:
         """Tells two studies apart by all that changes a turn, wherever their files lie."""
         said = self.model_dump(mode="json", exclude=PLACES | ASIDE)
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
+        told = json.dumps(said, sort_keys=True) + "".join(code_of_names(self))
+        return hashlib.sha256(told.encode()).hexdigest()[:32]
 
     @model_validator(mode="after")
     def _private(self) -> Study:
@@ -184,13 +187,22 @@ def differences(one: Study, other: Study) -> list[str]:
 def study_of(said: dict[str, Any]) -> Study:
     """A study from plain values; each fault is named by its field."""
     faults = [f"{section}: {fault}" for section, held in said.items() if (fault := odd(held))]
+    code = ConfigError.code
     try:
         found = Study.model_validate(said) if not faults else None
     except ValidationError as error:
         found, faults = None, [f"{_field(e['loc'])}: {e['msg']}{_said(e)}" for e in error.errors()]
+        code = _code(error)
     if found is None:
-        raise ConfigError("the study does not fit:\n  " + "\n  ".join(faults))
+        raise ConfigError("the study does not fit:\n  " + "\n  ".join(faults)).coded(code)
     return found
+
+
+def _code(error: ValidationError) -> str:
+    """The code of a study that names what is not here; of any other fault, that of settings."""
+    causes = [each.get("ctx", {}).get("error") for each in error.errors()]
+    lacking = any(isinstance(getattr(each, "__cause__", None), UnknownName) for each in causes)
+    return UnknownName.code if lacking else ConfigError.code
 
 
 def _said(error: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
-from fedplan.federation.callbacks import EarlyStopping
+from fedplan.federation.callbacks import TRACKER_NAMES, Callback, EarlyStopping
 from fedplan.federation.participation import Participation
 from fedplan.federation.patience import Patience
 from fedplan.methods.method import Method
@@ -22,13 +22,17 @@ from fedplan.studies.words import (
     Clip,
     Count,
     Division,
+    LoopName,
+    MetricName,
     Noise,
     OptimiserName,
     Positive,
     ProbeName,
     Scalar,
+    ServerOptimiserName,
     Share,
     TaskKind,
+    WrapName,
     as_fault,
 )
 from fedplan.training.fit import Pace
@@ -101,6 +105,11 @@ class MethodSection(Section):
     `inside` is another method, whose local fit and server optimiser this one takes. A plan of your
     own names its `probe`, if it chooses blocks; `phases` are announced after so many rounds. A
     method that came from Python is told by its lines, `given`.
+
+    What is yours is named by where it stands, as `package.module:attribute`, or as an installed
+    package offers it: the method, its probe, the `loop` that trains a client, `wraps` around it
+    (the first outermost, and all of them around the method's own), and the `server_optimiser`, made
+    with `server_settings`.
     """
 
     name: str = ""
@@ -111,6 +120,10 @@ class MethodSection(Section):
     phases: dict[str, Count] = {}
     inside: MethodSection | None = None
     wire: str = ""
+    loop: LoopName = ""
+    wraps: list[WrapName] = []
+    server_optimiser: ServerOptimiserName = ""
+    server_settings: dict[str, Scalar] = {}
     product: str = ""
     given: list[str] = []
 
@@ -122,6 +135,8 @@ class MethodSection(Section):
             raise ValueError("say name (a published method), plan (your own) or both")
         if self.name and (self.probe or self.together):
             raise ValueError("probe and together are for a plan without a name: see settings")
+        if self.server_settings and not self.server_optimiser:
+            raise ValueError("server_settings are those of a server_optimiser: name it")
         return self
 
 
@@ -215,14 +230,21 @@ class EvaluateSection(Section):
     """When and on what the models are tested.
 
     `attention` is on how many of the common test's rows each round's move of the attention maps is
-    measured; 0 is not at all. `metrics` are measured beside those of the task.
+    measured; 0 is not at all. `metrics` are measured beside those of the task. `trackers` are
+    callbacks, by name, of whoever runs the study: no site needs them.
     """
 
     every: Positive = 1
     batch: Positive = 128
     personal: bool = True
     attention: Count = 0
-    metrics: list[str] = []
+    metrics: list[MetricName] = []
+    trackers: list[str] = []
+
+    @property
+    def callbacks(self) -> tuple[Callback, ...]:
+        """The trackers, imported."""
+        return tuple(TRACKER_NAMES.find(name).value for name in self.trackers)
 
 
 class StopSection(Section):

@@ -22,7 +22,7 @@ from fedplan.language.resolution import check
 from fedplan.methods.method import Method
 from fedplan.methods.phases import Planned
 from fedplan.methods.products import product_told
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_named, server_optimiser_named
 from fedplan.methods.told import Told, told_method
 from fedplan.models.description import describe
 from fedplan.models.params import Params
@@ -34,10 +34,12 @@ from fedplan.studies.model import require_scale, starting_model
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection, MethodSection
 from fedplan.studies.shares import Shares, shares_of
-from fedplan.tensors.devices import at_rest, brought, device_of
+from fedplan.tensors.devices import at_rest, brought, device_of, forked
 from fedplan.tensors.named import digests
 from fedplan.tensors.wire import parse_wire
+from fedplan.training.loops import loop_named
 from fedplan.training.probes import probe_named
+from fedplan.training.wraps import wrap_named
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -94,9 +96,8 @@ def stage_of(
 
 
 def _stage_given(study: Study, given: Given) -> Stage:
-    with torch.random.fork_rng(devices=[]):
-        # What a method adds is drawn from the study's seed, as from a file: else no run goes on.
-        torch.manual_seed(seeds.seed(study.name, "model", study.seed))
+    # What a method adds is drawn from the study's seed, as from a file: else no run goes on.
+    with forked(seed=seeds.seed(study.name, "model", study.seed)):
         model = steadied(given.starting_model)
     require_scale(model, given.method)
     agreement = agreement_of(study, describe(model), given.method)
@@ -163,8 +164,19 @@ def _method(said: MethodSection) -> Method:
         if strange := said.phases.keys() - set(phases_in(made.plan)):
             raise ConfigError(f"method.phases: the plan speaks of no phase {min(strange)!r}")
         made = replace(made, announce=Planned(said.phases))
+    made = _fitted(made, said)
     made = replace(made, product=product_told(said.product)) if said.product else made
     return replace(made, wire=parse_wire(said.wire)) if said.wire else made
+
+
+def _fitted(made: Method, said: MethodSection) -> Method:
+    """A method with the loop, the wraps and the server optimiser that a study names."""
+    wraps = (*map(wrap_named, said.wraps), *made.wraps)
+    loop = loop_named(said.loop) if said.loop else made.loop
+    server = made.server_optimiser
+    if said.server_optimiser:
+        server = server_optimiser_named(said.server_optimiser, said.server_settings)
+    return replace(made, wraps=wraps, loop=loop, server_optimiser=server)
 
 
 def agreement_of(study: Study, params: Params, given: Method | None = None) -> Agreement:

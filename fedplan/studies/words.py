@@ -9,15 +9,20 @@ from typing import Annotated
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from fedplan.data.metrics import metric_named
 from fedplan.data.own import OWN
 from fedplan.data.partition import KINDS
-from fedplan.data.tasks import TASK_KINDS
+from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
+from fedplan.methods.registry import SERVER_OPTIMISER_NAMES
+from fedplan.naming import unknown
 from fedplan.privacy.accounting.events import NOISES
 from fedplan.privacy.mechanisms.clipping import BOUNDS
 from fedplan.tensors.devices import device_word
+from fedplan.training.loops import loop_named
 from fedplan.training.optimisers import optimiser_named
-from fedplan.training.probes import PROBES
+from fedplan.training.probes import probe_named
+from fedplan.training.wraps import wrap_named
 
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 """A part of the file: unknown fields are refused, values are not converted."""
@@ -39,8 +44,7 @@ def one_of(what: str, names: Collection[str]) -> Callable[[str], str]:
 
     def check(name: str) -> str:
         if name not in names:
-            known = ", ".join(filter(None, names))
-            raise ValueError(f"there is no {what} {name!r}; there are {known}")
+            raise ValueError(unknown(what, name, names))
         return name
 
     return check
@@ -57,9 +61,20 @@ def _within(bounds: tuple[float, float], *, zero: bool = False) -> Callable[[flo
     return check
 
 
-def _optimiser(name: str) -> str:
-    with as_fault():
-        return optimiser_named(name).name
+def _named(find: Callable[[str], object]) -> Callable[[str], str]:
+    """A name that stands for something; none is the usual, where a field may say none."""
+
+    def check(name: str) -> str:
+        with as_fault():
+            _ = find(name) if name else None
+        return name
+
+    return check
+
+
+def _task(kind: str) -> object:
+    """The class of a task; what came from Python is a task of no name."""
+    return kind == OWN or task_class(kind)
 
 
 def _a_device(word: str) -> str:
@@ -73,8 +88,12 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Scalar = str | int | float | bool
 Clip = Annotated[float, AfterValidator(_within(BOUNDS))]
 Noise = Annotated[float, AfterValidator(_within(NOISES, zero=True))]
-TaskKind = Annotated[str, AfterValidator(one_of("task", (*TASK_KINDS, OWN)))]
+TaskKind = Annotated[str, AfterValidator(_named(_task))]
 Division = Annotated[str, AfterValidator(one_of("partition", KINDS))]
 DeviceName = Annotated[str, AfterValidator(_a_device)]
-ProbeName = Annotated[str, AfterValidator(one_of("probe", ("", *PROBES)))]
-OptimiserName = Annotated[str, AfterValidator(_optimiser)]
+ProbeName = Annotated[str, AfterValidator(_named(probe_named))]
+OptimiserName = Annotated[str, AfterValidator(_named(optimiser_named))]
+ServerOptimiserName = Annotated[str, AfterValidator(_named(SERVER_OPTIMISER_NAMES.find))]
+WrapName = Annotated[str, AfterValidator(_named(wrap_named))]
+MetricName = Annotated[str, AfterValidator(_named(metric_named))]
+LoopName = Annotated[str, AfterValidator(_named(loop_named))]

@@ -8,6 +8,7 @@ from fedplan.faces import face
 if TYPE_CHECKING:
     from fedplan.training.fit import Done, Fit, Job, Pace, Wrap, plain
     from fedplan.training.freezing import Marked, mark
+    from fedplan.training.loops import RowsOf, attach
     from fedplan.training.optimisers import (
         ClientOptimiser,
         adamw,
@@ -39,11 +40,13 @@ __all__ = [
     "Marked",
     "Pace",
     "Probe",
+    "RowsOf",
     "Schedule",
     "Wrap",
     "adamw",
     "alternate",
     "at_random",
+    "attach",
     "attention",
     "controlled",
     "fixed",
@@ -66,6 +69,7 @@ __getattr__, __dir__ = face(
     {
         "fit": "Done Fit Job Pace Wrap plain",
         "freezing": "Marked mark",
+        "loops": "RowsOf attach",
         "optimisers": "ClientOptimiser adamw optimiser_named register_optimiser sgd",
         "probes": "Look Probe at_random attention fixed from_the_top gradient probe_named public",
         "ranks": "narrowed",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedplan.data.examples import Examples, Loss, Seeded
 from fedplan.errors import FedplanError
 from fedplan.language.plan import Roles
-from fedplan.language.wording import spelled_out
+from fedplan.language.wording import spelled_out, stated
 from fedplan.models.params import Param
 from fedplan.tensors.devices import autocast, brought, device_of, forked, numbers, scaler
 from fedplan.tensors.named import Tensors
@@ -150,6 +150,7 @@ Fit = Callable[[Job], Done]
 Wrap = Callable[[Fit], Fit]
 
 
+@stated("plain")
 def plain(job: Job) -> Done:
     """Train every SHARE and KEEP param on the client's rows."""
     pace, device, losses = job.pace, device_of(job.model), list[Tensor]()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from inspect import Parameter, isclass, signature
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 from fedplan.errors import FedplanError
 from fedplan.language.wording import text_of
 from fedplan.models.params import Kind
+from fedplan.naming import Registry
 from fedplan.training.freezing import Marked
 
 DECAY, MOMENTUM = 0.0, 0.0
@@ -31,7 +31,6 @@ _UNFIT = {
     "sparseadam": "it takes sparse gradients alone",
 }
 """Optimisers of torch that no fit can take, and why."""
-_REGISTERED: dict[str, Callable[..., torch.optim.Optimizer]] = {}
 
 
 @dataclass(frozen=True)
@@ -102,22 +101,30 @@ def register_optimiser(name: str, make: Callable[..., torch.optim.Optimizer]) ->
 
     `make` is called as a class of torch.optim is: with parameters, `lr`, and the settings it takes.
     """
-    if _known().get(name, make) is not make:
-        raise FedplanError(f"there is an optimiser {name!r} already: give yours another name")
+    _require_rate(name, make)
+    OPTIMISER_NAMES.register(name, make)
+
+
+def _require_rate(name: str, make: Callable[..., torch.optim.Optimizer]) -> None:
     if not _takes(make, "lr"):
         raise FedplanError(f"the optimiser {name!r} takes no lr, the rate of its steps")
-    _REGISTERED[name] = make
 
 
-def _known() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """All that can be named."""
+def _of_torch() -> dict[str, Callable[..., torch.optim.Optimizer]]:
+    """The optimisers of torch, each by the name of its class in small letters."""
     found = [made for made in vars(torch.optim).values() if isclass(made)]
-    of_torch = {
+    named = {
         made.__name__.lower(): made
         for made in found
         if issubclass(made, torch.optim.Optimizer) and made is not torch.optim.Optimizer
     }
-    return {name: made for name, made in of_torch.items() if name not in _UNFIT} | _REGISTERED
+    return {name: made for name, made in named.items() if name not in _UNFIT}
+
+
+OPTIMISER_NAMES: Registry[Callable[..., torch.optim.Optimizer]] = Registry(
+    "optimiser", _of_torch(), owner="torch"
+)
+"""All optimisers that a study can name: classes of torch, and what is called as they are."""
 
 
 def _takes(make: Callable[..., torch.optim.Optimizer], word: str) -> bool:
@@ -127,8 +134,9 @@ def _takes(make: Callable[..., torch.optim.Optimizer], word: str) -> bool:
 
 
 def optimiser_named(name: str, settings: Mapping[str, Any] | None = None) -> ClientOptimiser:
-    """An optimiser of torch, by the name of its class in small letters, or one that is registered.
+    """An optimiser of torch, by the name of its class in small letters, or one of your own.
 
+    Yours is registered, offered by a package, or named by where it stands: `package.module:Class`.
     Settings are what its class takes, but for the rate; `decay` is its weight_decay.
 
     >>> optimiser_named("adam", {"betas": [0.9, 0.95]}).text
@@ -148,22 +156,16 @@ def optimiser_named(name: str, settings: Mapping[str, Any] | None = None) -> Cli
     except (TypeError, ValueError) as error:
         raise FedplanError(f"a setting of {name} is no plain value: {error}") from error
     # A name of torch's says what it is; of a name of your own, what it stands for is said too.
-    text += f"; by {text_of(make)}" if name in _REGISTERED else ""
+    text += f"; by {text_of(make)}" if name not in OPTIMISER_NAMES.built_in else ""
     return ClientOptimiser(name, lambda leaves, rate: make(leaves, lr=rate, **said), text)
 
 
 def _made_by(name: str) -> Callable[..., torch.optim.Optimizer]:
-    known = _known()
-    if name in _UNFIT and name not in known:
+    if name in _UNFIT and name not in OPTIMISER_NAMES.registered:
         raise FedplanError(f"{name} cannot train clients: {_UNFIT[name]}")
-    if name not in known:
-        close = get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}."
-        raise FedplanError(
-            f"there is no optimiser {name!r}: {hint} One of your own is registered by each process "
-            "that uses it (fedplan.training.register_optimiser); the command line knows torch's"
-        )
-    return known[name]
+    make = OPTIMISER_NAMES.find(name).value
+    _require_rate(name, make)
+    return make
 
 
 def _text(word: str, value: Any) -> str:

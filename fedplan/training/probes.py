@@ -17,6 +17,7 @@ from fedplan.language.wording import phrase, stated
 from fedplan.models.attention import aligned, listen, places
 from fedplan.models.description import blocks_of
 from fedplan.models.params import Block
+from fedplan.naming import Registry
 from fedplan.tensors.devices import at_rest, brought, device_of, numbers, widest
 from fedplan.tensors.named import Batch
 
@@ -267,17 +268,17 @@ def _gradients(look: Look, weights: list[nn.Parameter], rows: int) -> dict[nn.Pa
     return found
 
 
-PROBES: dict[str, Callable[[], Probe]] = {
-    "attention": attention,
-    "gradient": gradient,
-    "random": lambda: at_random,
-    "last": lambda: from_the_top,
+PROBES: dict[str, Probe] = {
+    "attention": attention(),
+    "gradient": gradient(),
+    "random": at_random,
+    "last": from_the_top,
 }
-"""The probes that a study can name."""
+"""The probes that everybody has, with their defaults."""
+PROBE_NAMES: Registry[Probe] = Registry("probe", PROBES)
+"""All probes that a study can name."""
 
 
 def probe_named(name: str) -> Probe:
-    """The probe of a name, with its defaults."""
-    if name not in PROBES:
-        raise FedplanError(f"there is no probe {name!r}; there are {', '.join(PROBES)}")
-    return PROBES[name]()
+    """The probe of a name, or that which stands at `package.module:attribute`."""
+    return PROBE_NAMES.find(name).value

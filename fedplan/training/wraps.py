@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isnan
 
 import torch
 from torch import Tensor
 
+from fedplan.errors import FedplanError
 from fedplan.language.plan import Role
 from fedplan.language.wording import phrase, stated
 from fedplan.models.params import Param
 from fedplan.models.values import take
+from fedplan.naming import Registry
 from fedplan.tensors.devices import brought, device_of
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.riders import rider
@@ -87,6 +90,11 @@ def controlled(fit: Fit) -> Fit:
         if not far:  # it took no step, or all at a rate of zero: it has learned nothing of itself
             still = {rider(k, CONTROL): torch.zeros_like(v) for k, v in mine.items()}
             return replace(done, riders=still, memory=job.memory)
+        if isnan(far):
+            raise FedplanError(
+                "SCAFFOLD needs one rate for all params in a step, and this loop's groups have "
+                "several: give them one"
+            )
         scale = 1 / far
         ends = take(job.model, shared)
         fresh = {k: mine[k] - world[k] + (job.start[k] - ends[k]) * scale for k in ends}
@@ -103,3 +111,12 @@ def _control(held: Tensors, param: Param, start: Tensors) -> Tensor:
     """A control as it is held; both ends know that it starts at zero."""
     found = held.get(rider(param.key, CONTROL))
     return torch.zeros_like(start[param.key]) if found is None else found
+
+
+WRAP_NAMES: Registry[Wrap] = Registry("wrap", {"alternate": alternate()})
+"""All wraps that a study can name. Those that have settings or riders are a method's to say."""
+
+
+def wrap_named(name: str) -> Wrap:
+    """The wrap of a name, or that which stands at `package.module:attribute`."""
+    return WRAP_NAMES.find(name).value

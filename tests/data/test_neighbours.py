@@ -15,7 +15,7 @@ from commands import STUDY, run
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import KINDS, LANGUAGE, MOODS, SITES, Row, held, row, study, tokenizer, written
+from tables import KINDS, LANGUAGE, MOODS, SITES, Row, cases, held, row, study, tokenizer, written
 
 from fedplan.data.content import chances, contents, told_apart
 from fedplan.data.partition import Partition, divide
@@ -77,8 +77,7 @@ def pair(asked: Study, file: Path, rows: list[Row], gone: int) -> tuple[Shares, 
     return shares[0], shares[1]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "way"), cases(WAYS, day=("dirichlet", "column, each")))
 def test_one_row_less_is_one_unit_less(kind: str, way: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "t.parquet"
     asked = study(kind, words, data={"path": str(file), **WAYS[way]}, privacy=EXAMPLE)

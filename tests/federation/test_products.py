@@ -21,8 +21,10 @@ from fedplan.federation.aggregation import Outcome, PlainSum
 from fedplan.federation.agreement import Agreement, require_sound
 from fedplan.federation.world import World
 from fedplan.language.parser import parse, parse_part
+from fedplan.language.plan import share
 from fedplan.methods import Method, ProductRule, adam, apart, by_residual, by_svd, method_named
 from fedplan.methods.adapters import add_lora
+from fedplan.methods.products import product_told
 from fedplan.models.description import describe
 from fedplan.models.low_rank import layers_of
 from fedplan.models.values import put, take
@@ -31,6 +33,7 @@ from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.local import Federation
 from fedplan.storage import failpoints
 from fedplan.storage.lines import read_lines
+from fedplan.studies.model import require_scale
 from fedplan.tensors.named import digests
 from fedplan.tensors.wire import parse_wire
 from fedplan.training import Pace, sgd
@@ -255,6 +258,21 @@ def test_a_weight_that_would_round_the_residual_away_is_refused() -> None:
     with pytest.raises(FedplanError, match=r"bfloat16 and would round them away.*by_svd"):
         agreed(model, by_residual())
     agreed(model, by_svd())
+
+
+def test_another_scale_than_the_adapters_is_refused() -> None:
+    model = lora("bert")
+    for rule in (by_residual(), by_svd()):
+        require_scale(model, Method(share(), product=rule))
+    with pytest.raises(FedplanError, match=r"folds at another scale .* is 1.0"):
+        require_scale(model, Method(share(), product=by_residual(2.0)))
+
+
+def test_a_rule_is_what_its_text_says() -> None:
+    for rule in (*RULES.values(), by_residual(0.5)):
+        assert product_told(rule.text) == rule
+    with pytest.raises(FedplanError, match="there is no rule for products 'by_guess"):
+        product_told("by_guess()")
 
 
 def test_what_is_more_than_a_product_is_no_low_rank_layer() -> None:

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow
 import pyarrow.csv
 import pyarrow.parquet
+import pytest
 import torch
 import transformers as hf
 from PIL import Image
@@ -40,11 +42,23 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{{ '[SEP]' if message['role'] == 'assistant' else ' ' }}{% endfor %}"
 )
+RARER = ("multi-label", "regression", "seq2seq-lm", "instruction")
+"""Kinds that share all their code with others: by day they go some of the ways."""
 WORDS = ["cat", "dog", "sat", "ran", "on", "mat", "the", "a", "hen", "egg"]
 PETS = ["cat", "dog", "hen"]
 MOODS = ["calm", "wild", "sad"]
 SITES = ["north", "south", "east"]
 Row = dict[str, Any]
+
+
+def cases(ways: Iterable[str], day: Collection[str]) -> list[Any]:
+    """Every kind with every way; the rarer kinds by day with some of them, by night with all."""
+    return [
+        pytest.param(kind, way, marks=[pytest.mark.nightly] if late else [])
+        for kind in KINDS
+        for way in ways
+        for late in [kind in RARER and way not in day]
+    ]
 
 
 def tokenizer(folder: Path) -> str:

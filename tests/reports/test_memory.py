@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,20 @@ def test_four_bits_are_half_a_byte_and_their_scales() -> None:
     params = fp.params_of("llama-3.2-1b", dtype="bfloat16")
     held = told(params, "chain(freeze(), share(norm))", Load(quantised="nf4")).weights
     linear = sum(p.numel for p in params if str(p.kind) in ["query", "key", "value", "out", "mlp"])
-    assert held["nf4"] == linear // 2 + linear // 16
+    assert held["nf4"] == linear // 2 + linear // 64 + 4 * linear // (64 * 256)
     assert held["bfloat16"] == 2 * (sum(p.numel for p in params) - linear)
+
+
+def test_what_is_packed_already_counts_as_what_it_stands_for() -> None:
+    params = fp.params_of("llama-3.2-1b", dtype="bfloat16")
+    linear = {p for p in params if str(p.kind) in ["query", "key", "value", "out", "mlp"]}
+    packed = tuple(
+        replace(p, shape=(p.numel // 2, 1), dtype="uint8") if p in linear else p for p in params
+    )
+    plan = "chain(freeze(), share(norm))"
+    here, there = told(params, plan, Load(quantised="nf4")), told(packed, plan, Load())
+    assert sum(here.weights.values()) == sum(there.weights.values())
+    assert (here.total, here.activations) == (there.total, there.activations)
 
 
 def test_the_table_of_the_document_is_what_the_command_says() -> None:

@@ -20,6 +20,7 @@ from grids import InProcess
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from often import often
+from torch import nn
 
 from fedplan.audits.ledger import verify_lines
 from fedplan.errors import FedplanError
@@ -63,6 +64,7 @@ METHODS: dict[str, Method] = {
     "fedfrozen": method_named("fedfrozen", {"warmup": 2}),
     "scaffold": method_named("scaffold"),
     "together": method_named("safl", {"k": 1, "together": True}),
+    "fedex-lora": method_named("fedex-lora", {"rank": 2}),
     "parts": Method(
         parse('chain(freeze(), by("site", {"a": share(blocks(0))}, share(blocks(1))))')
     ),
@@ -72,10 +74,16 @@ TRAITS = {"client-1": {"site": "a"}}
 SOON = Patience(sites=2.0, answers=60.0, absent=1.0, look=0.01)
 
 
+def model_of(made: Method) -> nn.Module:
+    """The same at every end."""
+    torch.manual_seed(0)
+    return made.adapt(zoo.build("bert")) if made.adapt else zoo.build("bert")
+
+
 def agreement_of(made: Method) -> Agreement:
     guarantee = next((GUARANTEES[name] for name, each in HIDDEN.items() if each is made), None)
     run = RUN if guarantee else ""
-    return Agreement("flower", describe(zoo.build("bert")), made, PACE, guarantee, run=run)
+    return Agreement("flower", describe(model_of(made)), made, PACE, guarantee, run=run)
 
 
 def endpoint(
@@ -83,7 +91,7 @@ def endpoint(
 ) -> Endpoint:
     """A site with a model, a disk and rows of its own, in the run of its folder."""
     run = run or read_identity(folder).id
-    agreement, model = replace(agreement_of(made), run=run), zoo.build("bert")
+    agreement, model = replace(agreement_of(made), run=run), model_of(made)
     start = take(model, agreement.params)
     know_secrets(folder, NAMES)
     account = Account(folder / "privacy" / name, limits)
@@ -107,7 +115,7 @@ class Run:
 
     def __init__(self, made: Method, folder: Path, **limits: Limits) -> None:
         self.folder, self.made = folder, made
-        start = take(zoo.build("bert"), agreement_of(made).params)
+        start = take(model_of(made), agreement_of(made).params)
         agreement = agreement_of(made)
         # Traits of clients that are hidden stand in the study; others tell theirs.
         public = agreement.guarantee is not None and agreement.guarantee.unit == "client"
@@ -308,7 +316,7 @@ def test_the_same_bits_as_in_one_process(name: str, tmp_path: Path) -> None:
         know_secrets(tmp_path / where, NAMES)
     whole = Federation(
         agreement_of(made),
-        zoo.build("bert"),
+        model_of(made),
         few("bert", 3),
         loss,
         tmp_path / "local",

@@ -14,6 +14,7 @@ from often import often
 
 from fedplan.language.parts import named
 from fedplan.language.plan import chain, hold
+from fedplan.methods import apart, by_residual
 from fedplan.studies.schema import ConfigError, Study, read_study, study_of
 from fedplan.studies.stage import method_of
 
@@ -102,3 +103,9 @@ def test_the_method_is_a_name_or_a_plan_or_both() -> None:
     both = study_of(MINIMAL | {"method": {"name": "head-only", "plan": 'hold(named("*.bias"))'}})
     alone = method_of(study_of(MINIMAL | {"method": {"name": "head-only"}}))
     assert method_of(both) == replace(alone, plan=chain(alone.plan, hold(named("*.bias"))))
+
+
+def test_a_rule_for_products_is_said_as_a_text() -> None:
+    said = {"plan": "chain(freeze(), share(adapter))", "product": "by_residual(scale=2.0)"}
+    assert method_of(study_of(MINIMAL | {"method": said})).product == by_residual(2.0)
+    assert method_of(study_of(MINIMAL | {"method": {"name": "fedit"}})).product == apart()

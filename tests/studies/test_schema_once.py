@@ -53,6 +53,9 @@ OTHER = {
     (TaskSection, "weights"): "a table there, and pairs here",
     (MethodSection, "probe"): "a name there, and a value here",
     (MethodSection, "wire"): "a text there, and a value here",
+    (MethodSection, "loop"): "a name there, and a value here",
+    (MethodSection, "wraps"): "names there, and values here",
+    (MethodSection, "server_optimiser"): "a name there, and a value here",
     (MethodSection, "product"): "a text there, and a value here",
 }
 

@@ -14,7 +14,7 @@ from commands import run
 from datasets import ClassLabel, Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import KINDS, LANGUAGE, MOODS, Row, row, seen, study, tokenizer, written
+from tables import LANGUAGE, MOODS, Row, cases, row, seen, study, tokenizer, written
 
 from fedplan.data.foresight import require_sight
 from fedplan.data.tables import DataError, load
@@ -59,8 +59,7 @@ def require_apart(shares: Shares) -> None:
         assert not trained & set(seen(tested))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "way"), cases(WAYS, day=("a test of few", "by site")))
 def test_no_row_is_tested_on_that_is_trained_on(
     kind: str, way: str, words: str, files: Path
 ) -> None:

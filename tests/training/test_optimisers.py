@@ -58,7 +58,7 @@ PAIRS: dict[str, tuple[ClientOptimiser, Callable[..., torch.optim.Optimizer]]] =
 
 @pytest.fixture
 def registered() -> Iterator[dict[str, Any]]:
-    held = optimisers._REGISTERED  # pyright: ignore[reportPrivateUsage]
+    held: dict[str, Any] = optimisers.OPTIMISER_NAMES.registered
     yield held
     held.clear()
 

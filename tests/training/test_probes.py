@@ -237,7 +237,7 @@ def test_the_gradient_is_that_of_autograd(name: str) -> None:
         assert found[block] > 0
 
 
-ALL: dict[str, Probe] = {name: make() for name, make in probes.PROBES.items()}
+ALL: dict[str, Probe] = dict(probes.PROBES)
 ALL |= {"fixed": probes.fixed(0), "bounded": probes.attention(bounded=True, rows=2)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
+from typing import Any
 
 from fedplan.data.metrics import METRICS, Metric
 from fedplan.data.tables import DataError, label_order, label_text
@@ -18,6 +19,7 @@ from fedplan.data.tasks.language import (
 from fedplan.data.tasks.pictures import ImageClassification, ImageText
 from fedplan.data.tasks.texts import MultiLabel, Regression, TextClassification
 from fedplan.data.tasks.words import TokenClassification
+from fedplan.naming import Registry
 
 TASK_KINDS: dict[str, type[Task]] = {
     "text-classification": TextClassification,
@@ -34,11 +36,16 @@ TASK_KINDS: dict[str, type[Task]] = {
 """What a model can be asked to do; `catalog.TASKS` says for each how a model of it is loaded."""
 
 
+TASK_NAMES: Registry[type[Task]] = Registry("task", TASK_KINDS)
+"""All tasks that a study can name: those, and classes of `Task` with a `model_class` of theirs."""
+
+
 def task_class(kind: str) -> type[Task]:
-    """The class of a task, by its kind."""
-    if kind not in TASK_KINDS:
-        raise DataError(f"there is no task {kind!r}; there are {', '.join(TASK_KINDS)}")
-    return TASK_KINDS[kind]
+    """The class of a task, by its kind or where it stands: `package.module:Class`."""
+    found: Any = TASK_NAMES.find(kind).value
+    if not isinstance(found, type) or not issubclass(found, Task):
+        raise DataError(f"the task {kind!r} is no class of fedplan.data.Task: make it one")
+    return found
 
 
 def task(

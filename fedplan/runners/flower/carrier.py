@@ -64,7 +64,7 @@ def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
     agreed_run(server, study, stage.shares)
     patience = Patience(**study.patience.model_dump())
     quorum, faults = study.clients.quorum, faults_of(study)
-    callbacks = [study.stop.callback] if study.stop else []
+    callbacks = [*study.evaluate.callbacks, *([study.stop.callback] if study.stop else [])]
     Carrier(grid, server, patience, quorum=quorum, faults=faults, callbacks=callbacks).carry()
     del claim
 

@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loop of your own: it trains what is marked and nothing else, and ours written by you is ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+import zoo
+from clients import Few, few, loss
+from torch import Tensor, nn
+
+from fedplan.audits.ledger import verify_lines
+from fedplan.errors import FedplanError
+from fedplan.federation.agreement import Agreement, require_sound
+from fedplan.language.parser import parse
+from fedplan.language.plan import Role
+from fedplan.language.resolution import permitted, resolve
+from fedplan.language.turn import Turn
+from fedplan.methods import METHODS, Method, fedprox, method_named
+from fedplan.models.description import describe
+from fedplan.models.values import take
+from fedplan.privacy.errors import PrivacyError
+from fedplan.privacy.guarantee import Guarantee
+from fedplan.runners.local import Federation
+from fedplan.storage.lines import read_lines
+from fedplan.testing import check_method
+from fedplan.training import (
+    Done,
+    Job,
+    Marked,
+    Pace,
+    RowsOf,
+    attach,
+    controlled,
+    plain,
+    proximal,
+    sgd,
+)
+
+PACE = Pace(sgd(momentum=0.9), rate=0.05, batch=2, steps=3)
+PLANS = (
+    "share()",
+    "chain(share(), freeze(query | key))",
+    "chain(freeze(), share(value), keep(head))",
+)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fedpart": {"depth": 2},
+    "fedbabu": {"rounds": 1},
+    "fedfrozen": {"warmup": 1},
+    "safl": {"k": 1},
+    "safl-frozen": {"k": 1, "warmup": 1},
+    "fedper-safl": {"k": 1},
+    "safl-lora": {"k": 1, "rank": 2},
+}
+
+
+class Text:
+    """Rows of a language model, of different lengths."""
+
+    def __init__(self, seed: int = 0, count: int = 6) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self.rows = [torch.randint(3, 60, (3 + i % 3,), generator=draw) for i in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        chosen = [self.rows[i] for i in indices.tolist()]
+        ids, mask, labels = (
+            nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=fill)
+            for each, fill in (
+                (chosen, 0),
+                ([torch.ones_like(c) for c in chosen], 0),
+                (chosen, -100),
+            )
+        )
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    said = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 16,
+        "vocab_size": 64,
+        "n_positions": 16,
+        "tie_word_embeddings": False,
+    }
+    config = hf.GPT2Config(**said, bos_token_id=1, eos_token_id=2, loss_type="ForCausalLM")
+    return hf.GPT2LMHeadModel(config)
+
+
+def text_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).loss
+
+
+def job_of(model: nn.Module, plan: str = "share()", **more: Any) -> Job:
+    params = describe(model)
+    roles = resolve(parse(plan), params, Turn(round=1, client="a"))
+    said: dict[str, Any] = {"rows": Text(), "loss": text_loss, "pace": PACE, "seed": 2**60 + 3}
+    return Job(model=model, roles=roles, start=take(model, params), **{**said, **more})
+
+
+def moved(job: Job) -> set[str]:
+    now = take(job.model, list(job.roles))
+    return {p.key for p in job.roles if not torch.equal(now[p.key], job.start[p.key])}
+
+
+def trained(job: Job) -> set[str]:
+    return {p.key for p, role in job.roles.items() if role.trained}
+
+
+def trainer_of(**said: Any) -> Callable[..., hf.Trainer]:
+    """What makes a Trainer, with arguments of its own."""
+    usual: dict[str, Any] = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 0.05,
+    }
+
+    def trainer(model: nn.Module, rows: RowsOf, marked: Marked) -> hf.Trainer:
+        return hf.Trainer(model, hf.TrainingArguments(**{**usual, **said}), train_dataset=rows)
+
+    return trainer
+
+
+def by_hand(
+    weigh: Callable[[nn.Module, dict[str, Tensor]], Tensor], steps: int = PACE.steps
+) -> Callable[..., float]:
+    """What `plain` does with PACE, written by somebody who knows nothing of jobs."""
+
+    def loop(model: nn.Module, rows: RowsOf, marked: Marked) -> float:
+        optimiser = torch.optim.SGD(marked.parameters(), lr=PACE.rate, momentum=0.9)
+        order, losses = torch.Generator().manual_seed(torch.initial_seed()), list[float]()
+        while len(losses) < steps:
+            for indices in torch.randperm(len(rows), generator=order).split(2):
+                if len(losses) < steps:
+                    found = weigh(model, rows.batch(indices))
+                    found.backward()
+                    optimiser.step()
+                    optimiser.zero_grad()
+                    losses.append(found.item())
+        return sum(losses) / len(losses)
+
+    return loop
+
+
+@pytest.mark.parametrize("around", ["plain", "proximal", "controlled"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_our_loop_written_by_somebody_else_has_its_bits(plan: str, around: str) -> None:
+    wrap = {"plain": lambda fit: fit, "proximal": proximal(0.5), "controlled": controlled}[around]
+    jobs = [job_of(gpt2(), plan) for _ in range(2)]
+    fits = (plain, attach(by_hand(text_loss)))
+    ours, theirs = (wrap(fit)(job) for fit, job in zip(fits, jobs, strict=True))
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-12) and ours.steps == theirs.steps
+    values = [take(job.model, list(job.roles)) for job in jobs]
+    assert all(torch.equal(values[0][key], values[1][key]) for key in values[0])
+    assert moved(jobs[1]) == trained(jobs[1])
+    for key, value in ours.riders.items():
+        assert torch.allclose(value, theirs.riders[key], rtol=1e-6, atol=1e-9), key
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_other_models_have_it_too(name: str) -> None:
+    rows = Few(name, 0, 6)
+    jobs = [job_of(zoo.build(name), PLANS[1], rows=rows, loss=loss) for _ in range(2)]
+    plain(jobs[0])
+    attach(by_hand(loss))(jobs[1])
+    values = [take(job.model, list(job.roles)) for job in jobs]
+    assert all(torch.equal(values[0][key], values[1][key]) for key in values[0])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_trainer_moves_what_is_marked_and_nothing_else(plan: str) -> None:
+    """Decay and momentum would move frozen rows of a fused tensor."""
+    one, other = (job_of(gpt2(), plan) for _ in range(2))
+    fit = attach(trainer_of(weight_decay=0.5))
+    done, again = fit(one), fit(other)
+    assert done.steps == 3 and done.loss == again.loss > 0 and moved(one) == trained(one)
+    values = [take(job.model, list(job.roles)) for job in (one, other)]
+    assert all(torch.equal(values[0][key], values[1][key]) for key in values[0])
+    assert not one.model.training and all(p.requires_grad for p in one.model.parameters())
+
+
+def test_a_trainers_seed_is_the_jobs() -> None:
+    jobs = [job_of(gpt2(), seed=seed) for seed in (1, 1, 2)]
+    before = torch.random.get_rng_state()
+    losses = [attach(trainer_of())(job).loss for job in jobs]
+    assert losses[0] == losses[1] != losses[2]
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_trainer_has_the_class_and_the_groups_of_its_arguments() -> None:
+    """By plain SGD with decay, a step of a Trainer is a step that anybody can write."""
+    said = {"optim": "sgd", "max_steps": 1, "weight_decay": 0.5, "lr_scheduler_type": "constant"}
+    job = job_of(gpt2().eval(), PLANS[1], rows=Text(count=2))
+    for module in job.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    twin = gpt2()
+    # A Trainer divides the sum over targets by the labels that are there, the first of a row too.
+    twin.eval()(**job.rows.batch(torch.arange(2)), num_items_in_batch=7).loss.backward()
+    attach(trainer_of(**said, max_grad_norm=0.0))(job)
+    gradients = {name: weight.grad for name, weight in twin.named_parameters()}
+    for p, role in job.roles.items():
+        gradient = p.view(gradients[p.name])
+        decay = 0.5 * job.start[p.key] if _decays(p.name) else 0.0
+        expected = job.start[p.key] - 0.05 * (gradient + decay) * role.trained
+        found = take(job.model, [p])[p.key]
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6), p.key
+
+
+def _decays(name: str) -> bool:
+    return "bias" not in name and "ln_" not in name
+
+
+def test_a_trainer_clips_rows_of_fused_tensors_too() -> None:
+    said = {"optim": "sgd", "max_steps": 1, "lr_scheduler_type": "constant", "max_grad_norm": 1e-5}
+    job = job_of(gpt2(), "chain(freeze(), share(query))")
+    attach(trainer_of(**said))(job)
+    now = take(job.model, list(job.roles))
+    far = sum(float((now[p.key] - job.start[p.key]).square().sum()) for p in job.roles) ** 0.5
+    assert far == pytest.approx(0.05 * 1e-5, rel=1e-2)
+
+
+def test_fedprox_pulls_a_trainer() -> None:
+    def far(strength: float) -> float:
+        job = job_of(gpt2())
+        said = {"optim": "sgd", "max_steps": 12, "max_grad_norm": 0.0, "learning_rate": 0.1}
+        proximal(strength)(attach(trainer_of(**said)))(job)
+        now = take(job.model, list(job.roles))
+        return sum(float((now[k] - job.start[k]).square().sum()) for k in now) ** 0.5
+
+    assert far(5.0) < 0.6 * far(0.0)
+
+
+def test_scaffold_goes_by_the_rates_that_a_trainer_took() -> None:
+    """With plain steps a control is the mean gradient, weighed by the rates of the schedule."""
+    job = job_of(gpt2(), rows=Text(count=2))
+    said = {"optim": "sgd", "max_steps": 1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+    found = [
+        controlled(attach(trainer_of(**said, learning_rate=rate)))(
+            replace(job, model=gpt2())
+        ).riders
+        for rate in (0.25, 0.5)
+    ]
+    for key, value in found[0].items():
+        assert torch.allclose(value, found[1][key], rtol=1e-3, atol=1e-5), key
+
+
+def test_nothing_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1, "eval_strategy": "no"}
+    job = job_of(gpt2())
+    arguments = hf.TrainingArguments(**said, max_steps=2, per_device_train_batch_size=2)
+    fit = attach(lambda model, rows, _: hf.Trainer(model, arguments, train_dataset=rows))
+    fit(job)
+    fit(job)
+    assert os.listdir(tmp_path) == [] and capsys.readouterr().out == ""
+    assert arguments.save_strategy == "steps" and arguments.max_grad_norm == 1.0
+
+
+def test_mixed_precision_leaves_the_model_as_it_was() -> None:
+    job = job_of(gpt2())
+    forward = job.model.forward
+    attach(trainer_of(bf16=True, use_cpu=True))(job)
+    assert job.model.forward == forward
+
+
+PROMPTED = ("pfeddc", "promptfl", "local-prompts", "pfeddc-held")
+TRIED = [name for name in METHODS if name not in PROMPTED]
+LATER = ("fedavg", "fedfrozen", "fedrep", "fedadam")
+FUSED, WHOLE = ("gpt-neox", "phi3"), ("bert", "vit", "llama")
+
+
+def with_a_loop(name: str) -> Method:
+    return replace(method_named(name, SETTINGS.get(name)), loop=attach(by_hand(loss, steps=1)))
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_every_method_goes_with_a_loop_of_ones_own(name: str, tmp_path: Path) -> None:
+    """The ledger proves what rested; a client's own is its own. Fused rows and whole, in turn."""
+    kinds = FUSED if TRIED.index(name) % 2 else WHOLE
+    kind = "bert" if name == "bitfit" else kinds[TRIED.index(name) % len(kinds)]
+    made, model, rows = with_a_loop(name), zoo.build(kind), few(kind)
+    torch.manual_seed(0)
+    model = made.adapt(model) if made.adapt is not None else model
+    run_of(made, model, rows, loss, tmp_path)
+
+
+def run_of(
+    made: Method, model: nn.Module, rows: Mapping[str, Any], weigh: Any, folder: Path
+) -> None:
+    """Play two rounds, and check the ledger and the homes."""
+    agreement = Agreement("loops", describe(model), made, PACE)
+    whole = Federation(agreement, model, rows, weigh, folder, rounds=2)
+    for _ in range(2):
+        tally = whole.round()
+        assert not tally.rejected
+        whole.commit(tally)
+    assert not verify_lines(agreement, read_lines(folder / "ledger.jsonl"))
+    one, other = (whole.clients[client].journal.home()[0] for client in rows)
+    turn = Turn(round=2, client=next(iter(rows)), phase=whole.world.phase)
+    roles = permitted(made.plan, agreement.params, turn)
+    kept = {p.key for p, role in roles.items() if role is Role.KEEP}
+    assert kept <= one.keys() & other.keys()
+    assert not any(torch.equal(one[key], other[key]) for key in kept)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", [*FUSED, *WHOLE])
+@pytest.mark.parametrize("name", TRIED)
+def test_every_method_keeps_all_its_laws_with_a_loop_of_ones_own(name: str, kind: str) -> None:
+    if name == "bitfit" and kind in ("llama", "phi3"):
+        pytest.skip("they have no biases")
+    check_method(with_a_loop(name), zoo.build(kind), few(kind), loss)
+
+
+@pytest.mark.parametrize(
+    "name", ["fedper", "scaffold", *(pytest.param(m, marks=pytest.mark.nightly) for m in LATER)]
+)
+def test_a_trainer_keeps_the_laws_of_a_round(name: str, tmp_path: Path) -> None:
+    made = replace(method_named(name, SETTINGS.get(name)), loop=attach(trainer_of(max_steps=1)))
+    run_of(made, gpt2(), {"a": Text(1), "b": Text(2)}, text_loss, tmp_path)
+
+
+def _whole(model: nn.Module, rows: RowsOf, marked: Marked) -> None:
+    optimiser = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    text_loss(model, rows.batch(torch.arange(2))).backward()
+    optimiser.step()
+
+
+def _twice(model: nn.Module, rows: RowsOf, marked: Marked) -> None:
+    weights = list(marked.parameters())
+    text_loss(model, rows.batch(torch.arange(2))).backward()
+    for half in (weights[::2], weights[1::2]):
+        torch.optim.SGD(half, lr=0.1).step()
+
+
+def _asks(model: nn.Module, rows: RowsOf, marked: Marked) -> None:
+    text_loss(model, rows.batch(torch.arange(2))).backward()
+    torch.optim.SGD(marked.parameters(), lr=0.1).step(lambda: 0.0)
+
+
+def _several(model: nn.Module, rows: RowsOf, marked: Marked) -> None:
+    weights = list(marked.parameters())
+    text_loss(model, rows.batch(torch.arange(2))).backward()
+    groups = [{"params": weights[::2]}, {"params": weights[1::2], "lr": 0.2}]
+    torch.optim.SGD(groups, lr=0.1).step()
+
+
+def _adds(model: nn.Module, rows: RowsOf, marked: Marked) -> None:
+    model.more = nn.Linear(2, 2)
+
+
+def _idles(model: nn.Module, rows: RowsOf, marked: Marked) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("loop", "plan", "wrap", "words"),
+    [
+        (_whole, PLANS[1], None, "is trained in part, and the loop's optimiser holds all"),
+        (_twice, PLANS[0], proximal(0.1), "the loop has two optimisers"),
+        (_asks, PLANS[0], proximal(0.1), "by a closure of its own"),
+        (_several, PLANS[0], controlled, "SCAFFOLD needs one rate"),
+        (_adds, PLANS[0], None, "put another more.bias into the model"),
+        (_idles, PLANS[0], None, "took no step by marked.parameters"),
+        (lambda *_: "0.5", PLANS[0], None, "the loop gave a str: return the mean loss"),
+        (
+            lambda model, rows, marked: trainer_of()(gpt2(), rows, marked),
+            PLANS[0],
+            None,
+            "has another model",
+        ),
+        (trainer_of(optim="galore_adamw", optim_target_modules=["attn"]), PLANS[0], None, "galore"),
+    ],
+)
+def test_what_would_break_the_plan_or_the_method_is_refused(
+    loop: Any, plan: str, wrap: Any, words: str
+) -> None:
+    fit = attach(loop)
+    with pytest.raises((FedplanError, ImportError), match=words):
+        (wrap(fit) if wrap else fit)(job_of(gpt2(), plan))
+
+
+@pytest.mark.parametrize("loop", [_twice, _asks, _several])
+def test_what_no_method_changes_is_free(loop: Any) -> None:
+    job = job_of(gpt2())
+    done = attach(loop)(job)
+    assert done.steps >= 1 and done.loss != done.loss
+
+
+def test_of_nothing_to_train_nothing_is_asked() -> None:
+    for job in (job_of(gpt2(), "freeze()"), job_of(gpt2(), rows=Text(count=0))):
+        done = attach(by_hand(text_loss))(job)
+        assert done.steps == 0 and done.loss != done.loss and not moved(job)
+
+
+def test_a_loop_of_ones_own_hides_no_examples() -> None:
+    guarantee = Guarantee("example", 900.0, 1e-5, 1.0, 1.0, 0.5, 2, 2)
+    with pytest.raises(PrivacyError, match="no wraps, no loop"):
+        require_sound(guarantee, Method(parse("share()"), loop=attach(by_hand(loss))))
+    require_sound(guarantee, Method(parse("share()")))
+    require_sound(
+        Guarantee("client", 9.0, 1e-5, 1.0, 1.0, 0.5), Method(parse("share()"), loop=attach(_idles))
+    )
+
+
+def test_a_loop_is_part_of_what_is_agreed() -> None:
+    made = [Method(parse("share()"), loop=loop) for loop in (plain, attach(_idles), attach(_asks))]
+    assert len({each.lines for each in made}) == 3
+    assert "loop plain" in made[0].lines
+    assert any(line.startswith("loop attach(") and "_idles#" in line for line in made[1].lines)
+    assert made[1].inside(fedprox()).loop is made[1].loop
+    assert fedprox().inside(made[1]).loop is made[1].loop
+    assert replace(made[1], wraps=(proximal(0.1),)).fit is not made[1].loop
+
+
+def test_rows_are_a_dataset_of_torch_and_of_hugging_face() -> None:
+    rows = RowsOf(Text())
+    loader = torch.utils.data.DataLoader(rows, batch_size=3)
+    for batch, indices in zip(loader, torch.arange(6).split(3), strict=True):
+        for name, values in rows.batch(indices).items():
+            assert torch.equal(batch[name], values)
+    assert [len(row["input_ids"]) for row in rows.table()] == [3, 4, 5, 3, 4, 5]
+
+
+def words() -> Any:
+    """A tokenizer of sixty words."""
+    from tokenizers import Tokenizer, models
+
+    known = {"<pad>": 0, "<end>": 2, **{f"w{i}": i for i in range(3, 60)}, "<unk>": 1}
+    made = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>"}
+    return hf.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+@pytest.mark.nightly
+def test_a_trainer_of_trl_follows_a_plan(tmp_path: Path) -> None:
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = words()
+    said = SFTConfig(max_steps=2, per_device_train_batch_size=2, learning_rate=0.05, bf16=False)
+
+    def trainer(model: nn.Module, rows: RowsOf, marked: Marked) -> Any:
+        return SFTTrainer(model, said, train_dataset=rows.table(), processing_class=tokenizer)
+
+    job = job_of(gpt2(), PLANS[1])
+    done: Done = attach(trainer)(job)
+    assert done.steps == 2 and moved(job) == trained(job)
