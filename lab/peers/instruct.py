@@ -40,15 +40,11 @@ def load_model(arrays=None):
 
 def trainer_of(model, rows, rate=0.0):
     arguments = SFTConfig(
-        output_dir="runs/instruct",
         learning_rate=rate,
         lr_scheduler_type="constant",
         per_device_train_batch_size=12,
         num_train_epochs=12,
         max_length=64,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
         bf16=False,
     )
     return SFTTrainer(model, arguments, train_dataset=rows, eval_dataset=rows)
@@ -84,7 +80,6 @@ def main(grid, context):
     start = ArrayRecord(get_peft_model_state_dict(load_model()))
     strategy = FedAvg(fraction_evaluate=0.0)
     result = strategy.start(grid, start, num_rounds=ROUNDS, evaluate_fn=evaluate)
-    print(result)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     chat = [{"role": "user", "content": "How much is the melon?"}]
     asked = tokenizer.apply_chat_template(

@@ -38,10 +38,6 @@ def load_model(message, context):
     return model
 
 
-def shared(model):
-    return {name: v for name, v in model.state_dict().items() if not name.startswith("top.")}
-
-
 client = ClientApp()
 
 
@@ -58,8 +54,9 @@ def train(message, context):
         optimiser.step()
         losses.append(loss.item())
     context.state["head"] = ArrayRecord(model.top.state_dict())
+    shared = {name: v for name, v in model.state_dict().items() if not name.startswith("top.")}
     metrics = {"loss": sum(losses) / len(losses), "num-examples": len(rows)}
-    records = {"arrays": ArrayRecord(shared(model)), "metrics": MetricRecord(metrics)}
+    records = {"arrays": ArrayRecord(shared), "metrics": MetricRecord(metrics)}
     return Message(RecordDict(records), reply_to=message)
 
 
@@ -86,8 +83,7 @@ server = ServerApp()
 def main(grid, context):
     torch.manual_seed(0)
     strategy = FedAvg(evaluate_metrics_aggr_fn=mean_and_worst)
-    result = strategy.start(grid, ArrayRecord(shared(Reader())), num_rounds=4)
-    print(result)
+    strategy.start(grid, ArrayRecord(Reader().state_dict()), num_rounds=4)
 
 
 run_simulation(server, client, num_supernodes=4)
