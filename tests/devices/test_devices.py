@@ -17,6 +17,7 @@ from second_device import NAME, Backend, Mixed
 from there import PACE, Moves, built, federation, one_turn, played, values_of
 from torch import Tensor, nn
 
+import fedplan
 from fedplan.errors import FedplanError
 from fedplan.federation import turns
 from fedplan.federation.agreement import Agreement
@@ -459,3 +460,11 @@ def test_outside_of_its_tests_there_is_no_second_device() -> None:
     assert device_named("auto").type != NAME
     with pytest.raises(DeviceError):
         device_named(NAME)
+
+
+def test_random_state_is_forked_in_one_place() -> None:
+    """Who forks it by himself forgets the device's."""
+    for file in Path(fedplan.__file__).parent.rglob("*.py"):
+        text = file.read_text()
+        own = file.name == "devices.py"
+        assert own or not ("fork_rng" in text or "torch.manual_seed" in text), file

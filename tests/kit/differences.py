@@ -52,7 +52,7 @@ DELTA, CONFIDENCE = 1e-5, 0.999
 ALIKE = 5.0
 """Two releases of two contents are this many clips apart at least: their noises are two."""
 
-MASKED = {"before", "after", "moved", "drift"}
+MASKED = {"before", "after", "moved", "drift", "products"}
 """What follows from released values: `told_apart` sees to what the digests are of."""
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _python_dispatch, _pytree, backend_registration
+from torch.utils import _python_dispatch, backend_registration
 
 NAME = "second"
 CPU = torch.device("cpu")
@@ -116,6 +116,13 @@ def _outer(each: Any) -> Any:
     return Second(each) if isinstance(each, Tensor) and not isinstance(each, Second) else each
 
 
+def _each(change: Callable[[Any], Any], said: Any) -> Any:
+    """What an operation is given, or gives: changed one by one, in lists too."""
+    if isinstance(said, list | tuple):
+        return type(said)([_each(change, one) for one in said])
+    return change(said)
+
+
 def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operation on what tensors hold; only copies may have tensors of two devices."""
     backend, aten = device(), torch.ops.aten
@@ -129,14 +136,14 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _note(backend, args[0], to=to)
         found = op(_inner(args[0]), **{**kwargs, **({"device": CPU} if target else {})})
         return found if to.type == "cpu" else Second(found)
-    _require_one_device(op, args, kwargs)
+    _each(lambda each: _require_here(op, each), [args, [*kwargs.values()]])
     if op is aten._local_scalar_dense.default:
         _note(backend, args[0], to=CPU)
         return op(_inner(args[0]))
     said = {**kwargs, "device": CPU} if target is not None else kwargs
     with _chance(backend, op):
-        found = op(*_pytree.tree_map(_inner, args), **_pytree.tree_map(_inner, said))
-    found = _pytree.tree_map(_outer, found)
+        found = op(*_each(_inner, args), **{k: _each(_inner, v) for k, v in said.items()})
+    found = _each(_outer, found)
     return _python_dispatch.return_and_correct_aliasing(op, args, kwargs, found)
 
 
@@ -158,12 +165,11 @@ def _note(backend: Backend, tensor: Tensor, *, to: torch.device) -> None:
         backend.fetched_bytes += size
 
 
-def _require_one_device(op: Any, args: Any, kwargs: Any) -> None:
-    for each in _pytree.tree_leaves((args, kwargs)):
-        if isinstance(each, Tensor) and not isinstance(each, Second) and each.dim():
-            raise Mixed(f"{op}: a tensor of {tuple(each.shape)} is on {each.device}, not on {NAME}")
-        if isinstance(each, torch.Generator):
-            raise Mixed(f"{op}: a generator of {each.device} draws for {NAME}")
+def _require_here(op: Any, each: Any) -> None:
+    if isinstance(each, Tensor) and not isinstance(each, Second) and each.dim():
+        raise Mixed(f"{op}: a tensor of {tuple(each.shape)} is on {each.device}, not on {NAME}")
+    if isinstance(each, torch.Generator):
+        raise Mixed(f"{op}: a generator of {each.device} draws for {NAME}")
 
 
 @contextmanager
@@ -199,7 +205,7 @@ def _lowered(op: Any) -> Callable[..., Any]:
             return each.to(dtype) if floats else each
 
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return op(*_pytree.tree_map(lower, args), **_pytree.tree_map(lower, kwargs))
+            return op(*_each(lower, args), **{k: _each(lower, v) for k, v in kwargs.items()})
 
     return run
 

@@ -161,6 +161,7 @@ def test_steps_of_ones_own_are_not_known_to_be_hidden(of: str, place: Path, tmp_
     assert "no wraps, no loop" in read_faults(Path(spec.home))[-1]
 
 
+@pytest.mark.nightly
 def test_a_worker_does_not_import_from_the_folder_that_it_was_started_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -276,7 +276,7 @@ def test_what_is_packed_on_disk_is_loaded_as_it_is(chat: Path) -> None:
     assert is_quantised(stage.model) and stage.digest == said
 
 
-@pytest.mark.parametrize("kind", ["", "nf4"])
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("", marks=pytest.mark.nightly)])
 def test_a_model_from_python_goes_on_with_the_adapter_that_it_was_given(
     chat: Path, kind: str
 ) -> None:
@@ -329,7 +329,7 @@ def test_an_exported_adapter_on_its_base_is_the_model_of_the_run(chat: Path, kin
     assert torch.equal(logits(peft.PeftModel.from_pretrained(base, "out")), was)
 
 
-@pytest.mark.parametrize("kind", ["", *KINDS])
+@pytest.mark.parametrize("kind", [*KINDS, pytest.param("", marks=pytest.mark.nightly)])
 def test_an_exported_whole_model_is_in_floats_and_answers_alike(chat: Path, kind: str) -> None:
     was = of_world(played(study(packed(kind))))
     how = export_run(Path("run"), Path("out"))
@@ -369,6 +369,7 @@ def test_an_adapter_is_not_exported_alone_where_a_head_was_trained(chat: Path) -
     assert code == 2 and "export the whole model" in " ".join(said.split())
 
 
+@pytest.mark.nightly
 def test_a_head_that_the_adapter_saves_goes_with_it(chat: Path) -> None:
     plan = "method.plan=chain(freeze(), share(adapter | head))"
     with_head = adapter(type="lora", r=2, target="query", modules_to_save=["lm_head"])
