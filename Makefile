@@ -12,7 +12,9 @@ check: ## format, lint and types
 test: ## the tests that every change must pass
 	pytest -n auto -m 'not nightly'
 
-examples: ## the README's studies, two rounds of each
+examples: ## the scripts of docs/python.md, and two rounds of each of the README's studies
+	folder=$$(mktemp -d) && cd $$folder && for script in chat own_model own_method instruct qlora trainer; do \
+	  python $(CURDIR)/examples/$$script.py || exit 1; done && rm -r $$folder
 	python examples/digits.py
 	python examples/towers.py
 	for study in digits safl prompts; do \
