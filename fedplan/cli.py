@@ -78,9 +78,24 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Say what a plan will do with a model, or a study with its own, before anything runs."""
+    beside = {
+        "--phase": phase,
+        "--task": task,
+        "--labels": labels,
+        "--method": method,
+        "--setting": setting,
+        "--batch": batch,
+        "--checkpointing": checkpointing,
+        "--quantised": quantised,
+    }
     if model.endswith(".toml") and not plan:
+        with told():
+            if said := [flag for flag, value in beside.items() if value]:
+                raise FedplanError(f"{model} is a study, and says it all: leave out {said[0]}")
         return _explain_study(Path(model), as_json=as_json)
     with told():
+        if not batch and (checkpointing or quantised or optimiser != Load.optimiser):
+            raise FedplanError("the memory of a turn is said of a batch: give --batch")
         explanation = asked(
             model,
             plan,

@@ -181,8 +181,11 @@ class Registry(Generic[T]):
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """The words for a name that stands for nothing: the nearest, or all that there are."""
     there = sorted(filter(None, known))
-    close = get_close_matches(name, there, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(there) or 'none'}"
+    lower = {each.lower(): each for each in there}
+    close = get_close_matches(name.lower(), lower, n=1)
+    hint = (
+        f"did you mean {lower[close[0]]}?" if close else f"there are {', '.join(there) or 'none'}"
+    )
     return f"there is no {kind} {name!r}: {hint}"
 
 

@@ -54,8 +54,8 @@ LENT = {
     """,
     "data": """
         Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_NAMES contents division
-        is_among label_text labels_in model_loss named_columns names_in require_packing
-        require_sight rows some spread task_class to_train values where
+        is_among label_text labels_in model_loss named_columns names_in refitted
+        require_packing require_sight rows some spread task_class to_train values where
     """,
     "training": """
         CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES WRAP_NAMES adjust
@@ -80,9 +80,9 @@ LENT = {
         said_of scored stopping told understood update_of world_values
     """,
     "studies": """
-        Given TrainSection agreed_run guarantee_of laid_over looked_at method_of
-        note_task opened_run participation_of placed require_fitting require_free
-        shares_of study_in study_of write_run
+        Given agreed_run guarantee_of laid_over looked_at method_of note_task opened_run
+        participation_of placed require_fitting require_free shares_of study_in study_of
+        write_run
     """,
     "runners": """
         make_keys new_federation run_study simulate submit

@@ -119,4 +119,7 @@ class Own(Task):
                 for name, value in found.items():
                     sums[name] = sums.get(name, 0.0) + float(value) * len(indices)
         means = {name: value / len(rows) for name, value in sums.items()}
+        if self.primary not in means:
+            there = ", ".join(means)
+            raise DataError(f"primary is {self.primary!r}, and metrics gives {there}")
         return {**means, "examples": float(len(rows))}

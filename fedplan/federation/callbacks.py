@@ -16,13 +16,18 @@ from fedplan.naming import Registry
 
 @dataclass(frozen=True)
 class Closed:
-    """A round that was committed: its records and scores, and the metrics so far, its own last."""
+    """A round that was committed: its records and scores, and the metrics so far, its own last.
+
+    `higher` says whether more of the score that clients are compared by is better, if that is
+    known.
+    """
 
     rounds: int
     whole: RoundRecord
     turns: tuple[TurnRecord, ...]
     scores: Mapping[str, Any]
     metrics: Metrics
+    higher: bool | None = None
 
     @property
     def round(self) -> int:
@@ -47,8 +52,11 @@ TRACKER_NAMES: Registry[Callback] = Registry("tracker", {})
 
 def stopping(callbacks: Iterable[Callback], closed: Closed) -> str:
     """Tell all of them of a round; the first reason to stop, if any gives one."""
-    return next(filter(None, [callback(closed) for callback in callbacks]), "")
+    return str(next(filter(None, [callback(closed) for callback in callbacks]), ""))
 
+
+WORLD = "world."
+"""How the names of the common test's scores begin."""
 
 LOWER = ("loss", "perplexity", "error", "mae", "mse", "rmse")
 """Words at the end of a metric's name of which less is better."""
@@ -68,26 +76,50 @@ class EarlyStopping:
     least: float = 0.0
     higher: bool | None = None
 
+    def __post_init__(self) -> None:
+        if self.patience < 1:
+            raise FedplanError(f"patience is {self.patience}: it is a number of rounds, 1 or more")
+
+    def require_public(self) -> None:
+        """Refuse a metric that follows from what is hidden: when a run stops would tell of it."""
+        if not self.metric.startswith(WORLD):
+            raise FedplanError(
+                f"stop.metric is {self.metric!r}, which follows from what is hidden: when a run "
+                "stops would tell of it; take a score of the common test, such as world.loss"
+            )
+
+    def require_measured(self, kinds: Iterable[str]) -> None:
+        """Refuse a score that nobody measures: a run would never stop by it."""
+        kind, dot, _ = self.metric.partition(".")
+        if dot and kind not in kinds:
+            raise FedplanError(
+                f"stop.metric is {self.metric!r}, and this run measures no {kind} scores: give it "
+                "rows to test on, or take loss"
+            )
+
     def __call__(self, closed: Closed) -> str | None:
         """Why to stop, if it is time."""
         seen = [row[self.metric] for row in closed.metrics if self.metric in row]
         if not seen and (closed.scores or "." not in self.metric):
             there = ", ".join(closed.row)
             raise FedplanError(f"no round has a metric {self.metric!r}; there are {there}")
-        waited = len(seen) - 1 - self._best(seen)
+        waited = len(seen) - 1 - self._best(seen, upward=self._upward(closed))
         if waited < self.patience:
             return None
         return f"{self.metric} has not become better for {waited} rounds"
 
-    def _best(self, seen: list[float]) -> int:
+    def _best(self, seen: list[float], *, upward: bool) -> int:
         """The place of the last value that was better than all before it."""
-        sign = 1 if self._upward else -1
+        sign = 1 if upward else -1
         best, place = -inf, 0
         for i, value in enumerate(seen):
             if not isnan(value) and sign * value > best + self.least:
                 best, place = sign * value, i
         return place
 
-    @property
-    def _upward(self) -> bool:
-        return not self.metric.endswith(LOWER) if self.higher is None else self.higher
+    def _upward(self, closed: Closed) -> bool:
+        """Upward, unless it is a loss; what is told of clients goes by the task's own score."""
+        if self.higher is not None:
+            return self.higher
+        own = self.metric.startswith("personal.") and closed.higher is not None
+        return bool(closed.higher) if own else not self.metric.endswith(LOWER)

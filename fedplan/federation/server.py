@@ -263,7 +263,7 @@ class Server:
         self.store.write(tensors, meta, number=self.world.round)
         reach("round.committed")
         so_far.append(row_of(whole, turns, scores or {}))
-        return Closed(self.rounds, whole, turns, scores or {}, so_far)
+        return Closed(self.rounds, whole, turns, scores or {}, Metrics(so_far))
 
     @cached_property
     def history(self) -> Metrics:
@@ -279,7 +279,7 @@ class Server:
         scores = {k: v for k, v in lines.get(whole.round, {}).items() if k != "round"}
         same = (each for each in records if isinstance(each, TurnRecord))
         turns = tuple(turn for turn in same if turn.round == whole.round)
-        return Closed(self.rounds, whole, turns, scores, self.history)
+        return Closed(self.rounds, whole, turns, scores, Metrics(self.history))
 
     def _whole(self, tally: Tally) -> RoundRecord:
         self.digests.only(self.world.values.values())

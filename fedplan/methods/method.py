@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from inspect import signature
 
 from torch import nn
 
@@ -57,6 +58,7 @@ class Method:
             raise FedplanError(f"a codec has a piece called {min(taken)!r}: call the rider another")
         if not self.product.apart:
             _require_exact(self)
+        _require_fit(self.loop)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -112,3 +114,15 @@ def _require_exact(method: Method) -> None:
     }
     for why in (why for why, found in wrong.items() if found):
         raise FedplanError(f"{method.product.text} would not hold, since {why}")
+
+
+def _require_fit(loop: Fit) -> None:
+    """Refuse a loop that takes more than a job: one of a model and rows is to be attached."""
+    try:
+        takes = signature(loop).parameters.values()
+    except (TypeError, ValueError):
+        return
+    needed = [p for p in takes if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(needed) > 1:
+        names = ", ".join(p.name for p in needed)
+        raise FedplanError(f"the loop takes {names}: write loop = fedplan.attach(...) of it")

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from math import inf
 from typing import ClassVar, Protocol, cast
 
 import torch
@@ -146,18 +148,23 @@ def by_svd() -> ProductRule:
 
 def by_residual(scale: float = 1.0) -> ProductRule:
     """FedEx-LoRA's rule: sides are averaged apart, the rest goes into the weight: always exact."""
-    if not scale > 0:
+    if not 0 < scale < inf:
         raise FedplanError(f"scale is {scale!r}: give the adapter's alpha / r, which is above 0")
     return ByResidual(float(scale))
 
 
 def product_told(text: str) -> ProductRule:
     """The rule that has a text."""
-    name, _, scale = text.removesuffix(")").partition("(scale=")
-    rules = {apart().text: apart(), by_svd().text: by_svd()}
-    if text not in rules and name != "by_residual":
-        raise FedplanError(f"there is no rule for products {text!r}: {', '.join(rules)}, ...")
-    return rules[text] if text in rules else by_residual(float(scale))
+    rules = {rule.text: rule for rule in (apart(), by_svd(), by_residual())}
+    if text in rules:
+        return rules[text]
+    said = re.fullmatch(r"by_residual\(scale=([0-9.e+-]+)\)", text)
+    try:
+        return by_residual(float(said[1] if said else ""))
+    except ValueError:
+        raise FedplanError(
+            f"there is no rule for products {text!r}; there are {', '.join(rules)}"
+        ) from None
 
 
 def _signs(left: Tensor) -> Tensor:

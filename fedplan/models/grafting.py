@@ -39,7 +39,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _OURS = frozenset(
     ("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path")
-) | {"revision", "inference_mode"}
+) | {"revision", "inference_mode", "megatron_core", "megatron_config", "tokenizer_name_or_path"}
 _PROMPTS = "prompt_embeddings"
 _STARTS = (True, False, "gaussian", "orthogonal")
 
@@ -66,13 +66,16 @@ def configured(name: str, settings: Mapping[str, Any], loader: str = "") -> Any:
     if family not in kinds:
         raise UnknownAdapter(f"this version of peft has no {family}: install a later one")
     _require_known(name, settings, {f.name for f in fields(kinds[family])} - _OURS)
-    start = settings.get("init_lora_weights", True)
-    if family == "lora" and start not in _STARTS:
+    _require_start(name, settings.get("init_lora_weights", True))
+    return kinds[family](task_type=TASK_TYPES.get(loader), **{**told, **settings})
+
+
+def _require_start(name: str, start: object) -> None:
+    if start not in _STARTS:
         raise UnknownAdapter(
             f"{name} with init_lora_weights = {start!r} takes a part of the model's own weights "
             "away, so that the adapter would mean nothing without them: leave it out"
         )
-    return kinds[family](task_type=TASK_TYPES.get(loader), **{**told, **settings})
 
 
 def _require_known(name: str, settings: Mapping[str, Any], known: set[str]) -> None:
@@ -102,6 +105,7 @@ def load_adapter(model: nn.Module, name: str) -> nn.Module:
             raise UnknownAdapter(f"{name!r} is no adapter: there is no {file} in it")
     config = peft.PeftConfig.from_pretrained(str(folder))
     _require_whole(config, name)
+    _require_start(repr(name), getattr(config, "init_lora_weights", True))
     config.inference_mode = False
     made = graft(model, config)
     answer = peft.set_peft_model_state_dict(made, load_file(folder / WEIGHTS))

@@ -21,6 +21,7 @@ from fedplan.federation.callbacks import LOWER, Callback, Closed, EarlyStopping,
 from fedplan.federation.client import Client
 from fedplan.federation.history import Metrics
 from fedplan.federation.participation import Participation
+from fedplan.federation.server import STUDY
 from fedplan.language.plan import Plan
 from fedplan.methods.method import Method
 from fedplan.models.attention import moved
@@ -28,11 +29,10 @@ from fedplan.models.values import put
 from fedplan.runners.faults import faults_of
 from fedplan.runners.local import Federation
 from fedplan.studies.continuation import require_free
-from fedplan.studies.folder import agreed_run, opened_run
+from fedplan.studies.folder import agreed_run, opened_run, study_in
 from fedplan.studies.given import Given
 from fedplan.studies.run import open_run
-from fedplan.studies.schema import ConfigError, Study, read_study
-from fedplan.studies.sections import TrainSection
+from fedplan.studies.schema import ConfigError, Study, read_study, study_of
 from fedplan.studies.stage import participation_of, require_fitting, stage_of
 from fedplan.tensors.devices import AUTO, device_named
 from fedplan.tensors.named import Tensors
@@ -99,22 +99,35 @@ class Simulation:
 
         Callbacks are told first. Whoever asks for no more has the run wait there.
         """
-        server = self.federation.server
+        federation, callbacks = self.federation, self._listeners()
+        server = federation.server
         last = server.last()
-        self.stopped = self._told(last) if last else ""
-        while server.world.round < server.rounds and not self.stopped:
-            closed = self._played()
-            self.stopped = self._told(closed)
+        self.stopped = self._told(callbacks, last) if last else ""
+        while (
+            server.world.round < server.rounds
+            and not self.stopped
+            and self.federation is federation  # else it was resumed meanwhile
+        ):
+            closed = replace(self._played(), higher=self.shares.task.higher)
+            self.stopped = self._told(callbacks, closed)
             yield closed
 
-    def _told(self, closed: Closed) -> str:
-        own = (self.study.stop.callback,) if self.study.stop else ()
-        return stopping((*self.callbacks, *map(self._directed, own)), closed)
+    def _told(self, callbacks: Sequence[Callback], closed: Closed) -> str:
+        reason = stopping(callbacks, replace(closed, higher=self.shares.task.higher))
+        return reason if closed.round < self.study.train.rounds else ""
 
-    def _directed(self, stop: EarlyStopping) -> EarlyStopping:
-        """What is said of the clients' own scores is better in the task's direction."""
-        known = stop.higher is not None or not stop.metric.startswith("personal.")
-        return stop if known else replace(stop, higher=self.shares.task.higher)
+    def _listeners(self) -> tuple[Callback, ...]:
+        """All who are told; who stops by what is hidden, or by what nobody measures, is refused."""
+        own = (self.study.stop.callback,) if self.study.stop else ()
+        personal = self.study.evaluate.personal and bool(self.shares.own)
+        kinds = {"world"} if self.shares.test is not None else set[str]()
+        kinds |= {"personal", "clients"} if personal else set()
+        for each in (*self.callbacks, *own):
+            if isinstance(each, EarlyStopping):
+                each.require_measured(kinds)
+                if self.study.privacy is not None:
+                    each.require_public()
+        return (*self.callbacks, *own)
 
     def _played(self) -> Closed:
         before = self.federation.world_values()
@@ -130,9 +143,10 @@ class Simulation:
 
         Other callbacks take the place of those that it had, and of the study's own `stop`.
         """
-        train = {"train": self.study.train.model_copy(update={"rounds": rounds})} if rounds else {}
-        stop = {"stop": None} if callbacks is not None else {}
-        study = self.study.model_copy(update={**train, **stop})
+        said = self.study.model_dump(mode="json")
+        said |= {"stop": None} if callbacks is not None else {}
+        said["train"] |= {"rounds": rounds} if rounds is not None else {}
+        study = study_of(said)
         require_free(self.folder, study, resume=True)
         self.study = study
         self.callbacks = self.callbacks if callbacks is None else tuple(callbacks)
@@ -150,7 +164,7 @@ class Simulation:
 
     def client(self, name: str) -> nn.Module:
         """A model with one client's own values over the federation's, to keep."""
-        if name not in self.federation.clients:
+        if (name := str(name)) not in self.federation.clients:
             there = ", ".join(self.federation.clients)
             raise ConfigError(f"there is no client {name!r}; there are {there}")
         return self._model(self.federation.personal_values(name))
@@ -221,7 +235,7 @@ def simulate(
     primary: str = Own.primary,
     test: Any = None,
     own: Mapping[str, Any] | None = None,
-    rounds: int = TrainSection.model_fields["rounds"].default,
+    rounds: int | None = None,
     train: Mapping[str, Any] | None = None,
     share: float = Participation.share,
     traits: Mapping[str, Mapping[str, str]] | None = None,
@@ -247,29 +261,41 @@ def simulate(
     long as this process lives.
     With `run=False` nothing is played yet: `for closed in simulation.rounds()` does, one by one.
     """
+    if not isinstance(method, Method | Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"the method is {method!r}: give a plan, or one as fp.methods.fedper()")
+    if not all(map(callable, callbacks)):
+        raise ConfigError("callbacks holds what cannot be called: give functions of a closed round")
     asked = method if isinstance(method, Method) else Method(method)
     if privacy and privacy.get("vote"):
         asked = replace(asked, together=True)
-    higher = not primary.endswith(LOWER)
-    goal = task or Own(
-        function=loss, collate=collate, metrics=metrics, primary=primary, higher=higher
-    )
+    mine = Own(function=loss, collate=collate, metrics=metrics, primary=primary)
+    if task is not None and mine != Own():
+        raise ConfigError("a task has its own loss, collator and metrics: give it, or give these")
+    goal = task or replace(mine, higher=not primary.endswith(LOWER))
     given = Given(asked, model, clients, goal, test, own or {})
+    if rounds is not None and "rounds" in (train or {}):
+        raise ConfigError(f"rounds is {rounds}, and train says rounds too: say it once")
+    place = Path(folder) if folder else Path(_kept().name) / name
     study = given.study(
         name=name,
         seed=seed,
-        threads=torch.get_num_threads(),
+        threads=_threads(place, resume=resume),
         device=device,
         deterministic=deterministic,
-        train={**(train or {}), "rounds": rounds},
-        clients={"share": share, "traits": traits or {}},
+        train={**(train or {}), **({"rounds": rounds} if rounds is not None else {})},
+        clients={"share": share, "traits": {str(k): dict(v) for k, v in (traits or {}).items()}},
         **({"evaluate": dict(evaluate)} if evaluate else {}),
         **({"privacy": dict(privacy)} if privacy else {}),
     )
-    place = Path(folder) if folder else Path(_kept().name) / study.name
     require_free(place, study, resume=resume)
     made = Simulation(study, place, given, callbacks=callbacks)
     return made.run() if run else made
+
+
+def _threads(folder: Path, *, resume: bool) -> int:
+    """As many as this process has; a run that goes on has those that it began with."""
+    again = resume and (folder / STUDY).is_file()
+    return study_in(folder).threads if again else torch.get_num_threads()
 
 
 _TEMPORARY: list[TemporaryDirectory[str]] = []

@@ -26,7 +26,7 @@ from fedplan.models.values import put
 from fedplan.studies.folder import agreement_in, noted_task, study_in
 from fedplan.studies.run import Run, looked_at
 from fedplan.studies.schema import ConfigError, Study
-from fedplan.studies.stage import Stage, stage_without_rows
+from fedplan.studies.stage import Stage, require_files, stage_without_rows
 from fedplan.tensors.named import Tensors
 
 
@@ -40,8 +40,8 @@ class _Held:
 
 
 def export_run(
-    folder: Path,
-    out: Path,
+    folder: Path | str,
+    out: Path | str,
     client: str = "",
     key: Path | None = None,
     *,
@@ -53,6 +53,7 @@ def export_run(
     `key` opens what it keeps. With `adapter` only the adapter is written, as peft loads it; else
     the whole model in floats, its adapter merged into it.
     """
+    folder, out = Path(folder), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty: name another folder")
     held = _of_site(folder, key) if (folder / AGREEMENT).exists() else _of_run(folder, client)
@@ -63,6 +64,7 @@ def export_run(
 
 def _of_run(folder: Path, client: str) -> _Held:
     run, world, home = looked_at(folder, lambda run: _held(run, client))
+    require_files(run.study)
     stage = _staged(run.study, run.agreement, run.labels)
     values = world_values(run.agreement, world, stage.start)
     if client:

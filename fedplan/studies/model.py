@@ -41,14 +41,19 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
         if said := study.model.anatomy or ({"like": study.model.like} if study.model.like else {}):
             learn(model, said)
         model = _with_adapter(study, task, model) if study.model.adapter else model
-        model = method.adapt(model) if method.adapt is not None else model
-        if task.packing:  # what an adapter puts before a text may join the texts again
-            require_packing(model)
-    require_scale(model, method)
+        return adapted(model, task, method)
+
+
+def adapted(model: nn.Module, task: Task, method: Method) -> nn.Module:
+    """A model with what a method adds to it, if it can then do what is asked."""
+    model = method.adapt(model) if method.adapt is not None else model
+    if task.packing:  # what an adapter puts before a text may join the texts again
+        require_packing(model)
+    _require_scale(model, method)
     return model
 
 
-def require_scale(model: nn.Module, method: Method) -> None:
+def _require_scale(model: nn.Module, method: Method) -> None:
     """Refuse to fold products into weights at another scale than that of the model's LoRA."""
     rule, scales = method.product, scales_in(model)
     if isinstance(rule, ByResidual) and scales - {rule.scale}:

@@ -28,6 +28,7 @@ from fedplan.studies.words import (
     OptimiserName,
     Positive,
     ProbeName,
+    ProductText,
     Scalar,
     ServerOptimiserName,
     Share,
@@ -124,7 +125,7 @@ class MethodSection(Section):
     wraps: list[WrapName] = []
     server_optimiser: ServerOptimiserName = ""
     server_settings: dict[str, Scalar] = {}
-    product: str = ""
+    product: ProductText = ""
     given: list[str] = []
 
     @model_validator(mode="after")

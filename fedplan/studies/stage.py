@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fedplan import seeds
+from fedplan.data.examples import Examples
+from fedplan.data.foresight import require_sight
+from fedplan.data.own import OWN
 from fedplan.federation.agreement import Agreement, require_sound
 from fedplan.federation.participation import Participation
 from fedplan.federation.record import joined
@@ -30,7 +34,7 @@ from fedplan.models.quantised import steadied
 from fedplan.models.values import take
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.studies.given import Given
-from fedplan.studies.model import require_scale, starting_model
+from fedplan.studies.model import adapted, starting_model
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection, MethodSection
 from fedplan.studies.shares import Shares, shares_of
@@ -96,10 +100,14 @@ def stage_of(
 
 
 def _stage_given(study: Study, given: Given) -> Stage:
+    given = given.under(study)
+    torch.set_num_threads(study.threads)
     # What a method adds is drawn from the study's seed, as from a file: else no run goes on.
     with forked(seed=seeds.seed(study.name, "model", study.seed)):
-        model = steadied(given.starting_model)
-    require_scale(model, given.method)
+        model = steadied(copy.deepcopy(given.model))
+        if given.task.kind != OWN:
+            require_sight(model, given.task.kind)
+        model = adapted(model, given.task, given.method)
     agreement = agreement_of(study, describe(model), given.method)
     check(given.method.plan, agreement.params)
     return Stage(given.shares, model, agreement)
@@ -110,7 +118,8 @@ def require_files(study: Study) -> None:
     if study.data.given:
         raise ConfigError(
             f"{study.name} was given its model and rows from Python: go on with it by "
-            "fedplan.simulate(..., folder=..., resume=True), with the same objects"
+            "fedplan.simulate(..., folder=..., resume=True), with the same objects; its models are "
+            "run.world() and run.client(name)"
         )
 
 
@@ -121,21 +130,31 @@ def stage_without_rows(study: Study, labels: list[str]) -> Stage:
 
 
 def require_fitting(stage: Stage, batch: int) -> None:
-    """Refuse rows that the model cannot take: better at once than in the middle of a round."""
-    task = stage.shares.task
-    for name, rows in stage.shares.train.items():
-        if not len(rows):
-            continue
-        some = brought(rows.batch(torch.arange(min(batch, len(rows)))), device_of(stage.model))
-        try:
-            with torch.no_grad(), at_rest(stage.model):
-                task.loss(stage.model, some)
-        except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
-            words = str(error).strip().splitlines() or [type(error).__name__]
-            raise ConfigError(
-                f"the model cannot take the rows of {name!r}: {words[0][:300]}; see model and task"
-            ) from error
-        return
+    """Refuse rows that the model cannot take: better at once than in the middle of a round.
+
+    A whole batch of the first client is tried, and two rows of every other, and of each test.
+    """
+    shares = stage.shares
+    held = {repr(name): rows for name, rows in shares.train.items() if len(rows)}
+    held |= {f"{name!r}, to test on": rows for name, rows in shares.own.items() if len(rows)}
+    held |= {"the common test": shares.test} if shares.test is not None and len(shares.test) else {}
+    for number, (whose, rows) in enumerate(held.items()):
+        _require_taken(stage, whose, rows, 2 if number else batch)
+
+
+def _require_taken(stage: Stage, whose: str, rows: Examples, count: int) -> None:
+    try:
+        some = brought(rows.batch(torch.arange(min(count, len(rows)))), device_of(stage.model))
+        with torch.no_grad(), at_rest(stage.model):
+            loss = stage.shares.task.loss(stage.model, some)
+        if loss.numel() != 1:
+            raise ValueError(f"the loss has shape {tuple(loss.shape)}, and it is one number")
+    except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError) as error:
+        words = str(error).strip().splitlines() or [""]
+        raise ConfigError(
+            f"the model cannot take the rows of {whose}: {type(error).__name__}: {words[0][:300]}; "
+            "see model and task"
+        ) from error
 
 
 def participation_of(study: Study) -> Participation:

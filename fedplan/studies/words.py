@@ -14,6 +14,7 @@ from fedplan.data.own import OWN
 from fedplan.data.partition import KINDS
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
+from fedplan.methods.products import product_told
 from fedplan.methods.registry import SERVER_OPTIMISER_NAMES
 from fedplan.naming import unknown
 from fedplan.privacy.accounting.events import NOISES
@@ -94,6 +95,7 @@ DeviceName = Annotated[str, AfterValidator(_a_device)]
 ProbeName = Annotated[str, AfterValidator(_named(probe_named))]
 OptimiserName = Annotated[str, AfterValidator(_named(optimiser_named))]
 ServerOptimiserName = Annotated[str, AfterValidator(_named(SERVER_OPTIMISER_NAMES.find))]
+ProductText = Annotated[str, AfterValidator(_named(product_told))]
 WrapName = Annotated[str, AfterValidator(_named(wrap_named))]
 MetricName = Annotated[str, AfterValidator(_named(metric_named))]
 LoopName = Annotated[str, AfterValidator(_named(loop_named))]

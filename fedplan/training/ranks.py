@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from fedplan.errors import FedplanError
 from fedplan.language.wording import phrase, stated
 from fedplan.models.low_rank import LowRank, layers_of
+from fedplan.models.params import Param
 from fedplan.models.values import put, take
 from fedplan.training.fit import Done, Fit, Job, Wrap
 
@@ -17,8 +20,9 @@ def narrowed(trait: str = "rank") -> Wrap:
     """Train LoRA at the rank that a client's trait says, within the rank that all send.
 
     Rows of the input side and columns of the output side beyond it are zero from the start of the
-    turn. Then their gradients are zero too, and they are sent as zeros. A client without the trait
-    trains all. The server sees the zeros; the ledger, which holds digests, does not show them.
+    turn. Their gradients are zero too, whatever another wrap adds, and they are sent as zeros. A
+    client without the trait trains all. The server sees the zeros; the ledger, which holds digests,
+    does not show them.
     """
 
     @stated(phrase("narrowed", trait))
@@ -28,9 +32,16 @@ def narrowed(trait: str = "rank") -> Wrap:
                 return fit(job)
             layers = [e for e in layers_of(tuple(job.roles)) if job.roles[e.a].trained]
             ranks = {layer: _rank(job.traits[trait], trait, layer.rank) for layer in layers}
+            masks = {k: m for each, rank in ranks.items() for k, m in _masks(each, rank).items()}
             for layer, rank in ranks.items():
                 put(job.model, _cut(job, layer, rank), layer.sides)
-            done = fit(job)
+            start = {k: v * masks[k].to(v) if k in masks else v for k, v in job.start.items()}
+
+            def within(param: Param, value: Tensor, gradient: Tensor) -> None:
+                if param.key in masks:
+                    gradient.mul_(masks[param.key].to(gradient))
+
+            done = fit(replace(job, start=start, adjust=(*job.adjust, within)))
             for layer, rank in ranks.items():
                 _require_narrow(job, layer, rank)
             return done
@@ -50,10 +61,14 @@ def _rank(said: str, trait: str, most: int) -> int:
 
 def _cut(job: Job, layer: LowRank, rank: int) -> dict[str, Tensor]:
     """Both sides, with nothing beyond a rank."""
-    values = take(job.model, layer.sides)
+    values, masks = take(job.model, layer.sides), _masks(layer, rank)
+    return {key: value * masks[key].to(value) for key, value in values.items()}
+
+
+def _masks(layer: LowRank, rank: int) -> dict[str, Tensor]:
+    """Which rows of the input side, and columns of the output side, are within a rank."""
     keeps = torch.arange(layer.rank) < rank
-    ways = {layer.a.key: keeps[:, None], **{b.key: keeps for b in layer.bs}}
-    return {key: value * ways[key].to(value) for key, value in values.items()}
+    return {layer.a.key: keeps[:, None], **{b.key: keeps for b in layer.bs}}
 
 
 def _require_narrow(job: Job, layer: LowRank, rank: int) -> None:

@@ -7,10 +7,10 @@ from fedplan.faces import face
 
 if TYPE_CHECKING:
     from fedplan.data.tasks.definition import Task
-    from fedplan.data.tasks.kinds import TASK_KINDS, TASK_NAMES, task, task_class
+    from fedplan.data.tasks.kinds import TASK_KINDS, TASK_NAMES, refitted, task, task_class
 
-__all__ = ["TASK_KINDS", "TASK_NAMES", "Task", "task", "task_class"]
+__all__ = ["TASK_KINDS", "TASK_NAMES", "Task", "refitted", "task", "task_class"]
 
 __getattr__, __dir__ = face(
-    __name__, {"definition": "Task", "kinds": "TASK_KINDS TASK_NAMES task task_class"}
+    __name__, {"definition": "Task", "kinds": "TASK_KINDS TASK_NAMES refitted task task_class"}
 )

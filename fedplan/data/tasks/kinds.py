@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -104,6 +105,13 @@ def task(
         _weights(kind, known, weights),
         _extra(kind, extra),
     )
+
+
+def refitted(made: Task, *, single: bool, extra: Iterable[Metric]) -> Task:
+    """A task that somebody made, each row one example where that is asked, with more metrics."""
+    _require_packing(made.kind, packing=made.packing, single=single)
+    more = (*made.extra, *_extra(made.kind, extra))
+    return replace(made, single=single or made.single, extra=more)
 
 
 def _require_columns(kind: str, columns: tuple[str, ...]) -> None:

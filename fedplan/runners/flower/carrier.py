@@ -64,7 +64,10 @@ def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
     agreed_run(server, study, stage.shares)
     patience = Patience(**study.patience.model_dump())
     quorum, faults = study.clients.quorum, faults_of(study)
-    callbacks = [*study.evaluate.callbacks, *([study.stop.callback] if study.stop else [])]
+    stop = study.stop.callback if study.stop else None
+    if stop is not None:
+        stop.require_measured(())  # the rows are at the sites, and so is every score
+    callbacks = [*study.evaluate.callbacks, *([stop] if stop else [])]
     Carrier(grid, server, patience, quorum=quorum, faults=faults, callbacks=callbacks).carry()
     del claim
 
