@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +16,10 @@ import torch
 from commands import STUDY
 from datasets import Dataset
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import fedplan as fp
-from fedplan.federation.agreement import Agreement
+from fedplan.data import task
 from fedplan.federation.callbacks import Closed, EarlyStopping
 from fedplan.federation.history import Metrics
 from fedplan.federation.record import RoundRecord
@@ -27,7 +30,6 @@ from fedplan.studies.schema import ConfigError, read_study
 from fedplan.studies.stage import method_of, stage_of
 from fedplan.tensors.named import digests
 from fedplan.tensors.wire import parse_wire
-from fedplan.training.fit import Pace
 
 
 class Tower(nn.Module):
@@ -273,12 +275,127 @@ def test_a_folder_of_objects_says_how_to_go_on(tmp_path: Path) -> None:
 def test_a_told_method_agrees_with_itself(wire: str) -> None:
     for name in METHODS:
         method = method_named(name)
-        method = replace(method, wire=parse_wire(wire)) if wire else method
+        if wire and method.product.apart:  # an exact rule takes no lossy wire
+            method = replace(method, wire=parse_wire(wire))
         told = told_method(method.lines)
-        one, other = (Agreement("x", (), each, Pace()) for each in (method, told))
-        assert one.text == other.text and told.plan == method.plan
+        assert told.lines == method.lines and told.plan == method.plan
+        assert told.product.text == method.product.text
         assert told.wire.text == method.wire.text
         for word in ("riders", "together", "absent"):
             assert getattr(told, word) == getattr(method, word), (name, word)
         with pytest.raises(fp.FedplanError, match="give it again"):
             _ = told.fit
+
+
+def test_each_round_that_is_told_keeps_its_own_row() -> None:
+    told = list(played(run=False).rounds())
+    assert [(c.round, c.row["round"], len(c.metrics)) for c in told] == [
+        (n, n, n) for n in (1, 2, 3, 4)
+    ]
+
+
+def test_a_run_that_is_resumed_within_its_rounds_ends_once(tmp_path: Path) -> None:
+    run = played(tmp_path, run=False)
+    playing = run.rounds()
+    next(playing)
+    run.resume()
+    assert list(playing) == [] and run.federation.world.round == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"train": {"rounds": 2}}, "say it once"),
+        ({"evaluate": {"metrics": ["accuracy"]}}, "measure them in `metrics`"),
+        ({"task": task("text-classification", columns="x", label="y", labels="ab")}, "or give these"),
+        ({"primary": "f2", "own": {"north": table(5)}}, "primary is 'f2', and metrics gives loss, "),
+        ({"test": None, "callbacks": [EarlyStopping("world.loss")]}, "measures no world scores"),
+        ({"callbacks": [None]}, "what cannot be called"),
+        ({"method": "fedavg"}, "give a plan"),
+        ({"own": {"west": table(5)}}, "'west', who is none of the clients"),
+        ({"test": [(torch.zeros(9), 1)]}, "the rows of the common test: RuntimeError"),
+        ({"loss": lambda model, batch: model(batch["inputs"])}, "it is one number"),
+    ],
+)  # fmt: skip
+def test_what_is_given_is_heard_or_refused(change: dict[str, Any], why: str) -> None:
+    with pytest.raises(fp.FedplanError, match=why):
+        played(**change)
+
+
+@pytest.mark.parametrize("rounds", [0, 4.0, "5"])
+def test_a_number_of_rounds_that_is_none_harms_no_run(rounds: Any, tmp_path: Path) -> None:
+    run = played(tmp_path, rounds=2)
+    with pytest.raises(ConfigError, match=r"train\.rounds"):
+        run.resume(rounds)
+    assert not fp.verify_run(tmp_path)[0]
+
+
+MODULE = """
+import torch
+
+
+class Small(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward({})
+"""
+
+
+def test_the_code_of_a_model_is_part_of_the_run(tmp_path: Path) -> None:
+    """Of one name, and with the same params: another way forward."""
+    told = list[str]()
+    for number, way in enumerate(("x", "2 * x")):
+        file = tmp_path / str(number) / "small.py"
+        file.parent.mkdir()
+        file.write_text(MODULE.format(way))
+        spec = importlib.util.spec_from_file_location("small", file)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules["small"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        told.append(simulate(fp.share(), module.Small(4, 2), ROWS, loss, rounds=1).study.digest)
+    assert told[0] != told[1]
+
+
+PRIVATE = {"unit": "client", "epsilon": 50.0, "noise": 1.0}
+
+
+@pytest.mark.parametrize("metric", ["counted", "loss", "personal.mean", "up"])
+def test_no_run_stops_by_what_is_hidden(metric: str) -> None:
+    stop = EarlyStopping(metric)
+    with pytest.raises(fp.FedplanError, match="follows from what is hidden"):
+        played(privacy=PRIVATE, own={"north": table(5)}, callbacks=[stop])
+
+
+def test_personal_scores_are_better_in_the_direction_of_their_task() -> None:
+    own = dict.fromkeys(ROWS, table(5))
+    usual = {"own": own, "callbacks": [EarlyStopping("personal.mean", patience=1)]}
+    falling = played(**usual).metrics
+    assert [row["personal.mean"] for row in falling] == sorted(
+        (row["personal.mean"] for row in falling), reverse=True
+    ) and len(falling) == 4  # fmt: skip
+
+
+def test_a_told_method_is_never_run(here: Path) -> None:
+    lines = list(method_named("scaffold").lines)
+    with pytest.raises(ConfigError, match="all of it did, or none"):
+        read_study(here / "study.toml", [f"method={{given = {lines}}}"])
+
+
+def test_privacy_by_example_hides_one_row_from_python_too(tmp_path: Path) -> None:
+    from chat import tiny_chat
+
+    model, folder = tiny_chat(tmp_path / "chat"), tmp_path / "run"
+    rows = Dataset.from_dict({"text": ["The sky is blue and the grass is green. " * 6] * 6})
+    goal = task("causal-lm", columns="text", model=model, max_length=8)
+    words = {"train": {"steps": 1, "batch": 2}, "rounds": 1, "folder": folder, "run": False}
+    privacy = {"unit": "example", "epsilon": 50.0, "noise": 1.0, "size": 6}
+    made = AutoModelForCausalLM.from_pretrained(model)
+    run = simulate(fp.share(), made, {"north": rows}, task=goal, privacy=privacy, **words)
+    assert len(run.shares.train["north"]) == len(rows)
+    packed = task("instruction", columns=["prompt", "response"], model=model, packing=True)
+    with pytest.raises(fp.FedplanError, match="packing puts several rows into one example"):
+        simulate(fp.share(), made, {"north": rows}, task=packed, privacy=privacy, **words)
+
+
+def test_a_client_without_rows_takes_no_step() -> None:
+    run = simulate(PLAN, tower(), {**ROWS, "empty": []}, loss, rounds=1)
+    assert run.federation.world.round == 1
