@@ -23,8 +23,8 @@ CODE = ("fedplan", "torch", "transformers")
 def mark_of(examples: Examples) -> str:
     """Tells two clients' rows apart by all that a batch of them holds, whatever they are called."""
     found = hashlib.sha256()
-    pieces = torch.arange(len(examples)).split(256) if len(examples) else ()
-    for indices in cast("tuple[Tensor, ...]", pieces):
+    whole = torch.arange(len(examples))
+    for indices in cast("tuple[Tensor, ...]", whole.split(256)) if len(examples) else ():
         for name, tensor in sorted(examples.batch(indices).items()):
             found.update(f"{name} {digest(tensor)}".encode())
     return found.hexdigest()[:32]
