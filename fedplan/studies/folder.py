@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.identity import RUN
@@ -17,9 +16,6 @@ from fedplan.storage.files import keep_file
 from fedplan.storage.locks import Claim, claimed
 from fedplan.studies.schema import ConfigError, Study, placed, study_of
 from fedplan.studies.shares import Shares
-
-if TYPE_CHECKING:
-    pass
 from fedplan.studies.stage import agreement_of
 
 MANIFEST, TASK = "manifest.json", "task.json"

@@ -105,7 +105,7 @@ Adjust = Callable[[Param, Tensor, Tensor], None]
 class Job:
     """All that a fit may use: the marked roles, the rows, and what came with the world.
 
-    `start` holds the shared values as they came down; `riders` what else came down with them;
+    `start` holds the values as they were before the turn; `riders` what else came down with them;
     `memory` what the client itself remembers from its last turn; `traits` what it says of itself.
     `round` counts from 1.
     """
