@@ -3,11 +3,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 
 def millions(count: int) -> str:
     """A count in short: 85.8 M, 12.4 k, 512."""

@@ -132,6 +132,7 @@ CASES = [
     pytest.param(name, wire, marks=[] if wire in DAILY[name] else [pytest.mark.nightly])
     for name in METHODS
     for wire in WIRES
+    if wire == WIRES[0] or method_named(name).product.apart  # an exact rule takes no other wire
 ]
 
 
