@@ -53,9 +53,11 @@ class Found(Generic[T]):
         It is of all Python files of the package, so that what a function calls there is seen too;
         what was written in a notebook has no file. Of what everybody has, the name says it.
         """
+        if not self.module:
+            return ""
         tops = [each.partition(".")[0] for each in (self.module, _module_of(self.value))]
         written = {top: _digest(top) for top in tops if top and top != OURS}
-        return f"{self.origin} {written}" if self.module else ""
+        return f"{self.origin} {written}"
 
 
 def _digest(package: str) -> str:
