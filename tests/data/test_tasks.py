@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fedplan.data.examples import Seeded
 from fedplan.data.tables import DataError, labels_in, load
 from fedplan.data.tasks import Task, task
+from fedplan.errors import FedplanError
 from fedplan.language.plan import Role
 from fedplan.models.params import Kind, Param
 from fedplan.training.fit import Job, Pace, plain
@@ -457,7 +458,7 @@ def test_real_data_give_a_batch_and_a_loss(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "changed", "words"),
     [
-        ("text-clasification", {}, "'text-clasification'; there are text-classification, multi"),
+        ("text-clasification", {}, "'text-clasification': did you mean text-classification"),
         ("text-classification", {"columns": "txt"}, "no column 'txt'; there are text, mood"),
         ("text-classification", {"columns": "words"}, "'words' holds list, and not texts"),
         ("text-classification", {"label": "moods"}, "no column 'moods'; there are text, mood"),
@@ -476,7 +477,7 @@ def test_what_is_wrong_is_named(
     rows = table().add_column("short", [["calm"]] * 8)
     right = {"columns": "text", "label": "mood", "labels": MOODS, "tokenizer": tokenizer}
     right |= {"image_size": 4}
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(FedplanError, match=words):
         task(kind, **{**right, **changed}).prepare(rows)
 
 

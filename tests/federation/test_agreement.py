@@ -213,7 +213,9 @@ def test_the_name_of_a_class_of_ours_is_no_part_of_it() -> None:
 
 
 def test_each_line_begins_with_its_word() -> None:
-    words = "plan wire riders together absent probe phases wraps server adapt pace guarantee study"
+    words = (
+        "plan wire riders together absent probe phases wraps loop server adapt pace guarantee study"
+    )
     for agreement in agreements().values():
         lines = agreement.text.splitlines()
         assert [line.split()[0] for line in lines] == [*words.split(), "start", "params"]
@@ -292,7 +294,7 @@ def test_a_registered_name_is_told_with_what_it_stands_for(monkeypatch: pytest.M
 
     texts = set[str]()
     for make in (calm, wild):
-        monkeypatch.setattr(optimisers, "_REGISTERED", {})
+        monkeypatch.delitem(optimisers.OPTIMISER_NAMES.registered, "mine", raising=False)
         optimisers.register_optimiser("mine", make)
         pace = Pace(optimisers.optimiser_named("mine"))
         texts.add(Agreement("law", PARAMS, fedavg(), pace).fingerprint)

@@ -119,10 +119,21 @@ def bits(world: World) -> object:
 
 def state(tally: Tally) -> object:
     """All of a tally but the reasons."""
+    held_by = {**vars(tally.total), **vars(getattr(tally.total, "products", tally))}
     total = {
         name: held.weights() if isinstance(held, ExactSum) else held
-        for name, held in vars(tally.total).items()
-        if name not in ("agreement", "base", "guard", "mechanism")
+        for name, held in held_by.items()
+        if name
+        not in (
+            "agreement",
+            "base",
+            "guard",
+            "mechanism",
+            "products",
+            "layers",
+            "rule",
+            *vars(tally),
+        )
     }
     return copy.deepcopy((total, tally.counted, tally.heard))
 
