@@ -37,10 +37,16 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_python_blocks_run_one_after_the_other(document: str) -> None:
+def test_the_python_blocks_run_one_after_the_other(
+    document: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names: dict[str, object] = {}
-    for block in blocks(document, "python"):
-        exec(compile(block, document, "exec"), names)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    try:
+        for block in blocks(document, "python"):
+            exec(compile(block, document, "exec"), names)
+    finally:
+        sys.modules.pop("mypackage", None)  # what a document wrote and imported
 
 
 def test_the_map_of_the_packages_is_that_of_their_imports() -> None:

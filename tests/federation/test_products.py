@@ -16,6 +16,7 @@ from clients import Few, few, loss
 from torch import Tensor, nn
 
 from fedplan.audits.ledger import verify_lines
+from fedplan.data.own import Own
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation import Outcome, PlainSum
 from fedplan.federation.agreement import Agreement, require_sound
@@ -33,7 +34,7 @@ from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.local import Federation
 from fedplan.storage import failpoints
 from fedplan.storage.lines import read_lines
-from fedplan.studies.model import require_scale
+from fedplan.studies.model import adapted as checked
 from fedplan.tensors.named import digests
 from fedplan.tensors.wire import parse_wire
 from fedplan.training import Pace, sgd
@@ -263,9 +264,9 @@ def test_a_weight_that_would_round_the_residual_away_is_refused() -> None:
 def test_another_scale_than_the_adapters_is_refused() -> None:
     model = lora("bert")
     for rule in (by_residual(), by_svd()):
-        require_scale(model, Method(share(), product=rule))
+        checked(model, Own(), Method(share(), product=rule))
     with pytest.raises(FedplanError, match=r"folds at another scale .* is 1.0"):
-        require_scale(model, Method(share(), product=by_residual(2.0)))
+        checked(model, Own(), Method(share(), product=by_residual(2.0)))
 
 
 def test_a_rule_is_what_its_text_says() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _python_dispatch, backend_registration
 
-NAME = "second"
+NAME = "elsewhere"
 CPU = torch.device("cpu")
 FACTORIES = (
     *("empty.memory_format", "empty_strided", "full", "scalar_tensor", "arange", "arange.start"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fedplan.data.chats import PLAIN
 from fedplan.data.tables import DataError
 from fedplan.errors import FedplanError
 from fedplan.federation.callbacks import EarlyStopping
+from fedplan.federation.history import Metrics
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.export import export_run
 from fedplan.studies.schema import study_of
@@ -161,6 +163,8 @@ def test_early_stopping_by_the_clients_own_scores_knows_which_way_is_better(here
     asked = {"kind": "instruction", "input": "prompt response"}
     stop = {"metric": "personal.mean", "patience": 1}
     made = Simulation(study_of(said(asked, stop=stop)), Path("run"))
-    assert made._directed(EarlyStopping("personal.mean")).higher is False
-    assert made._directed(EarlyStopping("personal.mean", higher=True)).higher is True
-    assert made._directed(EarlyStopping("world.accuracy")).higher is None
+    closed = next(made.rounds())
+    assert closed.higher is False
+    falling = replace(closed, metrics=Metrics({"personal.mean": x} for x in (3.0, 2.0, 1.0)))
+    assert EarlyStopping("personal.mean", patience=1)(falling) is None
+    assert EarlyStopping("personal.mean", patience=1, higher=True)(falling)
