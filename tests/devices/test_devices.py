@@ -197,7 +197,7 @@ def test_mixing_raises(counts: Backend) -> None:
     for mixed in (lambda: there + here, lambda: here + there, lambda: torch.equal(there, here)):
         with pytest.raises((Mixed, RuntimeError)):
             mixed()
-    with pytest.raises(Mixed, match="a generator of cpu draws for second"):
+    with pytest.raises(Mixed, match="a generator of cpu draws for elsewhere"):
         there.normal_(generator=torch.Generator())
     assert (there * torch.tensor(2.0)).to(HOST).tolist() == [2.0, 2.0]  # as torch's own devices do
 
