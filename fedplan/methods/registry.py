@@ -53,7 +53,7 @@ def method_named(name: str, settings: Mapping[str, Any] | None = None) -> Method
     """A method by its name, or where it stands (`package.module:function`), with its settings."""
     made = METHOD_NAMES.make(name, settings)
     if not isinstance(made, Method):
-        raise FedplanError(f"{name} makes {_article(made)}, and no Method: it is no method")
+        raise FedplanError(f"{name} makes {_kind_of(made)}, and no Method: it is no method")
     return made
 
 
@@ -66,11 +66,11 @@ def server_optimiser_named(name: str, settings: Mapping[str, Any] | None = None)
     """A server optimiser by the name of what makes it, with its settings."""
     made: Any = SERVER_OPTIMISER_NAMES.make(name, settings)
     if not callable(cast("object", made)):
-        raise FedplanError(f"{name} makes {_article(made)}, and no server optimiser")
+        raise FedplanError(f"{name} makes {_kind_of(made)}, and no server optimiser")
     return made
 
 
-def _article(value: object) -> str:
+def _kind_of(value: object) -> str:
     return f"a value of {type(value).__name__}"
 
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -102,19 +104,23 @@ class Simulation:
         federation, callbacks = self.federation, self._listeners()
         server = federation.server
         last = server.last()
-        self.stopped = self._told(callbacks, last) if last else ""
+        self.stopped = self._told(callbacks, self._directed(last)) if last else ""
         while (
             server.world.round < server.rounds
             and not self.stopped
             and self.federation is federation  # else it was resumed meanwhile
         ):
-            closed = replace(self._played(), higher=self.shares.task.higher)
+            closed = self._directed(self._played())
             self.stopped = self._told(callbacks, closed)
             yield closed
 
     def _told(self, callbacks: Sequence[Callback], closed: Closed) -> str:
-        reason = stopping(callbacks, replace(closed, higher=self.shares.task.higher))
+        reason = stopping(callbacks, closed)
         return reason if closed.round < self.study.train.rounds else ""
+
+    def _directed(self, closed: Closed) -> Closed:
+        """A round with which way the task's own score is better; the server knows no task."""
+        return replace(closed, higher=self.shares.task.higher)
 
     def _listeners(self) -> tuple[Callback, ...]:
         """All who are told; who stops by what is hidden, or by what nobody measures, is refused."""
@@ -275,7 +281,7 @@ def simulate(
     given = Given(asked, model, clients, goal, test, own or {})
     if rounds is not None and "rounds" in (train or {}):
         raise ConfigError(f"rounds is {rounds}, and train says rounds too: say it once")
-    place = Path(folder) if folder else Path(_kept().name) / name
+    place = Path(folder) if folder else _kept() / name
     study = given.study(
         name=name,
         seed=seed,
@@ -298,10 +304,8 @@ def _threads(folder: Path, *, resume: bool) -> int:
     return study_in(folder).threads if again else torch.get_num_threads()
 
 
-_TEMPORARY: list[TemporaryDirectory[str]] = []
-
-
-def _kept() -> TemporaryDirectory[str]:
+def _kept() -> Path:
     """A folder that goes when this process does."""
-    _TEMPORARY.append(TemporaryDirectory(prefix="fedplan-"))
-    return _TEMPORARY[-1]
+    folder = Path(mkdtemp(prefix="fedplan-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
+    return folder

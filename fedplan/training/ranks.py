@@ -13,6 +13,7 @@ from fedplan.language.wording import phrase, stated
 from fedplan.models.low_rank import LowRank, layers_of
 from fedplan.models.params import Param
 from fedplan.models.values import put, take
+from fedplan.tensors.devices import brought, device_of
 from fedplan.training.fit import Done, Fit, Job, Wrap
 
 
@@ -33,13 +34,15 @@ def narrowed(trait: str = "rank") -> Wrap:
             layers = [e for e in layers_of(tuple(job.roles)) if job.roles[e.a].trained]
             ranks = {layer: _rank(job.traits[trait], trait, layer.rank) for layer in layers}
             masks = {k: m for each, rank in ranks.items() for k, m in _masks(each, rank).items()}
+            # Each step asks for them where the model is: they are moved once.
+            there = brought(masks, device_of(job.model))
             for layer, rank in ranks.items():
                 put(job.model, _cut(job, layer, rank), layer.sides)
             start = {k: v * masks[k].to(v) if k in masks else v for k, v in job.start.items()}
 
             def within(param: Param, value: Tensor, gradient: Tensor) -> None:
-                if param.key in masks:
-                    gradient.mul_(masks[param.key].to(gradient))
+                if param.key in there:
+                    gradient.mul_(there[param.key])
 
             done = fit(replace(job, start=start, adjust=(*job.adjust, within)))
             for layer, rank in ranks.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import ceil
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ import torch
 
 from fedplan.errors import FedplanError
 from fedplan.language.wording import spelled_out
+from fedplan.naming import unknown
 
 CONSTANT = "constant"
 SCHEDULES = (
@@ -114,6 +114,4 @@ def schedule_named(
 def _no_schedule(name: str) -> str:
     if name in UNFIT:
         return f"{name} cannot be a client's schedule: {UNFIT[name]}"
-    close = get_close_matches(name, SCHEDULES, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(SCHEDULES)}"
-    return f"there is no schedule {name!r}: {hint}"
+    return unknown("schedule", name, SCHEDULES)
