@@ -13,6 +13,7 @@ import transformers as hf
 import zoo
 from clients import few, loss
 from second_device import device as backend
+from settings import SETTINGS
 from torch import Tensor, nn
 
 from fedplan.data.examples import Examples
@@ -33,16 +34,6 @@ DUAL = "clip-dual"
 STEADY = Pace(sgd(momentum=0.9), rate=1e-2, batch=2, steps=2, clip=1.0)
 """For real devices: a step of AdamW follows the sign of a gradient, however it is rounded."""
 PACE = Pace(adamw(decay=0.1), rate=1e-2, batch=2, steps=2)
-SETTINGS: dict[str, dict[str, Any]] = {
-    "fedpart": {"depth": 2},
-    "fedbabu": {"rounds": 1},
-    "fedfrozen": {"warmup": 1},
-    "safl": {"k": 1},
-    "safl-frozen": {"k": 1, "warmup": 1},
-    "fedper-safl": {"k": 1},
-    "safl-lora": {"k": 1, "rank": 2},
-    "pfeddc-held": {"warmup": 1},
-}
 GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
 
 

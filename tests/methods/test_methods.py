@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import zoo
 from clients import few, loss
+from settings import PROMPTED, SETTINGS
 
 from fedplan.errors import FedplanError
 from fedplan.language.parts import key, norm, query, value
@@ -18,17 +19,6 @@ from fedplan.testing import check_method
 from fedplan.training.probes import Probe, at_random, from_the_top
 
 ARCHITECTURES = ("bert", "vit", "clip", "gpt-neox", "phi3", "modernbert", "llama")
-PROMPTED = ("pfeddc", "promptfl", "local-prompts", "pfeddc-held")
-SETTINGS = {
-    "fedpart": {"depth": 2},
-    "fedbabu": {"rounds": 1},
-    "fedfrozen": {"warmup": 1},
-    "safl": {"k": 1},
-    "safl-frozen": {"k": 1, "warmup": 1},
-    "fedper-safl": {"k": 1},
-    "safl-lora": {"k": 1, "rank": 2},
-    "pfeddc-held": {"warmup": 1},
-}
 # By day each method is tried on two architectures, each architecture by many methods; at night all.
 TRIED = [m for m in METHODS if m not in PROMPTED]
 DAILY = {(m, ARCHITECTURES[(2 * i + j) % 7]) for i, m in enumerate(TRIED) for j in range(2)}

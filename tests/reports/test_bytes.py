@@ -14,7 +14,7 @@ import zoo
 from clients import few, loss
 from flwr.app import Context
 from grids import InProcess
-from test_methods import PROMPTED, SETTINGS
+from settings import PROMPTED, SETTINGS
 
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client

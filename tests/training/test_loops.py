@@ -14,6 +14,7 @@ import torch
 import transformers as hf
 import zoo
 from clients import Few, few, loss
+from settings import PROMPTED, SETTINGS
 from torch import Tensor, nn
 
 from fedplan.audits.ledger import verify_lines
@@ -50,15 +51,6 @@ PLANS = (
     "chain(share(), freeze(query | key))",
     "chain(freeze(), share(value), keep(head))",
 )
-SETTINGS: dict[str, dict[str, Any]] = {
-    "fedpart": {"depth": 2},
-    "fedbabu": {"rounds": 1},
-    "fedfrozen": {"warmup": 1},
-    "safl": {"k": 1},
-    "safl-frozen": {"k": 1, "warmup": 1},
-    "fedper-safl": {"k": 1},
-    "safl-lora": {"k": 1, "rank": 2},
-}
 
 
 class Text:
@@ -277,7 +269,6 @@ def test_mixed_precision_leaves_the_model_as_it_was() -> None:
     assert job.model.forward == forward
 
 
-PROMPTED = ("pfeddc", "promptfl", "local-prompts", "pfeddc-held")
 TRIED = [name for name in METHODS if name not in PROMPTED]
 LATER = ("fedavg", "fedfrozen", "fedrep", "fedadam")
 FUSED, WHOLE = ("gpt-neox", "phi3"), ("bert", "vit", "llama")
