@@ -28,6 +28,8 @@ from fedplan.models.schema import written
 from fedplan.reports.asked import asked
 from fedplan.reports.explanation import parts_table
 from fedplan.reports.memory import Load
+from fedplan.server_commands import server_commands
+from fedplan.site_commands import site_commands
 
 app = typer.Typer(
     help="Say which part of a Transformer each client trains, shares and keeps, round by round.",
@@ -152,16 +154,18 @@ def run(
     output: Annotated[Path | None, typer.Option(help="Where the run is kept.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run.")] = False,
     runner: Annotated[
-        str, typer.Option(help="local: on this machine; flower: a federation's app, by its sites.")
+        str, typer.Option(help="local: on this machine; flower: by the sites of a federation.")
     ] = "local",
-    superlink: Annotated[str, typer.Option(help="For flower: whose connection, by name.")] = "",
+    server: Annotated[
+        Path, typer.Option(help="For flower: the folder of the federation's server.")
+    ] = Path("server"),
 ) -> None:
     """Run a study. Stop it at any moment: --resume goes on with the same bits."""
     from fedplan.reports.progress import follow, follow_flower
 
     with told():
         if runner == "flower":
-            follow_flower(study, change or [], output, resume=resume, link=superlink)
+            follow_flower(study, change or [], output, resume=resume, server=server)
         elif runner == "local":
             follow(study, change or [], output, resume=resume)
         else:
@@ -331,6 +335,8 @@ def keys(
 
 new = typer.Typer(help="Write a folder to start from.", no_args_is_help=True)
 app.add_typer(new, name="new")
+app.add_typer(server_commands, name="server")
+app.add_typer(site_commands, name="site")
 
 
 @new.command()
@@ -359,6 +365,19 @@ def federation(
             keys=not no_keys,
         )
     Console(soft_wrap=True).print(f"Written. Go on with {folder / 'README.md'}", highlight=False)
+
+
+@new.command()
+def site(
+    name: Annotated[str, typer.Argument(help="The name of the site.")],
+    federation: Annotated[Path, typer.Option(help="The folder of the federation.")] = Path(),
+) -> None:
+    """Write the folder of one more site of a federation."""
+    with told():
+        from fedplan.runners.flower.starter import new_site
+
+        new_site(federation, name)
+    print(f"Written. Bring {federation / 'sites' / name} to the site; its README says the rest.")
 
 
 def main() -> None:
