@@ -23,8 +23,8 @@ FACES = [f for f in FILES if f.name == "__init__.py" and f.parent != PACKAGE]
 ORDER = (
     *("errors", "seeds", "faces", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
-    *("federation", "studies", "runners", "audits", "reports"),
-    *("parts", "testing", "console", "cli", "__init__"),
+    *("federation", "studies", "runners", "audits", "reports", "sites"),
+    *("parts", "testing", "console", "server_commands", "site_commands", "cli", "__init__"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
@@ -100,7 +100,7 @@ WITHOUT_TORCH = (
     *("fedplan", "fedplan.parts", "fedplan.cli", "fedplan.tensors.message", "fedplan.models"),
     *("fedplan.models.schema", "fedplan.models.layouts", "fedplan.language.resolution"),
     *("fedplan.language.parser", "fedplan.federation.codes", "fedplan.federation.fare"),
-    *("fedplan.reports.explanation", "fedplan.runners.worker_client", "fedplan.runners.flower"),
+    *("fedplan.reports.explanation", "fedplan.runners.flower"),
 )
 
 

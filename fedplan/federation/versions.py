@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 WIRE = "2"
-"""Of the messages between a server and its sites: raised whenever one end would misread the other."""
+"""Of the messages between a server and its sites: raised when one would misread the other."""
 PACKAGES = ("fedplan", "torch", "transformers", "flwr")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -82,7 +81,7 @@ def follow_flower(
     try:
         drive(link_in(server), study, folder, [tell])
     except KeyboardInterrupt:
-        console.print(f"Stopped. Go on with it: the same command with --resume", markup=False)
+        console.print("Stopped. Go on with it: the same command with --resume", markup=False)
         raise SystemExit(130) from None
     console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
 

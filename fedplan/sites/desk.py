@@ -140,6 +140,6 @@ def rejoin(site: Site, run: str) -> None:
 def _require_rounds(study: Study, said: Mapping[str, Any]) -> None:
     number = said.get("round")
     if type(number) is int and number > study.train.rounds:
-        raise Refused(
-            f"round {number} is asked for, and {study.train.rounds} were approved"
-        ).coded("rounds")
+        raise Refused(f"round {number} is asked for, and {study.train.rounds} were approved").coded(
+            "rounds"
+        )

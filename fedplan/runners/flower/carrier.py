@@ -35,9 +35,7 @@ from fedplan.tensors.serialization import JSON, packed, unpacked
 log = logging.getLogger("fedplan")
 
 
-def carry_study(
-    grid: Grid, study: Study, folder: Path, callbacks: Sequence[Callback] = ()
-) -> None:
+def carry_study(grid: Grid, study: Study, folder: Path, callbacks: Sequence[Callback] = ()) -> None:
     """Carry a study, or go on with it from what its folder holds."""
     require_free(folder, study, resume=True)
     stage = stage_of(study)
@@ -246,7 +244,7 @@ class Carrier:
 
 
 def hello_of(run: str, study: Study | None) -> Message:
-    """What a site is asked first: whether it takes part in a run of a study, which is here whole."""
+    """What a site is asked first: whether it takes part in a run of a study, which comes whole."""
     said: dict[str, JSON] = {"run": run}
     if study is not None:
         said["study"] = study.model_dump(mode="json")

@@ -133,7 +133,7 @@ def _server(folder: Path, hosts: Sequence[str], days: int) -> list[Path]:
 
 
 def make_site_keys(folder: Path) -> list[Path]:
-    """Make what a site lacks of its keys: that by which the server knows a site, and the key of the site's home."""
+    """Make what a site lacks: the key by which the server knows it, and the key of its home."""
     own, public, home = folder / "node", folder / "node.pub", folder / "home.key"
     if public.exists() and not own.exists():
         raise FedplanError(f"{public} is without its node: bring that back, or remove {public}")

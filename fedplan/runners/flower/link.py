@@ -22,6 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_public_key,
+)
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.constant import ACCESS_TOKEN_KEY
 from flwr.common.serde import fab_to_proto
