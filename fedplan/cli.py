@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from click.core import ParameterSource
 from rich.console import Console
 
 from fedplan.console import (
@@ -58,6 +59,7 @@ def parts(
 
 @app.command()
 def explain(
+    context: typer.Context,
     model: Model,
     plan: PlanText = "",
     rounds: Annotated[int, typer.Option(help="How long the run is.", min=1)] = 100,
@@ -80,19 +82,9 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Say what a plan will do with a model, or a study with its own, before anything runs."""
-    beside = {
-        "--phase": phase,
-        "--task": task,
-        "--labels": labels,
-        "--method": method,
-        "--setting": setting,
-        "--batch": batch,
-        "--checkpointing": checkpointing,
-        "--quantised": quantised,
-    }
     if model.endswith(".toml") and not plan:
         with told():
-            if said := [flag for flag, value in beside.items() if value]:
+            if said := _flags(context):
                 raise FedplanError(f"{model} is a study, and says it all: leave out {said[0]}")
         return _explain_study(Path(model), as_json=as_json)
     with told():
@@ -129,6 +121,16 @@ def propose(
     for line in report(proposal):
         Console(soft_wrap=True, highlight=False).print(line, markup=False)
     raise typer.Exit(1 if proposal.faults else 0)
+
+
+def _flags(context: typer.Context) -> list[str]:
+    """The options that were typed, but for how the answer is to look."""
+    typed = [
+        each
+        for each in context.command.params
+        if context.get_parameter_source(each.name or "") is ParameterSource.COMMANDLINE
+    ]
+    return [each.opts[0] for each in typed if each.name not in ("model", "as_json")]
 
 
 def _explain_study(file: Path, *, as_json: bool) -> None:
