@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from deployment import Deployment
+from deployment import Deployment, until_open
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest
@@ -48,6 +48,7 @@ def evil_app(folder: Path, mark: Path) -> Path:
     return folder
 
 
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
 def test_a_run_with_code_of_its_own_is_refused_at_every_site(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,20 +100,28 @@ def require_closed(link: links.Link) -> None:
         with pytest.raises(httpx.HTTPStatusError) as told:
             call()
         assert told.value.response.status_code == 401
+    open_line.close()
     require_no_task(Door(link.address, link.tls[0] if link.tls else None))
 
 
 def require_no_task(door: Door) -> None:
+    line = door.asking()
     with pytest.raises(httpx.HTTPStatusError) as told:
-        door.asking().AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
+        line.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
     assert told.value.response.status_code in (401, 403)
+    line.close()
 
 
 def require_node_closed(deployed: Deployment, name: str) -> None:
     """Another user of a site's machine asks its node for work, and is refused."""
-    (pid,) = deployed.pids(f"node {name}")
+    until = time.monotonic() + 120
+    while not (pids := deployed.pids(f"node {name}")):
+        assert time.monotonic() < until
+        time.sleep(0.5)
+    (pid,) = pids
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     said = dict(pairwise(words))
+    until_open(int(said["--port"]))
     require_no_task(Door(f"127.0.0.1:{said['--port']}", Path(said["--ssl-ca-certfile"])))
     place = Path(said["--ssl-ca-certfile"]).parent
     assert place.stat().st_mode & 0o077 == 0
