@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from fedplan.errors import FedplanError
 
+APPROVAL = "not-approved"
+"""The code of a site where a study waits for a person's approval."""
 REFUSALS = {
+    APPROVAL: "the study waits there for a person's approval (fedplan site approve)",
+    "refused-here": "a person there has refused the study",
+    "policy": "the study is against the site's policy",
     "limit-rounds": "it has answered as often as it allows (limit_rounds of its node)",
     "limit-bytes": "more would pass the bytes that it allows to leave (limit_bytes of its node)",
     "limit-epsilon": "more would pass the epsilon that it allows (limit_epsilon of its node)",
