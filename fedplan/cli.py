@@ -224,14 +224,23 @@ def privacy(
 
 @app.command()
 def egress(
-    folder: Annotated[Path, typer.Argument(help="A site's home, or one experiment in it.")],
+    folder: Annotated[Path, typer.Argument(help="A site's home.")],
     as_json: Json = False,
 ) -> None:
-    """At a site: every byte that left it, by round and part, and the plan that it agreed to."""
+    """At a site: every byte that left it, by round and part, and the plan that it agreed to.
+
+    The record is proved first: a chain that is broken is told, and nothing else is.
+    """
     from fedplan.reports.egress import told_of
+    from fedplan.storage.chain import BrokenChain
 
     with told():
-        found = told_of(folder)
+        try:
+            found = told_of(folder)
+        except BrokenChain as error:
+            words = f"fedplan: the record is broken: {error}"
+            Console(stderr=True, soft_wrap=True).print(words, markup=False, style="red")
+            raise typer.Exit(1) from error
     for each in found:
         if as_json:
             print(json.dumps(each.json()))

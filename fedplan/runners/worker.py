@@ -16,6 +16,7 @@ from fedplan.data.tables import load
 from fedplan.federation.account import Account, Limits
 from fedplan.federation.client import Client, guard_of
 from fedplan.federation.codes import said_of
+from fedplan.federation.egress import Egress
 from fedplan.federation.endpoint import Endpoint, journal_in, place_of
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.messages import run_of
@@ -38,10 +39,19 @@ class Worker:
 
     What it writes only its owner may read; with a key, what tells of rows is sealed. The study came
     over a network: of the code that it names, only that is imported which the site has installed
-    for fedplan, or which it allows.
+    for fedplan, or which it allows. `egress` is where all that leaves is written down; with `mute`
+    no loss does.
     """
 
-    def __init__(self, site: Site, study: Study, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        site: Site,
+        study: Study,
+        limits: Limits | None = None,
+        *,
+        egress: Egress | None = None,
+        mute: bool = False,
+    ) -> None:
         with private(), allowing(site.allow):
             self.site, self.study, self.seal = site, study, site.seal
             name = site.name
@@ -55,6 +65,7 @@ class Worker:
             account = Path(site.home) / "account" / folder_named(site.dataset)
             self.account = Account(account, limits, seal=self.seal)
             self.faults = FaultLog(Path(site.home), self.seal)
+            self.egress, self.mute = egress or Egress(Path(site.home)), mute
         self._endpoint: Endpoint | None = None
 
     def answer(self, kind: str, message: Message) -> Message:
@@ -91,10 +102,11 @@ def _endpoint_in(worker: Worker, run: str) -> Endpoint:
         guard=guard_of(agreement, account.folder, account),
         account=account,
         deterministic=study.deterministic,
+        mute=worker.mute,
     )
     write_run(place, study, agreement.params)
     note_task(place, stage.shares)
-    return Endpoint(agreement, site, folder, faults=worker.faults)
+    return Endpoint(agreement, site, folder, faults=worker.faults, egress=worker.egress)
 
 
 def _traits(study: Study, site: Site) -> dict[str, str]:

@@ -7,19 +7,25 @@ desk knows it by every word, asks whether it is approved each time, and refuses 
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedplan.federation.account import Limits
+from fedplan.errors import FedplanError
 from fedplan.federation.codes import said_of
+from fedplan.federation.egress import Egress, Warrant, ended
 from fedplan.federation.endpoint import HELLO, Endpoint
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.messages import Refused, run_of
+from fedplan.language.turn import Turn
 from fedplan.naming import allowing
 from fedplan.runners.site import Site
 from fedplan.runners.worker import Worker, private
+from fedplan.sites.approvals import Approvals
+from fedplan.sites.policy import Policy
 from fedplan.storage.files import put_file
 from fedplan.studies.schema import ConfigError, Study, study_of
 from fedplan.tensors.message import Message
@@ -32,19 +38,32 @@ RUNS, REJOIN = "runs", "rejoin"
 class Approver(Protocol):
     """Who says whether a study may run here."""
 
-    def admit(self, study: Study) -> str:
+    @property
+    def policy(self) -> Policy:
+        """What the site lets happen, as it is now."""
+        ...
+
+    def admit(self, study: Study, server: str = "") -> str:
         """Who approved of a study; an error with its code if nobody has."""
         ...
 
 
 class Desk:
-    """A site as its server meets it: the study that a run is of, approved, and its worker."""
+    """A site as its server meets it: the study that a run is of, approved, and its worker.
 
-    def __init__(self, site: Site, approver: Approver, limits: Limits | None = None) -> None:
-        self.site, self.approver, self.limits = site, approver, limits
+    All that leaves is written down first, refusals too. `server` tells which server this is, by the
+    digest of its certificate.
+    """
+
+    def __init__(
+        self, site: Site, approver: Approver, server: Callable[[], str] = lambda: ""
+    ) -> None:
+        self.site, self.approver, self.server = site, approver, server
         self.home = Path(site.home)
-        self.faults = FaultLog(self.home, site.seal)
-        self._worker: tuple[str, Worker] | None = None
+        with private():
+            self.faults, self.egress = FaultLog(self.home, site.seal), Egress(self.home)
+        self._worker: tuple[tuple[str, str], Worker] | None = None
+        self._greeted = ""
 
     def answer(self, kind: str, message: Message) -> Message:
         """The answer to a request. Of what goes wrong a code leaves, and the text stays here."""
@@ -52,21 +71,35 @@ class Desk:
             try:
                 worker = self._admitted(kind, message)
             except Exception as error:
-                said = said_of(self.faults.note(error))
-                return packed({}, {"client": self.site.name, **said})
+                return self._ended(self.faults.note(error), message)
             return worker.answer(kind, message)
+
+    def _ended(self, code: str, message: Message) -> Message:
+        """A code, written down as all that leaves; a record that cannot be written lets it pass."""
+        answer = packed({}, {"client": self.site.name, **said_of(code)})
+        with suppress(FedplanError):
+            run = _run_in(message)
+            self.egress.note(
+                ended(code, answer, site=self.site.name, run=run),
+                Warrant(_offered_in(message), self._greeted),
+            )
+        return answer
 
     def _admitted(self, kind: str, message: Message) -> Worker:
         """The worker of a request's study, if the request may be answered."""
         run, (_, said) = run_of(message), unpacked(Message(message.header))
+        if kind == HELLO:
+            self._greeted = self.server()
         study = self._offered(run, said) if kind == HELLO else self._bound(run)
-        self.approver.admit(study)
+        approver = self.approver.admit(study, self._greeted)
         if kind == HELLO:
             self._bind(run, study)
         worker = self._worker_of(study)
+        endpoint = worker.endpoint(run)
+        endpoint.warrant = Warrant(study.whole, self._greeted, approver)
         if kind != HELLO:
             _require_rounds(study, said)
-            self._require_current(worker.endpoint(run), run, said)
+            self._require_current(endpoint, run, said)
         return worker
 
     def _offered(self, run: str, said: Mapping[str, Any]) -> Study:
@@ -107,10 +140,14 @@ class Desk:
         return self.home / RUNS / f"{run}.json"
 
     def _worker_of(self, study: Study) -> Worker:
-        """The worker of a study: of one at a time, since each holds a model."""
-        if self._worker is None or self._worker[0] != study.whole:
+        """The worker of a study under the policy: of one at a time, since each holds a model."""
+        policy = self.approver.policy
+        known = study.whole, policy.digest
+        if self._worker is None or self._worker[0] != known:
             self._worker = None
-            self._worker = (study.whole, Worker(self.site, study, self.limits))
+            mute = "loss" not in policy.metrics
+            worker = Worker(self.site, study, policy.bounds, egress=self.egress, mute=mute)
+            self._worker = (known, worker)
         return self._worker[1]
 
     def _require_current(self, endpoint: Endpoint, run: str, said: Mapping[str, Any]) -> None:
@@ -129,6 +166,12 @@ class Desk:
         meant.unlink()
 
 
+def approvals_of(site: Site) -> Approvals:
+    """What a site says to the studies that it is offered."""
+    seen = Turn(client=site.name, traits=site.traits)
+    return Approvals(Path(site.home), Path(site.policy), site=seen, allow=site.allow)
+
+
 def rejoin(site: Site, run: str) -> None:
     """Let a run go on from a home that was put back: said by a person, and good for once."""
     with private():
@@ -143,3 +186,21 @@ def _require_rounds(study: Study, said: Mapping[str, Any]) -> None:
         raise Refused(f"round {number} is asked for, and {study.train.rounds} were approved").coded(
             "rounds"
         )
+
+
+def _run_in(message: Message) -> str:
+    try:
+        return run_of(message)
+    except FedplanError:
+        return ""
+
+
+def _offered_in(message: Message) -> str:
+    """A digest of the study in a request that was refused: it may be none that can be read."""
+    try:
+        offered = unpacked(Message(message.header))[1].get("study")
+    except FedplanError:
+        return ""
+    if not isinstance(offered, dict):
+        return ""
+    return "?" + hashlib.sha256(json.dumps(offered, sort_keys=True).encode()).hexdigest()

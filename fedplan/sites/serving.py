@@ -10,14 +10,11 @@ import ssl
 import threading
 from pathlib import Path
 
-from fedplan.federation.messages import Refused
 from fedplan.runners.flower.executor import serve
 from fedplan.runners.flower.node import noded
 from fedplan.runners.site import Site, read_site
-from fedplan.sites.desk import Desk
+from fedplan.sites.desk import Desk, approvals_of
 from fedplan.storage.locks import claimed
-from fedplan.studies.plain import read_toml
-from fedplan.studies.schema import Study
 
 
 def serve_site(folder: Path) -> None:
@@ -39,14 +36,7 @@ def serve_site(folder: Path) -> None:
 
 def desk_of(site: Site) -> Desk:
     """The desk of a site, by its policy."""
-
-    class Rule:
-        def admit(self, study: Study) -> str:
-            if not read_toml(Path(site.policy).read_text())["by_rule"]:
-                raise Refused("not approved").coded("not-approved")
-            return "rule"
-
-    return Desk(site, Rule())
+    return Desk(site, approvals_of(site), lambda: certificate_of(site))
 
 
 def certificate_of(site: Site) -> str:

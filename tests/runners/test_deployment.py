@@ -60,7 +60,9 @@ def rows_of(here: Path) -> dict[str, Path]:
 
 def study_of(here: Path, plan: str, *, name: str = "", rounds: int = 5, more: str = "") -> str:
     """The tiny study with a plan, a name and a length, of sites with rows of their own."""
-    study = STUDY.replace('path = "digits.npz"\n' + DATA, 'by = "column"\ncolumn = "site"\nclients = 3\n')
+    study = STUDY.replace(
+        'path = "digits.npz"\n' + DATA, 'by = "column"\ncolumn = "site"\nclients = 3\n'
+    )
     names = f"names = {list(SITES)}\n{more}"
     study = study.replace("dropped = 0.1", f'{names}\n[clients.traits.client-01]\nward = "a"')
     study = study.replace("attention = 4", "personal = false").replace(OWN, PLANS[plan])

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sites import NAME, RUN, study_text, words_of, world_of
+from sites import NAME, RUN, Anybody, study_text, words_of, world_of
 
+from fedplan.federation.account import Limits
 from fedplan.federation.codes import KINDS
 from fedplan.federation.endpoint import HELLO, POLL, TRAIN, Endpoint
 from fedplan.federation.fault_log import read_faults
@@ -28,13 +29,14 @@ APPROVED = study_text(
 )
 
 
-class Only:
+class Only(Anybody):
     """Approves of one study, word for word."""
 
-    def __init__(self, study: Study) -> None:
+    def __init__(self, study: Study, limits: Limits | None = None) -> None:
+        super().__init__(limits)
         self.whole = study.whole
 
-    def admit(self, study: Study) -> str:
+    def admit(self, study: Study, server: str = "") -> str:
         if study.whole != self.whole:
             raise Refused("nobody has approved of this study").coded("not-approved")
         return "a person"
@@ -49,7 +51,7 @@ def said(text: str) -> dict[str, Any]:
 @pytest.fixture
 def desk(tmp_path: Path) -> Desk:
     site, limits = words_of(tmp_path)
-    return Desk(site, Only(study_of(said(APPROVED))), limits)
+    return Desk(site, Only(study_of(said(APPROVED)), limits))
 
 
 def told(answer: Message) -> str:
@@ -110,9 +112,7 @@ STUDIES: dict[str, Callable[[], dict[str, Any]]] = {
     "another precision": changed("model", dtype="bfloat16"),
     "another roster": changed("clients", names=[NAME, "south"]),
     "another site's traits": changed("clients", traits={NAME: {"ward": "3"}}),
-    "a promise that is none": changed(
-        "privacy", unit="example", epsilon=900.0, noise=0.3, size=24
-    ),
+    "a promise that is none": changed("privacy", unit="example", epsilon=900.0, noise=0.3, size=24),
     "other scores": changed("evaluate", personal=False),
     "a word that is no word": changed("", surprise=1),
     "a section that is a number": changed("", train=1),
@@ -177,8 +177,7 @@ def test_what_a_site_knows_of_itself_it_is_not_told(
     """Its name, its traits and its scores are its own: a lie about them changes no bit."""
     endpoint = endpoint_of(desk)
     (tmp_path / "other").mkdir()
-    site, limits = words_of(tmp_path / "other")
-    other = Desk(site, desk.approver, limits)
+    other = Desk(words_of(tmp_path / "other")[0], desk.approver)
     assert offer(other, said(APPROVED)) == ""
     answers = desk.answer(TRAIN, request(endpoint)), other.answer(TRAIN, request(endpoint, **lie))
     one, two = (unpacked(each)[0] for each in answers)
@@ -219,7 +218,7 @@ def test_limits_hold_over_names_seeds_runs_and_studies(tmp_path: Path) -> None:
     count = 0
     for number in range(6):
         text = study_text(name=f"n{number}", seed=number, privacy="", rounds=3)
-        desk = Desk(site, Only(study_of(said(text))), limits)
+        desk = Desk(site, Only(study_of(said(text)), limits))
         run = f"{number:016x}"
         assert offer(desk, said(text), run) == ""
         worker = desk._worker_of(study_of(said(text)))  # pyright: ignore[reportPrivateUsage]
