@@ -21,7 +21,7 @@ from sites import PRIVATE, SAFL, VOTE, site_of, study_text, world_of
 
 from fedplan.errors import FedplanError
 from fedplan.federation import endpoint
-from fedplan.federation.codes import KINDS, meant, told, understood
+from fedplan.federation.codes import KINDS, meant, said_of, told, understood
 from fedplan.federation.endpoint import HELLO, POLL, TRAIN
 from fedplan.federation.fault_log import read_faults
 from fedplan.federation.messages import Refused, request_message
@@ -209,7 +209,9 @@ def test_what_keeps_a_site_from_starting(
     desk = sites.desk_of(tmp_path, **said)
     grid = InProcess(client_app(lambda _, *asked: desk.answer(*asked)), [{}])
     envelope = FlowerMessage(records_of(sites.hello(study)), 100, "query.hello")
-    assert require_code(grid.send_and_receive([envelope])[0]) == wanted
+    reply = message_in(grid.send_and_receive([envelope])[0].content)
+    (way,) = said_of(wanted)
+    assert unpacked(reply) == ({}, {"client": sites.NAME, way: wanted})
     seal = Encryption.from_file(tmp_path / "home.key") if sealed else None
     assert told(wanted) in read_faults(tmp_path / "home", seal)[0]
     require_private(tmp_path / "home", hidden=sealed)
