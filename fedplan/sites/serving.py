@@ -23,8 +23,12 @@ def serve_site(folder: Path) -> None:
     os.umask(0o077)
     # What stands on this machine is not asked for by way of a proxy.
     os.environ["NO_PROXY"] = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))
+
+    def end(number: int, frame: object) -> None:
+        over.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: over.set())
+        signal.signal(number, end)
     home = Path(site.home)
     home.mkdir(parents=True, exist_ok=True)
     claim = claimed(home)
