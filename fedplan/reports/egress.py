@@ -14,7 +14,13 @@ from rich.text import Text
 
 from fedplan.errors import FedplanError
 from fedplan.federation.account import ANSWERS, DELTA, read_answers
-from fedplan.federation.egress import agreements_in, by_part, read_agreement, read_egress
+from fedplan.federation.egress import (
+    AGREEMENT,
+    agreements_in,
+    by_part,
+    read_agreement,
+    read_egress,
+)
 from fedplan.privacy.accounting.budget import Budget
 from fedplan.privacy.guard import CHARGES
 
@@ -154,6 +160,11 @@ def _records(home: Path) -> Iterator[SiteRecord]:
     for (study, run), lines in groups.items():
         experiments = [line["experiment"] for line in lines if line["experiment"]]
         held = agreed.get((experiments[0], run), {}) if experiments else {}
+        if not held and any(not line["code"] for line in lines):
+            raise FedplanError(
+                f"{home} does not say what it agreed to in the run {run or 'of no id'} of "
+                f"{experiments[0] if experiments else "no study"}: put a copy of its {AGREEMENT} back"
+            )
         yield SiteRecord(study, run, held, lines)
 
 

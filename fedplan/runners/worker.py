@@ -20,6 +20,7 @@ from fedplan.data.tables import load
 from fedplan.federation.account import DELTA, Account, Limits
 from fedplan.federation.client import Client, guard_of
 from fedplan.federation.codes import EXITS, said_of, told
+from fedplan.federation.egress import Egress
 from fedplan.federation.endpoint import Endpoint, journal_in, place_of
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.messages import run_of
@@ -112,7 +113,8 @@ def _endpoint_in(worker: Worker, run: str) -> Endpoint:
     )
     write_run(place, study, agreement.params)
     note_task(place, stage.shares)
-    return Endpoint(agreement, site, folder, faults=worker.faults)
+    egress = Egress(Path(worker.spec.home))
+    return Endpoint(agreement, site, folder, faults=worker.faults, egress=egress)
 
 
 def _traits(study: Study, name: str, node: Mapping[str, Any]) -> dict[str, str]:
