@@ -74,15 +74,15 @@ LENT = {
         ballot capped counted derived needed read_secret require_pace secret_of
     """,
     "federation": """
-        AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping Fare
-        FaultLog Identity KEY KINDS LEDGER LOWER Limits METRICS Metrics Patience
-        PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY TRACKER_NAMES
-        WORLD agreements_in announced by_part changed_rows code_of guard_of
-        joined journal_in keyed last_of last_told mark_of meant metrics_of
-        own_values parsed parted personal_values place_of private_folder
-        read_agreement read_answers read_egress read_faults read_identity
-        read_record request_header request_message require_sound run_of said_of
-        scored stopping told understood update_of world_values
+        AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping
+        Egress Fare FaultLog Identity KEY KINDS LEDGER LOWER Limits METRICS
+        Metrics Patience PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY
+        TRACKER_NAMES WORLD agreements_in announced by_part changed_rows code_of
+        guard_of joined journal_in keyed last_of last_told mark_of meant
+        metrics_of own_values parsed parted personal_values place_of
+        private_folder read_agreement read_answers read_egress read_faults
+        read_identity read_record request_header request_message require_sound
+        run_of said_of scored stopping told understood update_of world_values
     """,
     "studies": """
         Count Given Section agreed_run as_fault flat found_in guarantee_of

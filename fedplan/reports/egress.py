@@ -162,8 +162,8 @@ def _records(home: Path) -> Iterator[SiteRecord]:
         held = agreed.get((experiments[0], run), {}) if experiments else {}
         if not held and any(not line["code"] for line in lines):
             raise FedplanError(
-                f"{home} does not say what it agreed to in the run {run or 'of no id'} of "
-                f"{experiments[0] if experiments else "no study"}: put a copy of its {AGREEMENT} back"
+                f"{home} does not say what it agreed to in the run {run or 'of no id'}: put a copy "
+                f"of its {AGREEMENT} back"
             )
         yield SiteRecord(study, run, held, lines)
 
