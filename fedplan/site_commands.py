@@ -24,6 +24,38 @@ Digest = Annotated[str, typer.Argument(help="How the study's digest begins, as i
 
 
 @site_commands.command()
+def keys(site: SiteFolder = Path()) -> None:
+    """Make the keys of this site, here. Only node.pub is sent away. Nothing is overwritten."""
+    with told():
+        from fedplan.runners.flower.keys import make_site_keys
+
+        for path in make_site_keys(site.absolute()):
+            print(path)
+
+
+@site_commands.command()
+def serve(site: SiteFolder = Path()) -> None:
+    """Take part: keep the node running, and answer what was approved. Ends with TERM or INT."""
+    with told():
+        from fedplan.sites.serving import serve_site
+
+        serve_site(site)
+
+
+@site_commands.command()
+def rejoin(
+    run: Annotated[str, typer.Argument(help="The id of the run.")],
+    site: SiteFolder = Path(),
+) -> None:
+    """Let a run go on from a home that was put back from a copy. Good for once."""
+    with told():
+        from fedplan.runners.site import read_site
+        from fedplan.sites.desk import rejoin as rejoined
+
+        rejoined(read_site(site), run)
+
+
+@site_commands.command()
 def inbox(site: SiteFolder = Path(), as_json: Json = False) -> None:
     """List the studies that were offered here, and what was said to each."""
     with told():
@@ -93,12 +125,7 @@ def policy(site: SiteFolder = Path()) -> None:
 
 
 def _approvals(folder: Path) -> Approvals:
-    from fedplan.language.turn import Turn
-    from fedplan.sites.approvals import Approvals
-    from fedplan.sites.policy import POLICY
-    from fedplan.studies.plain import read_toml
+    from fedplan.runners.site import read_site
+    from fedplan.sites.desk import approvals_of
 
-    said = read_toml((folder / "site.toml").read_text(encoding="utf-8"))
-    site = Turn(client=str(said["name"]), traits=said.get("traits", {}))
-    home, file = (folder / said.get(*each) for each in (("home", "home"), ("policy", POLICY)))
-    return Approvals(home, file, site=site, allow=said.get("allow", ()))
+    return approvals_of(read_site(folder))

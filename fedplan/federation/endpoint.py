@@ -42,6 +42,7 @@ from fedplan.federation.messages import (
 from fedplan.federation.polls import poll
 from fedplan.federation.record import ROLES
 from fedplan.federation.turns import local
+from fedplan.federation.versions import own_versions
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import keep_file
 from fedplan.storage.journal import Journal
@@ -109,6 +110,7 @@ class Endpoint:
             "start": self.agreement.start,
             "run": self.agreement.run,
             "traits": dict(self.site.traits),
+            "versions": dict(own_versions()),
         }
         if self.agreement.run and (run := run_of(message)) != self.agreement.run:
             raise Refused(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ class Approvals:
             return shown(
                 study,
                 last.study if last else None,
-                site=self._site,
+                site=self._in(study),
                 policy=self.policy,
                 against=self.against(study),
             )
@@ -200,9 +200,16 @@ class Approvals:
     def _judge(self, policy: Policy, study: Study) -> list[str]:
         try:
             with allowing(self._allow):
-                return judged(policy, study, outline_of(study), self._site)
+                return judged(policy, study, outline_of(study), self._in(study))
         except FedplanError as error:
             return [f"it cannot be judged: {error}"]
+
+    def _in(self, study: Study) -> Turn | None:
+        """The site as the plan of a study sees it: the study may say traits of it too."""
+        if self._site is None:
+            return None
+        said = study.clients.traits.get(self._site.client, {})
+        return replace(self._site, traits={**said, **self._site.traits})
 
     def _require_approver(self) -> None:
         policy = self.policy
