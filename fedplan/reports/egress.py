@@ -48,7 +48,7 @@ class SiteRecord:
         return 62 + 11 * len(by_part(self.lines))
 
     def __rich__(self) -> RenderableType:
-        up, said = (sum(line[what] for line in self.lines) for what in ("up", "said"))
+        up, said = (_sum(self.lines, what) for what in ("up", "said"))
         return Group(
             *self._heading(),
             self._table(),
@@ -87,11 +87,12 @@ class SiteRecord:
         for line, repeated in zip(self.lines, again, strict=True):
             number = str(line["round"]) if line["round"] else ""
             answer = f"{line['kind']}{' again' if repeated and number else ''} {line['code']}"
+            answer += f" ({line['times']} times)" if line["times"] > 1 else ""
             sent = (str(line["parts"].get(part, "")) for part in parts)
             told = (str(line["said"]), str(line["down"]))
             table.add_row(line["time"][:19], number, answer.strip(), *sent, *told)
         totals = by_part(self.lines)
-        counts = (str(sum(line[what] for line in self.lines)) for what in ("said", "down"))
+        counts = (str(_sum(self.lines, what)) for what in ("said", "down"))
         table.add_section()
         sums = (str(totals[part]) for part in parts)
         table.add_row("", "", "all", *sums, *counts, style="bold")
@@ -144,7 +145,7 @@ def told_of(home: Path) -> list[SiteRecord | Balance]:
 
 
 AGREED: dict[str, type] = dict.fromkeys(("site", "experiment", "plan", "fingerprint", "model"), str)
-COUNTS: dict[str, type] = dict.fromkeys(("round", "up", "said", "down"), int)
+COUNTS: dict[str, type] = dict.fromkeys(("round", "up", "said", "down", "times"), int)
 WORDS: dict[str, type] = dict.fromkeys(
     ("kind", "time", "request", "run", "study", "experiment", "code", "server", "approver"), str
 )
@@ -179,6 +180,10 @@ def _agreements(home: Path) -> dict[tuple[str, str], dict[str, Any]]:
             )
         found[agreed["experiment"], str(agreed.get("run", ""))] = agreed
     return found
+
+
+def _sum(lines: list[dict[str, Any]], what: str) -> int:
+    return sum(line["times"] * line[what] for line in lines)
 
 
 def _again(lines: list[dict[str, Any]]) -> list[bool]:
