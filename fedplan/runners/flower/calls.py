@@ -185,6 +185,7 @@ class Calls:
         other = self.guests.get(name)
         if other is not None and other.node != node and other.node in self._there():
             return self._refused(node, "", f"says that it is {name!r}, as node {other.node} does")
+        log.info("%s has come; its record of what left ends with %s", name, said.get("record"))
         self.refusals.pop(name, None)
         self.guests[name] = Guest(node, agreed, start, run, traits, versions)
 
