@@ -30,7 +30,7 @@ APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
 LENT = {
     "tensors": """
-        AUTO DTYPES Digests GRID HOST JSON LARGEST_VALUE PIECES at_rest autocast beside
+        AUTO DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE PIECES at_rest autocast beside
         brought checksum deterministic device_named device_of device_text device_word
         forked integers is_rider nbytes numbers param_of plain rider riders_of scaler
         settled split_riders widest
@@ -72,12 +72,12 @@ LENT = {
     "federation": """
         AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping Fare
         FaultLog Identity KEY KINDS LEDGER LOWER Limits METRICS Metrics Patience
-        PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY TRACKER_NAMES WORLD
-        announced by_part changed_rows code_of guard_of joined journal_in keyed last_of
+        PlainSum ROLES ROUND RULES RUN Record RecordError SMALL STUDY TRACKER_NAMES WORLD
+        announced by_part by_senders caps_of changed_rows code_of cut drifts_of guard_of joined journal_in keyed last_of
         last_told mark_of meant metrics_of own_values parsed parted personal_values
         place_of read_agreement read_answers read_egress read_faults read_identity
         read_record records_in request_header request_message require_sound run_of
-        said_of scored stopping told understood update_of world_values
+        said_of scored stopping told understood update_of warnings_of world_values
     """,
     "studies": """
         Given agreed_run guarantee_of laid_over looked_at method_of note_task opened_run
