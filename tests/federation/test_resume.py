@@ -137,8 +137,15 @@ def test_killed_at_a_failpoint(point: str, time_: int, replies: bool, tmp_path: 
     assert left(tmp_path, name, replies=replies) == expected(name, replies)[0]
 
 
-@pytest.mark.parametrize("point", ["round.pulled", "round.before_close", "round.before_commit"])
-@pytest.mark.parametrize("name", DEFENCES)
+@pytest.mark.parametrize(
+    ("name", "point"),
+    [
+        ("capped", "round.before_commit"),
+        ("krummed", "round.pulled"),
+        pytest.param("capped", "round.pulled", marks=pytest.mark.nightly),
+        pytest.param("krummed", "round.before_close", marks=pytest.mark.nightly),
+    ],
+)
 def test_killed_under_a_defence(name: str, point: str, tmp_path: Path) -> None:
     ended = played(tmp_path, name, replies=True, failpoint=f"{point}:kill@3")
     assert ended == -signal.SIGKILL
