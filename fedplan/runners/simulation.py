@@ -247,6 +247,7 @@ def simulate(
     traits: Mapping[str, Mapping[str, str]] | None = None,
     evaluate: Mapping[str, Any] | None = None,
     privacy: Mapping[str, Any] | None = None,
+    defence: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
     device: str = AUTO,
     deterministic: bool = Client.deterministic,
@@ -262,9 +263,9 @@ def simulate(
     a length and `batch`. `test` are rows for the federation's model, `own` for each client's. With
     a `task` rows are tables that it prepares; else `loss`, `collate` and `metrics` are functions,
     the loss that of the model itself unless it is given, and clients are compared by `primary`.
-    `train`, `evaluate` and `privacy` are what a study file says under these names. It computes on
-    the `device`: the best there is, or the one that is named. Without a `folder` the run is kept as
-    long as this process lives.
+    `train`, `evaluate`, `privacy` and `defence` are what a study file says under these names. It
+    computes on the `device`: the best there is, or the one that is named. Without a `folder` the
+    run is kept as long as this process lives.
     With `run=False` nothing is played yet: `for closed in simulation.rounds()` does, one by one.
     """
     if not isinstance(method, Method | Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -292,6 +293,7 @@ def simulate(
         clients={"share": share, "traits": {str(k): dict(v) for k, v in (traits or {}).items()}},
         **({"evaluate": dict(evaluate)} if evaluate else {}),
         **({"privacy": dict(privacy)} if privacy else {}),
+        **({"defence": dict(defence)} if defence else {}),
     )
     require_free(place, study, resume=resume)
     made = Simulation(study, place, given, callbacks=callbacks)
