@@ -70,18 +70,20 @@ LENT = {
         capped counted derived needed read_secret require_pace secret_of
     """,
     "federation": """
-        AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping Fare
-        FaultLog Identity KEY KINDS LEDGER LOWER Limits METRICS Metrics Patience
-        PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY TRACKER_NAMES WORLD
-        announced by_part changed_rows code_of guard_of joined journal_in keyed last_of
+        AGREEMENT ANSWERS Account BEST Callback Closed DELTA Disclosure EXITS EarlyStopping
+        Exam Fare
+        FaultLog Identity KEY KINDS Kept LEDGER LOWER Limits METRICS Metrics Patience
+        PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY Scores Scoring
+        TRACKER_NAMES WORLD
+        announced by_part changed_rows code_of evaluate guard_of joined journal_in keyed last_of
         last_told mark_of meant metrics_of own_values parsed parted personal_values
-        place_of read_agreement read_answers read_egress read_faults read_identity
+        place_of question read_agreement read_answers read_egress read_faults read_identity
         read_record records_in request_header request_message require_sound run_of
-        said_of scored stopping told understood update_of world_values
+        said_of scored scores_of stopping together told understood update_of world_values
     """,
     "studies": """
-        Given agreed_run guarantee_of laid_over looked_at method_of note_task opened_run
-        participation_of placed require_fitting require_free shares_of study_in study_of
+        Given agreed_run exam_of guarantee_of laid_over looked_at method_of note_task opened_run
+        participation_of placed require_fitting require_free scoring_of shares_of study_in study_of
         write_run
     """,
     "runners": """

@@ -15,6 +15,7 @@ from fedplan import seeds
 from fedplan.data.examples import Examples, Loss
 from fedplan.federation.account import Account, Answer
 from fedplan.federation.agreement import Agreement, basis
+from fedplan.federation.exams import Disclosure, Exam
 from fedplan.federation.marks import joint, mark_of, model_mark
 from fedplan.federation.messages import Lacking, Refused, Request
 from fedplan.federation.record import spelled
@@ -40,6 +41,7 @@ class Client:
     `held` are the versions of what it has seen. A `guard` hides each of its rows in every step. The
     `account` is of all that it has answered, in other studies too; a simulated client has none.
     With `deterministic` its device gives the same bits each time, or an error where it cannot.
+    `exam` is what its models are tested on, and `disclosure` says which scores may leave it.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Client:
     guard: ClientGuard | None = None
     account: Account | None = None
     deterministic: bool = False
+    exam: Exam | None = None
+    disclosure: Disclosure = field(default_factory=Disclosure)
     marked: tuple[Examples, str] | None = None
 
     @cached_property

@@ -21,6 +21,7 @@ from fedplan.federation.account import DELTA, Account, Limits
 from fedplan.federation.client import Client, guard_of
 from fedplan.federation.codes import EXITS, said_of, told
 from fedplan.federation.endpoint import Endpoint, journal_in, place_of
+from fedplan.federation.exams import Disclosure
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.messages import run_of
 from fedplan.naming import allowing
@@ -29,7 +30,7 @@ from fedplan.storage.encryption import Encryption
 from fedplan.storage.names import folder_named
 from fedplan.studies.folder import note_task, write_run
 from fedplan.studies.schema import ConfigError, Study, read_study
-from fedplan.studies.stage import stage_of
+from fedplan.studies.stage import exam_of, stage_of
 from fedplan.tensors.devices import device_named, settled
 from fedplan.tensors.message import BrokenMessage, Message
 from fedplan.tensors.serialization import packed
@@ -55,10 +56,11 @@ class Worker:
 
     What it writes only its owner may read; with a key, what tells of rows is sealed. The study came
     over a network: of the code that it names, only that is imported which the site has installed
-    for fedplan, or which its node allows.
+    for fedplan, or which its node allows. `disclosure` says which scores may leave it.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, disclosure: Disclosure | None = None) -> None:
+        self.disclosure = disclosure or Disclosure()
         with _private(), allowing(allowed_by(spec)):
             self.spec, self.study = spec, read_study(Path(spec.study))
             self.seal = seal_of(spec)
@@ -109,6 +111,8 @@ def _endpoint_in(worker: Worker, run: str) -> Endpoint:
         guard=guard_of(agreement, account.folder, account),
         account=account,
         deterministic=study.deterministic,
+        exam=exam_of(study, stage.shares, name),
+        disclosure=worker.disclosure,
     )
     write_run(place, study, agreement.params)
     note_task(place, stage.shares)

@@ -15,6 +15,7 @@ from datasets import Dataset
 from fedplan.data.partition import KINDS, Partition
 from fedplan.data.tables import DataError
 from fedplan.data.tasks import TASK_KINDS, Task, task
+from fedplan.federation.evaluation import Scoring
 from fedplan.federation.participation import Participation
 from fedplan.federation.patience import Patience
 from fedplan.methods.method import Method
@@ -26,6 +27,7 @@ from fedplan.studies.schema import study_of
 from fedplan.studies.sections import (
     ClientsSection,
     DataSection,
+    EvaluateSection,
     MethodSection,
     PatienceSection,
     PrivacySection,
@@ -44,6 +46,7 @@ VALUES: dict[type[Section], type] = {
     DataSection: Partition,
     TaskSection: Task,
     MethodSection: Method,
+    EvaluateSection: Scoring,
 }
 OTHER = {
     (DataSection, "clients"): "none is for Python to say, or all that a column names",

@@ -50,7 +50,11 @@ def client_app(answer: Answer) -> ClientApp:
     def train(envelope: FlowerMessage, context: Context) -> FlowerMessage:
         return answered(envelope, context, "train")
 
-    _ = hello, poll, train
+    @app.evaluate()
+    def evaluate(envelope: FlowerMessage, context: Context) -> FlowerMessage:
+        return answered(envelope, context, "evaluate")
+
+    _ = hello, poll, train, evaluate
     return app
 
 
