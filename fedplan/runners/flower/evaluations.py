@@ -58,7 +58,7 @@ class Evaluations:
     def lacking(self, request: Request) -> dict[str, Any]:
         """Of the values of a request, those that did not come with a question for scores."""
         had = {} if request.anew else self.had.get(request.turn.client, {})
-        fresh = [k for k in request.values if had.get(k, -1) != request.versions[k]]
+        fresh = [k for k in request.values if had.get(k, -1) != request.versions.get(k)]
         return {k: request.values[k] for k in fresh}
 
     def _question(self, name: str, *, anew: bool = False) -> Request:
