@@ -40,7 +40,8 @@ class Client:
 
     `held` are the versions of what it has seen. A `guard` hides each of its rows in every step. The
     `account` is of all that it has answered, in other studies too; a simulated client has none.
-    With `deterministic` its device gives the same bits each time, or an error where it cannot.
+    With `deterministic` its device gives the same bits each time, or an error where it cannot. With
+    `mute` it tells nobody the loss of its rows.
     `exam` is what its models are tested on, and `disclosure` says which scores may leave it.
     """
 
@@ -58,6 +59,7 @@ class Client:
     guard: ClientGuard | None = None
     account: Account | None = None
     deterministic: bool = False
+    mute: bool = False
     exam: Exam | None = None
     disclosure: Disclosure = field(default_factory=Disclosure)
     marked: tuple[Examples, str] | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -58,33 +57,31 @@ def follow(file: Path, changes: list[str], output: Path | None, *, resume: bool)
 
 
 def follow_flower(
-    app: Path, changes: list[str], output: Path | None, *, resume: bool, link: str
+    file: Path, changes: list[str], output: Path | None, *, resume: bool, server: Path
 ) -> None:
-    """Hand a federation's app to its SuperLink, and tell its rounds as they close."""
-    from fedplan.runners.flower.submit import submit
+    """Carry a study to the sites of a federation, and tell its rounds as they close."""
+    from fedplan.runners.flower.driver import drive
+    from fedplan.runners.flower.link import link_in
 
-    if changes:
-        raise ConfigError("--set changes one end alone: change app/study.toml, which all are given")
-    if not (app / "pyproject.toml").is_file():
-        raise ConfigError(f"{app} is no app: --runner flower takes the app of `fedplan new`")
-    study = read_study(app / "study.toml")
-    folder = output or Path("runs") / study.name
-    require_free(folder, study, resume=resume)
+    study, folder = _opened(file, changes, output, resume=resume)
     console = Console(highlight=False)
 
-    def tell(line: Mapping[str, Any]) -> None:
-        missing = ", ".join(f"{name} ({why})" for name, why in line["rejected"].items())
+    def tell(closed: Closed) -> None:
+        whole = closed.whole
+        missing = ", ".join(f"{name} ({why})" for name, why in whole.rejected.items())
+        loss = f"  loss {closed.row['loss']:.3f}" if "loss" in closed.row else ""
         console.print(
-            f"round {line['round']:3d}  {len(line['counted'])} counted  "
-            f"{megabytes(line['up'])} MB up  {megabytes(line['down'])} MB down"
+            f"round {closed.round:3d}{loss}  {len(whole.counted)} counted  "
+            f"{megabytes(whole.up)} MB up  {megabytes(whole.down)} MB down"
             + (f"  not counted: {missing}" if missing else ""),
             markup=False,
         )
 
+    console.print(f"{study.name}: study {study.whole[:12]}, in {folder}", markup=False)
     try:
-        submit(app, folder, tell, link=link, rounds=study.train.rounds)
+        drive(link_in(server), study, folder, [tell])
     except KeyboardInterrupt:
-        console.print(f"No longer followed; the run goes on in {folder}.", markup=False)
+        console.print("Stopped. Go on with it: the same command with --resume", markup=False)
         raise SystemExit(130) from None
     console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
 

@@ -43,8 +43,8 @@ from fedplan.federation.world import World
 from fedplan.methods.registry import method_named
 from fedplan.models.description import describe
 from fedplan.models.values import put, take
+from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.carrier import Carrier, carry_study
-from fedplan.runners.flower.client import client_app
 from fedplan.runners.local import Federation
 from fedplan.runners.simulation import Simulation
 from fedplan.storage.lines import read_lines
@@ -164,7 +164,7 @@ class Sites:
 
     def carry(self) -> Path:
         run = self.folder / "run"
-        carry_study(self.grid, self.file, run)
+        carry_study(self.grid, self.study, run)
         return run
 
 
@@ -300,10 +300,9 @@ def test_no_turn_follows_from_scores_and_the_world_comes_down_once(here: Path) -
 
 def test_who_is_away_or_slow_is_left_out_and_named(here: Path) -> None:
     calm = Sites(wrote(FEDPER, "calm.toml", evaluate=""), here / "calm").carry()
-    sites = Sites(wrote(FEDPER).rename("late.toml"), here / "late")
-    Path("late.toml").write_text(
-        Path("late.toml").read_text().replace("scores = 20.0", "scores = 0.3")
-    )
+    file = wrote(FEDPER, "late.toml")
+    file.write_text(file.read_text().replace("scores = 20.0", "scores = 0.3"))
+    sites = Sites(file, here / "late")
     first, second, third = sites.names
     # Nodes stand in the reverse order of names: the first is the last node.
     sites.grid.lost = ("evaluate", [102])

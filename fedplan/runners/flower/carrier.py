@@ -20,40 +20,29 @@ from fedplan.federation.messages import Request, request_header, request_message
 from fedplan.federation.patience import Patience
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
+from fedplan.federation.versions import other_versions
 from fedplan.models.values import put
 from fedplan.privacy.errors import PrivacyError
 from fedplan.runners.faults import Faults, faults_of
 from fedplan.runners.flower.calls import Calls, Guest, Letter
 from fedplan.runners.flower.evaluations import Evaluations
 from fedplan.runners.flower.records import arrays_of
-from fedplan.runners.flower.submit import FAULT
-from fedplan.storage.files import put_file
 from fedplan.studies.continuation import require_free
 from fedplan.studies.folder import agreed_run, opened_run
-from fedplan.studies.schema import Study, read_study
+from fedplan.studies.schema import Study
 from fedplan.studies.stage import Stage, participation_of, scoring_of, stage_of
 from fedplan.tensors.devices import device_named, settled
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import Tensors, nbytes
-from fedplan.tensors.serialization import packed, unpacked
+from fedplan.tensors.serialization import JSON, packed, unpacked
 
 log = logging.getLogger("fedplan")
 Test = Callable[[Tensors], dict[str, float]]
 """What is measured of the world's values on a common test."""
 
 
-def carry_study(grid: Grid, file: Path, folder: Path) -> None:
+def carry_study(grid: Grid, study: Study, folder: Path, callbacks: Sequence[Callback] = ()) -> None:
     """Carry a study, or go on with it from what its folder holds."""
-    try:
-        _carry_study(grid, file, folder)
-    except FedplanError as error:
-        folder.mkdir(parents=True, exist_ok=True)
-        put_file(folder / FAULT, str(error))
-        raise
-
-
-def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
-    study = read_study(file)
     require_free(folder, study, resume=True)
     stage = stage_of(study)
     claim = opened_run(folder, study, stage.agreement.params, stage.shares)
@@ -75,14 +64,14 @@ def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
     if stop is not None:
         # The rows are at the sites, and so is every score but that of a common test.
         stop.require_measured([*(["world"] if test else []), *(["sites"] if scoring.sites else [])])
-    callbacks = [*study.evaluate.callbacks, *([stop] if stop else [])]
     Carrier(
         grid,
         server,
         patience,
         quorum=quorum,
         faults=faults,
-        callbacks=callbacks,
+        callbacks=[*callbacks, *study.evaluate.callbacks, *([stop] if stop else [])],
+        study=study,
         scoring=scoring,
         test=test,
     ).carry()
@@ -109,6 +98,7 @@ class Carrier:
         callbacks: Sequence[Callback] = (),
         scoring: Scoring | None = None,
         test: Test | None = None,
+        study: Study | None = None,
     ) -> None:
         if server.aggregation.hides and quorum > 1:
             raise PrivacyError(
@@ -117,7 +107,8 @@ class Carrier:
             )
         # A round of hidden clients closes with whatever came, and be it nothing.
         self.server, self.quorum = server, 0 if server.aggregation.hides else quorum
-        self.calls = Calls(grid, server.roster, patience or Patience(), server.agreement.run)
+        hello = hello_of(server.agreement.run, study)
+        self.calls = Calls(grid, server.roster, patience or Patience(), hello)
         self.callbacks = tuple(callbacks)
         self.faults, self._late = faults or Faults(), set[str]()
         self._unfit: dict[str, str] = {}
@@ -204,6 +195,8 @@ class Carrier:
                 f"starts from the model {guest.start[:40]} and not from {agreement.start}: give it "
                 "the same weights, and start it again"
             )
+        if odd := other_versions(guest.versions):
+            return f"has {odd}: install the same there and here"
         if guest.run != agreement.run:
             return f"is in the run {guest.run[:40]} and this is {agreement.run}: start it again"
         if guest.agreed != agreement.fingerprint:
@@ -297,6 +290,14 @@ class Carrier:
         for name in polled:
             # What came with the question is there: it need not come again.
             tally.cohort[name] = replace(tally.cohort[name], values={})
+
+
+def hello_of(run: str, study: Study | None) -> Message:
+    """What a site is asked first: whether it takes part in a run of a study, which comes whole."""
+    said: dict[str, JSON] = {"run": run}
+    if study is not None:
+        said["study"] = study.model_dump(mode="json")
+    return packed({}, said)
 
 
 def _said(answer: Message) -> dict[str, Any]:
