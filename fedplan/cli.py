@@ -197,12 +197,13 @@ def export(
     client: Annotated[str, typer.Option(help="Whose model; without it, the world's.")] = "",
     key: Annotated[Path | None, typer.Option(help="At a site: what opens its home.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="The best round, if it is kept.")] = False,
 ) -> None:
     """Write a model of a run as a folder that loads and predicts: safetensors and JSON."""
     from fedplan.studies.export import export_run
 
     with told():
-        how = export_run(folder, output, client, key, adapter=adapter)
+        how = export_run(folder, output, client, key, adapter=adapter, best=best)
     Console(soft_wrap=True).print(f"Written. Load it: {how}", markup=False, highlight=False)
 
 

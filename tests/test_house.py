@@ -71,21 +71,23 @@ LENT = {
         capped counted derived needed read_secret require_pace secret_of
     """,
     "federation": """
-        AGREEMENT ANSWERS APPROVAL Account Callback Closed DELTA EarlyStopping Egress
-        Fare FaultLog HELLO Identity KEY KINDS LEDGER LOWER Limits METRICS Metrics
-        Patience PlainSum ROLES RULES RUN Record RecordError SMALL STUDY TRACKER_NAMES
-        WORLD Warrant agreements_in announced by_part by_senders caps_of changed_rows
-        code_of cut drifts_of ended guard_of joined journal_in keyed last_of last_told
-        mark_of meant metrics_of other_versions own_values parsed parted personal_values
-        place_of private_folder read_agreement read_answers read_egress read_faults
+        AGREEMENT ANSWERS APPROVAL Account BEST Callback Closed DELTA Disclosure
+        EarlyStopping Egress Exam Fare FaultLog HELLO Identity KEY KINDS Kept LEDGER
+        LOWER Limits METRICS Metrics Patience PlainSum ROLES RULES RUN Record
+        RecordError SMALL STUDY Scores Scoring TRACKER_NAMES WORLD Warrant agreements_in
+        announced by_part by_senders caps_of changed_rows code_of cut drifts_of ended
+        evaluate guard_of joined journal_in keyed last_of last_told mark_of meant
+        metrics_of other_versions own_values parsed parted personal_values place_of
+        private_folder question read_agreement read_answers read_egress read_faults
         read_identity read_record request_header request_message require_sound run_of
-        said_of scored stopping told understood update_of warnings_of world_values
+        said_of scored scores_of stopping together told understood update_of warnings_of
+        world_values
     """,
     "studies": """
-        Count DeviceName Given Section agreed_run as_fault flat found_in guarantee_of
-        laid_over looked_at method_of note_task odd opened_run outline_of
-        participation_of placed read_toml require_fitting require_free shares_of
-        study_in study_of write_run
+        Count DeviceName Given Section agreed_run as_fault exam_of flat found_in
+        guarantee_of laid_over looked_at method_of note_task odd opened_run outline_of
+        participation_of placed read_toml require_fitting require_free scoring_of
+        shares_of study_in study_of write_run
     """,
     "runners": """
         Site Worker drive link_in make_keys make_site_keys new_federation new_site noded

@@ -21,6 +21,7 @@ from fedplan.data.own import Collate, Measure, Own, model_loss, named_columns
 from fedplan.data.tasks import Task
 from fedplan.federation.callbacks import LOWER, Callback, Closed, EarlyStopping, stopping
 from fedplan.federation.client import Client
+from fedplan.federation.evaluation import together
 from fedplan.federation.history import Metrics
 from fedplan.federation.participation import Participation
 from fedplan.federation.server import STUDY
@@ -35,7 +36,13 @@ from fedplan.studies.folder import agreed_run, opened_run, study_in
 from fedplan.studies.given import Given
 from fedplan.studies.run import open_run
 from fedplan.studies.schema import ConfigError, Study, read_study, study_of
-from fedplan.studies.stage import participation_of, require_fitting, stage_of
+from fedplan.studies.stage import (
+    exam_of,
+    participation_of,
+    require_fitting,
+    scoring_of,
+    stage_of,
+)
 from fedplan.tensors.devices import AUTO, device_named
 from fedplan.tensors.named import Tensors
 
@@ -72,6 +79,7 @@ class Simulation:
                 there = ", ".join(names)
                 raise ConfigError(f"{what}: there is no client {min(strange)!r}; there are {there}")
         require_fitting(stage, study.train.batch)
+        self.scoring = scoring_of(study, self.shares)
         self.claim = opened_run(self.folder, study, agreement.params, self.shares)
         self.federation = Federation(
             agreement,
@@ -87,6 +95,7 @@ class Simulation:
             marks=self.shares.marks,
             device=device_named(study.device),
             deterministic=study.deterministic,
+            exams={name: exam_of(study, self.shares, name) for name in names},
         )
         agreed_run(self.federation.server, study, self.shares)
 
@@ -104,6 +113,7 @@ class Simulation:
         federation, callbacks = self.federation, self._listeners()
         server = federation.server
         last = server.last()
+        server.keep_best(self.scoring.best(server.history))
         self.stopped = self._told(callbacks, self._directed(last)) if last else ""
         while (
             server.world.round < server.rounds
@@ -127,7 +137,10 @@ class Simulation:
         own = (self.study.stop.callback,) if self.study.stop else ()
         personal = self.study.evaluate.personal and bool(self.shares.own)
         kinds = {"world"} if self.shares.test is not None else set[str]()
-        kinds |= {"personal", "clients"} if personal else set()
+        if self.scoring.sites:
+            kinds |= {"sites"}
+        elif personal:
+            kinds |= {"personal", "clients"}
         for each in (*self.callbacks, *own):
             if isinstance(each, EarlyStopping):
                 each.require_measured(kinds)
@@ -138,9 +151,10 @@ class Simulation:
     def _played(self) -> Closed:
         before = self.federation.world_values()
         tally = self.federation.round()
-        number = self.federation.world.round
-        due = number == self.study.train.rounds or number % self.study.evaluate.every == 0
-        return self.federation.commit(tally, self.scores() if due else {}, self.signs(before))
+        due = self.scoring.due(self.federation.world.round, self.study.train.rounds)
+        closed = self.federation.commit(tally, self.scores() if due else {}, self.signs(before))
+        self.federation.server.keep_best(self.scoring.best(closed.metrics))
+        return closed
 
     def resume(
         self, rounds: int | None = None, *, callbacks: Sequence[Callback] | None = None
@@ -181,7 +195,10 @@ class Simulation:
         return model.eval()
 
     def scores(self) -> dict[str, Any]:
-        """How good the models are: the world on the common test, each client on its own rows."""
+        """How good the models are: the world on the common test, each client on its own rows.
+
+        With `evaluate.sites` clients are asked as sites are, and tell of both models.
+        """
         model, evaluate = self.federation.model, self.study.evaluate
         trainable = self.federation.agreement.trainable
         put(model, self.federation.world_values(), trainable)
@@ -189,7 +206,9 @@ class Simulation:
         if self.shares.test is not None:
             score = self.shares.task.score(model, self.shares.test, batch_size=evaluate.batch)
             found["world"] = score
-        if evaluate.personal and self.shares.own:
+        if evaluate.sites:
+            found["sites"] = together(*self.federation.evaluate(), self.scoring)
+        elif evaluate.personal and self.shares.own:
             found["clients"] = {name: self._personal(name) for name in self.shares.own}
             key, higher = self.shares.task.primary, self.shares.task.higher
             own = {n: s[key] for n, s in found["clients"].items() if key in s}

@@ -18,6 +18,7 @@ from fedplan.errors import FedplanError
 from fedplan.federation.codes import said_of
 from fedplan.federation.egress import Egress, Warrant, ended
 from fedplan.federation.endpoint import HELLO, Endpoint
+from fedplan.federation.exams import Disclosure
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.messages import Refused, run_of
 from fedplan.language.turn import Turn
@@ -145,7 +146,14 @@ class Desk:
         if self._worker is None or self._worker[0] != known:
             self._worker = None
             mute = "loss" not in policy.metrics
-            worker = Worker(self.site, study, policy.bounds, egress=self.egress, mute=mute)
+            worker = Worker(
+                self.site,
+                study,
+                policy.bounds,
+                egress=self.egress,
+                mute=mute,
+                disclosure=Disclosure(frozenset(policy.metrics), policy.least_rows),
+            )
             self._worker = (known, worker)
         return self._worker[1]
 

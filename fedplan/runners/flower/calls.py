@@ -129,16 +129,26 @@ class Calls:
         missing = name not in self.guests
         return missing or (since is not None and time.monotonic() - since > self.patience.absent)
 
+    def present(self) -> list[str]:
+        """The sites that are there now."""
+        self.look()
+        return [name for name in self.guests if name not in self._gone]
+
     def ask(
-        self, kind: str, letters: dict[str, Letter], done: Callable[[], bool]
+        self,
+        kind: str,
+        letters: dict[str, Letter],
+        done: Callable[[], bool],
+        *,
+        wait: float | None = None,
     ) -> Iterator[tuple[str, Message | str]]:
         """Each site's answer as it comes, or in words why none came; who has not is left out.
 
         The caller may put another letter for a name into `letters`: it is then asked anew. All are
-        waited for until it is time, and then until `done`.
+        waited for until it is time, and then until `done`; `wait` says when it is time.
         """
         waiting = {name: _Open(letter) for name, letter in letters.items()}
-        until = time.monotonic() + self.patience.answers
+        until = time.monotonic() + (self.patience.answers if wait is None else wait)
         last = until + self.patience.sites
         while waiting:
             there = self.look()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,30 @@ from flwr.serverapp import Grid
 from fedplan.errors import FedplanError
 from fedplan.federation.callbacks import Callback, Closed, stopping
 from fedplan.federation.codes import KINDS, meant
+from fedplan.federation.evaluation import Scoring, together
 from fedplan.federation.messages import Request, request_header, request_message, scored, update_of
 from fedplan.federation.patience import Patience
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
 from fedplan.federation.versions import other_versions
+from fedplan.models.values import put
 from fedplan.privacy.errors import PrivacyError
 from fedplan.runners.faults import Faults, faults_of
 from fedplan.runners.flower.calls import Calls, Guest, Letter
+from fedplan.runners.flower.evaluations import Evaluations
 from fedplan.runners.flower.records import arrays_of
 from fedplan.studies.continuation import require_free
 from fedplan.studies.folder import agreed_run, opened_run
 from fedplan.studies.schema import Study
-from fedplan.studies.stage import participation_of, stage_of
+from fedplan.studies.stage import Stage, participation_of, scoring_of, stage_of
+from fedplan.tensors.devices import device_named, settled
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import nbytes
+from fedplan.tensors.named import Tensors, nbytes
 from fedplan.tensors.serialization import JSON, packed, unpacked
 
 log = logging.getLogger("fedplan")
+Test = Callable[[Tensors], dict[str, float]]
+"""What is measured of the world's values on a common test."""
 
 
 def carry_study(grid: Grid, study: Study, folder: Path, callbacks: Sequence[Callback] = ()) -> None:
@@ -54,8 +60,10 @@ def carry_study(grid: Grid, study: Study, folder: Path, callbacks: Sequence[Call
     patience = Patience(**study.patience.model_dump())
     quorum, faults = study.clients.quorum, faults_of(study)
     stop = study.stop.callback if study.stop else None
+    scoring, test = scoring_of(study, stage.shares), tester_of(study, stage)
     if stop is not None:
-        stop.require_measured(())  # the rows are at the sites, and so is every score
+        # The rows are at the sites, and so is every score but that of a common test.
+        stop.require_measured([*(["world"] if test else []), *(["sites"] if scoring.sites else [])])
     Carrier(
         grid,
         server,
@@ -64,6 +72,8 @@ def carry_study(grid: Grid, study: Study, folder: Path, callbacks: Sequence[Call
         faults=faults,
         callbacks=[*callbacks, *study.evaluate.callbacks, *([stop] if stop else [])],
         study=study,
+        scoring=scoring,
+        test=test,
     ).carry()
     del claim
 
@@ -72,7 +82,9 @@ class Carrier:
     """A server and the grid that carries its rounds.
 
     A round waits for all until it is time, and closes with no fewer than `quorum`. A site that
-    agreed to another study, or starts from another model, is not asked; the others go on.
+    agreed to another study, or starts from another model, is not asked; the others go on. Once a
+    round is committed, those who are there are asked for the scores that `scoring` says, and `test`
+    scores the world here.
     """
 
     def __init__(
@@ -84,6 +96,8 @@ class Carrier:
         quorum: int = 1,
         faults: Faults | None = None,
         callbacks: Sequence[Callback] = (),
+        scoring: Scoring | None = None,
+        test: Test | None = None,
         study: Study | None = None,
     ) -> None:
         if server.aggregation.hides and quorum > 1:
@@ -99,13 +113,19 @@ class Carrier:
         self.faults, self._late = faults or Faults(), set[str]()
         self._unfit: dict[str, str] = {}
         self._packed: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
+        self.scoring, self.test = scoring or Scoring(), test
+        self.evaluations = Evaluations(self.calls, server, self._arrays)
 
     def carry(self) -> None:
         """Play every round that is left, committing each before the next."""
         server, last = self.server, self.server.last()
-        stopped = stopping(self.callbacks, last) if last else ""
+        if last is not None:
+            if self._unscored(last):
+                self._gather()
+            last = self._scored(last)
+        stopped = stopping(self.callbacks, self._directed(last)) if last else ""
         if server.world.round < server.rounds and not stopped:
-            self.calls.gather(min(self.quorum, len(server.roster)))
+            self._gather()
         while server.world.round < server.rounds and not stopped:
             self._greet()
             tally = server.begin()
@@ -115,11 +135,39 @@ class Carrier:
             self._choose_together(tally)
             self._ask(tally)
             server.end(tally)
-            closed = server.commit(tally)
-            log.info("%s", _told(closed))
-            stopped = stopping(self.callbacks, closed)
+            closed = self._scored(server.commit(tally))
+            log.info("%s", _told(closed, self.scoring.primary))
+            stopped = stopping(self.callbacks, self._directed(closed))
         if stopped:
             log.info("stopped after round %d: %s", server.world.round, stopped)
+
+    def _gather(self) -> None:
+        self.calls.gather(min(self.quorum, len(self.server.roster)))
+
+    def _unscored(self, closed: Closed) -> bool:
+        """Whether a round that was committed is still to be scored."""
+        asked = self.scoring.sites or self.test is not None
+        return asked and not closed.scores and self.scoring.due(closed.round, self.server.rounds)
+
+    def _scored(self, closed: Closed) -> Closed:
+        """A round with its scores, which are written down once: absent sites hold up no training.
+
+        If its world is the best so far, it is kept.
+        """
+        if self._unscored(closed):
+            scores = dict[str, Any]()
+            if self.test is not None:
+                scores["world"] = self.test(self.server.world_values())
+            if self.scoring.sites:
+                self._greet()
+                scores["sites"] = together(*self.evaluations.ask(self._unfit), self.scoring)
+            closed = self.server.score(closed, scores)
+        self.server.keep_best(self.scoring.best(closed.metrics))
+        return closed
+
+    def _directed(self, closed: Closed) -> Closed:
+        """A round with which way the task's own score is better; the server knows no task."""
+        return replace(closed, higher=self.scoring.higher)
 
     def _greet(self) -> None:
         """Hear who the sites are; one that agreed to something else has no part until it mends."""
@@ -183,6 +231,7 @@ class Carrier:
     def _letter(self, tally: Tally, name: str) -> Letter:
         def letter() -> tuple[Message, ArrayRecord | None]:
             request = tally.cohort[name]
+            request = replace(request, values=self.evaluations.lacking(request))
             said = packed({}, request_header(request))
             return said, self._arrays(request)
 
@@ -258,10 +307,26 @@ def _said(answer: Message) -> dict[str, Any]:
         return {}
 
 
-def _told(closed: Closed) -> str:
+def tester_of(study: Study, stage: Stage) -> Test | None:
+    """What scores the world on the common test, where the study has one."""
+    task, rows, model = stage.shares.task, stage.shares.test, stage.model
+    if rows is None:
+        return None
+    settled(model, device_named(study.device))
+
+    def test(values: Tensors) -> dict[str, float]:
+        put(model, values, stage.agreement.trainable)
+        return task.score(model, rows, batch_size=study.evaluate.batch)
+
+    return test
+
+
+def _told(closed: Closed, primary: str) -> str:
     whole, loss = closed.whole, closed.row.get("loss", 0.0)
     missing = f", not counted: {', '.join(whole.rejected)}" if whole.rejected else ""
+    names = (f"{kind}.{primary}" for kind in ("world", "sites.world", "sites.own"))
+    scores = "".join(f"{name} {closed.row[name]:.3f}, " for name in names if name in closed.row)
     return (
-        f"round {closed.round} of {closed.rounds}: loss {loss:.3f}, "
+        f"round {closed.round} of {closed.rounds}: loss {loss:.3f}, {scores}"
         f"{len(whole.counted)} counted{missing}, {whole.up} bytes up, {whole.down} down"
     )
