@@ -25,6 +25,7 @@ from fedplan.errors import FedplanError
 from fedplan.language.parser import parse
 from fedplan.models.catalog import params_of
 from fedplan.models.schema import written
+from fedplan.operation_commands import attach, logs, status, stop
 from fedplan.reports.asked import asked
 from fedplan.reports.explanation import parts_table
 from fedplan.reports.memory import Load
@@ -155,17 +156,29 @@ def run(
         str, typer.Option(help="local: on this machine; flower: a federation's app, by its sites.")
     ] = "local",
     superlink: Annotated[str, typer.Option(help="For flower: whose connection, by name.")] = "",
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Answer /metrics and /health here, on this machine.")
+    ] = None,
+    webhook: Annotated[
+        list[str] | None, typer.Option(help="An address that is told of trouble; repeat it.")
+    ] = None,
 ) -> None:
     """Run a study. Stop it at any moment: --resume goes on with the same bits."""
+    from fedplan.reports.operation import Operation
     from fedplan.reports.progress import follow, follow_flower
 
     with told():
+        watched = Operation(metrics_port, tuple(webhook or ()))
         if runner == "flower":
             follow_flower(study, change or [], output, resume=resume, link=superlink)
         elif runner == "local":
-            follow(study, change or [], output, resume=resume)
+            follow(study, change or [], output, resume=resume, operation=watched)
         else:
             raise FedplanError(f"--runner is local or flower, not {runner!r}")
+
+
+for command in (status, stop, attach, logs):
+    app.command()(command)
 
 
 @app.command()

@@ -24,7 +24,7 @@ ORDER = (
     *("errors", "seeds", "faces", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports"),
-    *("parts", "testing", "console", "cli", "__init__"),
+    *("parts", "testing", "console", "operation_commands", "cli", "__init__"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
@@ -36,8 +36,9 @@ LENT = {
         settled split_riders widest
     """,
     "storage": """
-        Claim Generation Read a_study_name alone claimed client_names explained
-        folder_named home_of keep_file mark_of_file put_file reach read_lines synced
+        Claim Entry Generation LogHandler Process Read a_study_name alone
+        claimed client_names explained folder_named home_of keep_file
+        mark_of_file now put_file reach read_lines synced this_process
     """,
     "models": """
         ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts
@@ -71,24 +72,26 @@ LENT = {
     """,
     "federation": """
         AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping Fare
-        FaultLog Identity KEY KINDS LEDGER LOWER Limits METRICS Metrics Patience
-        PlainSum ROLES ROUND RUN Record RecordError SMALL STUDY TRACKER_NAMES WORLD
-        announced by_part changed_rows code_of guard_of joined journal_in keyed last_of
-        last_told mark_of meant metrics_of own_values parsed parted personal_values
-        place_of read_agreement read_answers read_egress read_faults read_identity
-        read_record records_in request_header request_message require_sound run_of
-        said_of scored stopping told understood update_of world_values
+        FaultLog GRAVE Identity KEY KINDS LEDGER LIVE LOWER Limits METRICS Metrics
+        Patience PlainSum ROLES ROUND RUN Record RecordError RunState RunStatus SMALL
+        STUDY SiteState SiteStatus Status TRACKER_NAMES WORLD announced ask_to_stop
+        by_part changed_rows code_of guard_of joined journal_in keyed last_of last_told
+        mark_of meant metrics_of own_values parsed parted personal_values place_of
+        read_agreement read_answers read_egress read_faults read_identity read_record
+        read_status records_in request_header request_message require_sound run_of
+        said_of scored state_said stopping told understood update_of world_values
     """,
     "studies": """
-        Given agreed_run guarantee_of laid_over looked_at method_of note_task opened_run
-        participation_of placed require_fitting require_free shares_of study_in study_of
-        write_run
+        Given WentOn agreed_run guarantee_of laid_over looked_at method_of
+        note_task opened_run participation_of placed require_fitting
+        require_free shares_of study_in study_of write_run
     """,
     "runners": """
         make_keys new_federation run_study simulate submit
     """,
     "reports": """
-        Figure asked follow_flower foretold parts_table stated told_of
+        Figure asked follow_flower foretold log_line moment parts_table screen
+        stated told_of
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""

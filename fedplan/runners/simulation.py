@@ -23,7 +23,9 @@ from fedplan.federation.callbacks import LOWER, Callback, Closed, EarlyStopping,
 from fedplan.federation.client import Client
 from fedplan.federation.history import Metrics
 from fedplan.federation.participation import Participation
+from fedplan.federation.patience import Patience
 from fedplan.federation.server import STUDY
+from fedplan.federation.status import Status
 from fedplan.language.plan import Plan
 from fedplan.methods.method import Method
 from fedplan.models.attention import moved
@@ -44,7 +46,8 @@ class Simulation:
     """A study that runs in a folder, and goes on from where the folder says it stopped.
 
     `given` is what came from Python in place of files. Callbacks are told of each round that is
-    committed; `stopped` is what one of them said to stop the run before its last round.
+    committed; `stopped` is why the run ended before its last round: what one of them said, or that
+    an operator asked for it. `status` is told how it goes.
     """
 
     def __init__(
@@ -54,11 +57,13 @@ class Simulation:
         given: Given | None = None,
         *,
         callbacks: Sequence[Callback] = (),
+        status: Status | None = None,
     ) -> None:
         if not study.gathered:
             raise ConfigError("data.path: each site of this study has its own: --runner flower")
         self.study, self.folder, self.given = study, folder, given
         self.callbacks, self.stopped = (*callbacks, *study.evaluate.callbacks), ""
+        self.status = status or Status()
         self._open()
 
     def _open(self) -> None:
@@ -87,6 +92,7 @@ class Simulation:
             marks=self.shares.marks,
             device=device_named(study.device),
             deterministic=study.deterministic,
+            status=self.status,
         )
         agreed_run(self.federation.server, study, self.shares)
 
@@ -101,17 +107,24 @@ class Simulation:
 
         Callbacks are told first. Whoever asks for no more has the run wait there.
         """
-        federation, callbacks = self.federation, self._listeners()
-        server = federation.server
-        last = server.last()
-        self.stopped = self._told(callbacks, self._directed(last)) if last else ""
+        callbacks, server = self._listeners(), self.federation.server
+        patience = Patience(**self.study.patience.model_dump())
+        with self.status.driving(server, self.study.name, patience):
+            yield from self._rounds(callbacks)
+        self.stopped = self.status.stopped
+
+    def _rounds(self, callbacks: Sequence[Callback]) -> Iterator[Closed]:
+        federation, status = self.federation, self.status
+        server, last = federation.server, federation.server.last()
+        self.stopped = status.halted(self._told(callbacks, self._directed(last)) if last else "")
         while (
             server.world.round < server.rounds
             and not self.stopped
             and self.federation is federation  # else it was resumed meanwhile
         ):
             closed = self._directed(self._played())
-            self.stopped = self._told(callbacks, closed)
+            status.round(closed)
+            self.stopped = status.halted(self._told(callbacks, closed))
             yield closed
 
     def _told(self, callbacks: Sequence[Callback], closed: Closed) -> str:
@@ -226,7 +239,7 @@ def run_study(
     made = study if isinstance(study, Study) else read_study(Path(study))
     place = Path(folder or Path("runs") / made.name)
     require_free(place, made, resume=resume)
-    return Simulation(made, place, callbacks=callbacks).run()
+    return Simulation(made, place, callbacks=callbacks, status=Status(place)).run()
 
 
 def simulate(
@@ -294,7 +307,8 @@ def simulate(
         **({"privacy": dict(privacy)} if privacy else {}),
     )
     require_free(place, study, resume=resume)
-    made = Simulation(study, place, given, callbacks=callbacks)
+    status = Status(place) if folder else None
+    made = Simulation(study, place, given, callbacks=callbacks, status=status)
     return made.run() if run else made
 
 

@@ -19,6 +19,8 @@ from fedplan.federation.messages import Request, request_header, request_message
 from fedplan.federation.patience import Patience
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
+from fedplan.federation.states import RunState, SiteState, state_said
+from fedplan.federation.status import Status
 from fedplan.privacy.errors import PrivacyError
 from fedplan.runners.faults import Faults, faults_of
 from fedplan.runners.flower.calls import Calls, Guest, Letter
@@ -68,7 +70,18 @@ def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
     if stop is not None:
         stop.require_measured(())  # the rows are at the sites, and so is every score
     callbacks = [*study.evaluate.callbacks, *([stop] if stop else [])]
-    Carrier(grid, server, patience, quorum=quorum, faults=faults, callbacks=callbacks).carry()
+    status = Status(folder)
+    carrier = Carrier(
+        grid,
+        server,
+        patience,
+        quorum=quorum,
+        faults=faults,
+        callbacks=callbacks,
+        status=status,
+    )
+    with status.driving(server, study.name, patience, rows=False):
+        carrier.carry()
     del claim
 
 
@@ -88,6 +101,7 @@ class Carrier:
         quorum: int = 1,
         faults: Faults | None = None,
         callbacks: Sequence[Callback] = (),
+        status: Status | None = None,
     ) -> None:
         if server.aggregation.hides and quorum > 1:
             raise PrivacyError(
@@ -97,6 +111,7 @@ class Carrier:
         # A round of hidden clients closes with whatever came, and be it nothing.
         self.server, self.quorum = server, 0 if server.aggregation.hides else quorum
         self.calls = Calls(grid, server.roster, patience or Patience(), server.agreement.run)
+        self.status = self.calls.status = status or Status()
         self.callbacks = tuple(callbacks)
         self.faults, self._late = faults or Faults(), set[str]()
         self._unfit: dict[str, str] = {}
@@ -105,9 +120,11 @@ class Carrier:
     def carry(self) -> None:
         """Play every round that is left, committing each before the next."""
         server, last = self.server, self.server.last()
-        stopped = stopping(self.callbacks, last) if last else ""
+        stopped = self.status.halted(stopping(self.callbacks, last) if last else "")
         if server.world.round < server.rounds and not stopped:
+            self.status.become(RunState.WAITING)
             self.calls.gather(min(self.quorum, len(server.roster)))
+            self.status.become(RunState.RUNNING)
         while server.world.round < server.rounds and not stopped:
             self._greet()
             tally = server.begin()
@@ -119,7 +136,8 @@ class Carrier:
             server.end(tally)
             closed = server.commit(tally)
             log.info("%s", _told(closed))
-            stopped = stopping(self.callbacks, closed)
+            self.status.round(closed)
+            stopped = self.status.halted(stopping(self.callbacks, closed))
         if stopped:
             log.info("stopped after round %d: %s", server.world.round, stopped)
 
@@ -130,6 +148,7 @@ class Carrier:
             if reason := self._unfit_for(name, guest):
                 if self._unfit.get(name) != reason:
                     log.warning("%s is not asked: it %s", name, reason)
+                self.status.site(name, SiteState.REFUSED, f"not asked: it {reason}")
                 self._unfit[name] = reason
             else:
                 self._unfit.pop(name, None)
@@ -164,12 +183,15 @@ class Carrier:
         for name, answer in self.calls.ask("train", letters, lambda: self._enough(tally)):
             if isinstance(answer, str):
                 tally.rejected.setdefault(name, answer.splitlines()[0])
+                self.status.site(name, SiteState.FAILED, tally.rejected[name])
             elif self._lacks(tally, name, answer):
                 letters[name] = self._letter(tally, name)
             else:
                 self._count(tally, name, answer)
         silent = tally.cohort.keys() - set(tally.heard) - tally.rejected.keys()
         tally.rejected |= {name: "no answer" for name in silent}
+        for name in silent - self.calls.absent:
+            self.status.site(name, SiteState.FAILED, "no answer in time")
         if not self._enough(tally):
             reasons = "; ".join(f"{n}: {why}" for n, why in sorted(tally.rejected.items()))
             raise FedplanError(
@@ -208,6 +230,7 @@ class Carrier:
         if kind := next((kind for kind in KINDS if kind in said), ""):
             tally.rejected.setdefault(name, meant(kind, str(said[kind])))
             log.warning("%s %s", name, meant(kind, str(said[kind])))
+            self.status.site(name, state_said(tally.rejected[name]), tally.rejected[name])
             return
         limit = 2 * nbytes(self.server.world.values) + 2**22
         try:
@@ -218,8 +241,10 @@ class Carrier:
         except FedplanError as error:
             tally.rejected[name] = str(error).splitlines()[0]
             log.warning("%s is not counted: %s", name, tally.rejected[name])
+            self.status.site(name, SiteState.FAILED, tally.rejected[name])
             return
         self.server.take(tally, update, late=name in self._late)
+        self.status.site(name, SiteState.ANSWERED)
 
     def _choose_together(self, tally: Tally) -> None:
         voters = self.server.voters(tally)
