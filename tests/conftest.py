@@ -17,7 +17,7 @@ import pytest
 import torch
 from commands import STUDY
 from hypothesis import settings
-from often import AT_NIGHT, DAY, NIGHT
+from often import AT_NIGHT, DAY, NIGHT, spread
 from second_device import NAME as SECOND
 from second_device import Backend, second
 from second_device import device as backend
@@ -34,6 +34,22 @@ settings.load_profile("laws")
 def pytest_addoption(parser: pytest.Parser) -> None:
     said = "where tests of devices run: cuda, cuda:1, mps, xpu; else on one of pure Python"
     parser.addoption("--device", default=SECOND, help=said)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """By day a law of many cases is tried on some of them; one that was asked for by name, on all.
+
+    What stands beside the packages, of the house and the documents, is quick and tried whole.
+    """
+    if any("::" in word for word in config.args):
+        return
+    laws = dict[str, list[pytest.Item]]()
+    for item in items:
+        if not item.get_closest_marker("nightly") and item.path.parent != Path(__file__).parent:
+            laws.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = {each for cases in laws.values() for each in set(cases) - set(spread(cases))}
+    config.hook.pytest_deselected(items=sorted(left, key=lambda each: each.nodeid))
+    items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture

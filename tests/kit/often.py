@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often a law is tried: fifty examples by day, all that it asks for at night."""
+"""How often a law is tried: some examples and some cases by day, all that there are at night."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-DAY, NIGHT = 50, 2000
+DAY, NIGHT, CASES = 50, 2000, 12
 AT_NIGHT = os.environ.get("FEDPLAN_LAWS", "day") == "night"
 
 
@@ -20,3 +20,10 @@ def often(count: int) -> int:
 def first(count: int, cases: list[Any]) -> list[Any]:
     """Cases of which the first few are tried by day, and all at night."""
     return [*cases[:count], *(pytest.param(c, marks=pytest.mark.nightly) for c in cases[count:])]
+
+
+def spread(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Of a law's cases, those of the day: a few, evenly from the first to the last."""
+    if AT_NIGHT or len(cases) <= CASES:
+        return cases
+    return [cases[place * (len(cases) - 1) // (CASES - 1)] for place in range(CASES)]
