@@ -36,9 +36,9 @@ LENT = {
         settled split_riders widest
     """,
     "storage": """
-        Claim Entry Generation LogHandler Process Read a_study_name alone
-        claimed client_names explained folder_named home_of keep_file
-        mark_of_file now put_file reach read_lines synced this_process
+        Claim Entry Generation Process Read a_study_name alone claimed client_names
+        explained folder_named home_of keep_file mark_of_file now put_file reach
+        read_lines synced this_process
     """,
     "models": """
         ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts

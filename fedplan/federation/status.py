@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -87,12 +87,14 @@ class Status:
     ) -> Generator[None]:
         """Tell of a run while it is driven, and how it ended.
 
-        Where there are `rows` on this machine, of an error only its code is told. What is `passing`
-        ends nothing: whoever drives begins again.
+        Where there are `rows` on this machine, of an error only its code is told; where there are
+        none, warnings are in the log too. What is `passing` ends nothing: whoever drives begins
+        again.
         """
         self._begin(server, study, patience or Patience())
         try:
-            yield
+            with nullcontext() if rows or self._log is None else self._log.heard(self.now.run):
+                yield
         except StopNow as asked:
             self.stopped = str(asked)
         except Exception as error:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import logging
+import signal
 import threading
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +15,6 @@ from fedplan.errors import FedplanError
 from fedplan.federation.status import Status
 from fedplan.reports.monitoring import served
 from fedplan.reports.webhooks import CERTIFICATE, Webhooks
-from fedplan.storage.logs import Log, LogHandler
 
 CERTIFICATES = ("ca.crt", "server.crt")
 SOON = timedelta(days=30)
@@ -39,7 +38,7 @@ def operated(folder: Path, operation: Operation) -> Generator[Status]:
     """A status for the run in a folder, and those who watch it, until it ends."""
     hooks = Webhooks(operation.webhooks)
     status = Status(folder, [hooks] if operation.webhooks else [])
-    with ExitStack() as open_:
+    with _ended_by_term(), ExitStack() as open_:
         open_.callback(hooks.close)
         if operation.metrics_port is not None:
             open_.enter_context(served(status, operation.metrics_port))
@@ -49,17 +48,16 @@ def operated(folder: Path, operation: Operation) -> Generator[Status]:
 
 
 @contextmanager
-def logged(status: Status) -> Generator[None]:
-    """Put what fedplan warns of into the log of the run, as long as it lasts."""
-    if status.folder is None:
+def _ended_by_term() -> Generator[None]:
+    """Let TERM end a run as Ctrl-C does, so that its status says so."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = LogHandler(Log(status.folder))
-    logging.getLogger("fedplan").addHandler(handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        logging.getLogger("fedplan").removeHandler(handler)
+        signal.signal(signal.SIGTERM, before)
 
 
 def expiries(folder: Path) -> dict[str, datetime]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -92,8 +91,10 @@ class RunLook:
             said.append(f"\n{self.told.why}", style=COLOURS.get(self.state, ""))
         return said
 
-    def _bar(self) -> RenderableType:
-        return ProgressBar(total=max(1, self.told.rounds), completed=self.round, width=60)
+    def _bar(self) -> Text:
+        done = WIDE * self.round // max(1, self.told.rounds)
+        colour = COLOURS.get(self.state, "cyan")
+        return Text.assemble(("━" * done, colour), ("─" * (WIDE - done), "dim"))
 
     def _numbers(self) -> Text:
         told = self.told
@@ -110,7 +111,8 @@ class RunLook:
 
     def _count(self) -> Text:
         states = Counter(site.state for site in self.told.sites.values())
-        said = Text(f"{len(self.told.sites)} sites: ")
+        when = "" if self.live else " when last told"
+        said = Text(f"{len(self.told.sites)} sites{when}: ")
         for place, state in enumerate(sorted(states, key=_place)):
             said.append(", " if place else "")
             said.append(f"{states[state]} {state}", style=COLOURS.get(state, ""))
@@ -120,8 +122,7 @@ class RunLook:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for name in ("site", "state", "since", "round", "MB up", "MB down", "last fault"):
             right = name in ("round", "MB up", "MB down")
-            fold = "fold" if name == "last fault" else "ellipsis"
-            table.add_column(name, justify="right" if right else "left", overflow=fold)
+            table.add_column(name, justify="right" if right else "left", no_wrap=True)
         shown = sorted(self.told.sites.items(), key=lambda each: (_place(each[1].state), each[0]))
         for name, site in shown[:MOST]:
             table.add_row(*_row(name, site))
@@ -141,8 +142,8 @@ class RunLook:
             yield f"Go on: start it again with --resume; why: fedplan logs {self.folder}"
 
 
-MOST = 40
-"""Sites that a screen shows."""
+MOST, WIDE = 40, 60
+"""Sites that a screen shows, and how wide its bar is."""
 
 
 def status_of(folder: Path | str) -> RunLook:
@@ -203,16 +204,22 @@ def _tell(folder: Path, after: int, told: RunStatus, tell: Callable[[str], None]
 
 def _row(name: str, site: SiteStatus) -> tuple[RenderableType, ...]:
     state = Text(site.state, style=COLOURS.get(site.state, ""))
-    fault = f"{site.fault} ({ago(site.fault_at)})" if site.fault else ""
     return (
         Text(name),
         state,
         ago(site.since) if site.since else "",
         str(site.round or "-"),
-        megabytes(site.up),
-        megabytes(site.down),
-        Text(fault),
+        megabytes(site.up) if site.up else "-",
+        megabytes(site.down) if site.down else "-",
+        Text(_fault(site)),
     )
+
+
+def _fault(site: SiteStatus) -> str:
+    """A site's last fault by its code: what that means is in the log."""
+    if not site.fault or site.fault == site.state:
+        return ""
+    return f"{site.fault.partition(' (')[0]}, {ago(site.fault_at)}"
 
 
 def _place(state: str) -> int:

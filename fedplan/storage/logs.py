@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -72,6 +72,21 @@ class Log:
         with suppress(OSError):
             self._append(json.dumps(asdict(entry)).encode() + b"\n")
 
+    @contextmanager
+    def heard(self, run: str) -> Generator[None]:
+        """Write down what fedplan warns of meanwhile, by way of Python's logging."""
+        source = logging.getLogger("fedplan")
+        # Where nobody listens, Python prints warnings: it goes on to when we listen.
+        last = logging.lastResort if not source.hasHandlers() else None
+        handlers = [_Handler(self, run), *([last] if last else [])]
+        for handler in handlers:
+            source.addHandler(handler)
+        try:
+            yield
+        finally:
+            for handler in handlers:
+                source.removeHandler(handler)
+
     def _append(self, line: bytes) -> None:
         file = self.folder / LOG
         if file.exists() and file.stat().st_size + len(line) > LARGEST:
@@ -84,10 +99,10 @@ class Log:
             os.close(opened)
 
 
-class LogHandler(logging.Handler):
+class _Handler(logging.Handler):
     """What is said by way of Python's logging, put into a log."""
 
-    def __init__(self, log: Log, run: str = "") -> None:
+    def __init__(self, log: Log, run: str) -> None:
         super().__init__(logging.WARNING)
         self._log, self._run = log, run
 
@@ -108,20 +123,26 @@ def read_log(folder: Path, *, site: str = "", since: str = "") -> list[Entry]:
 def follow_log(folder: Path, *, site: str = "", since: str = "") -> Iterator[Entry]:
     """The same, and then each line as it comes; it has no end."""
     yield from read_log(folder, site=site, since=since)
-    file, place = folder / LOG, (folder / LOG).stat()
-    offset = place.st_size
+    mark = ((folder / LOG).stat().st_ino, (folder / LOG).stat().st_size)
     while True:
         time.sleep(LOOK)
-        with suppress(FileNotFoundError):
-            now_there = file.stat()
-            if now_there.st_ino != place.st_ino:
-                place, offset = now_there, 0
-            with file.open("rb") as opened:
-                opened.seek(offset)
-                content = opened.read()
-            whole = content[: content.rfind(b"\n") + 1]
-            offset += len(whole)
-            yield from (entry for entry in _entries(whole) if _meant(entry, site, since))
+        with suppress(FileNotFoundError):  # a log begins anew just now: the next look finds it
+            content, mark = _since(folder, mark)
+            yield from (entry for entry in _entries(content) if _meant(entry, site, since))
+
+
+def _since(folder: Path, mark: tuple[int, int]) -> tuple[bytes, tuple[int, int]]:
+    """What was written since a mark, a file and a place in it; the log may have begun anew."""
+    files = [file for file in _files(folder) if file.exists()]
+    numbers = [file.stat().st_ino for file in files]
+    if mark == (numbers[-1], files[-1].stat().st_size):
+        return b"", mark
+    place = numbers.index(mark[0]) if mark[0] in numbers else 0
+    pieces = [file.read_bytes() for file in files[place:]]
+    begun = mark[1] if numbers[place] == mark[0] else 0
+    last = pieces[-1][: pieces[-1].rfind(b"\n") + 1]
+    content = b"".join([*pieces[:-1], last])[begun:]
+    return content, (numbers[-1], len(last))
 
 
 def _meant(entry: Entry, site: str, since: str) -> bool:
