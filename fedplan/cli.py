@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from click.core import ParameterSource
 from rich.console import Console
 
 from fedplan.console import (
@@ -25,10 +26,12 @@ from fedplan.errors import FedplanError
 from fedplan.language.parser import parse
 from fedplan.models.catalog import params_of
 from fedplan.models.schema import written
-from fedplan.operation_commands import attach, logs, status, stop
+from fedplan.operation_commands import attach, logs, run, status, stop
 from fedplan.reports.asked import asked
 from fedplan.reports.explanation import parts_table
 from fedplan.reports.memory import Load
+from fedplan.server_commands import server_commands
+from fedplan.site_commands import site_commands
 
 app = typer.Typer(
     help="Say which part of a Transformer each client trains, shares and keeps, round by round.",
@@ -57,6 +60,7 @@ def parts(
 
 @app.command()
 def explain(
+    context: typer.Context,
     model: Model,
     plan: PlanText = "",
     rounds: Annotated[int, typer.Option(help="How long the run is.", min=1)] = 100,
@@ -79,19 +83,9 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Say what a plan will do with a model, or a study with its own, before anything runs."""
-    beside = {
-        "--phase": phase,
-        "--task": task,
-        "--labels": labels,
-        "--method": method,
-        "--setting": setting,
-        "--batch": batch,
-        "--checkpointing": checkpointing,
-        "--quantised": quantised,
-    }
     if model.endswith(".toml") and not plan:
         with told():
-            if said := [flag for flag, value in beside.items() if value]:
+            if said := _flags(context):
                 raise FedplanError(f"{model} is a study, and says it all: leave out {said[0]}")
         return _explain_study(Path(model), as_json=as_json)
     with told():
@@ -130,6 +124,16 @@ def propose(
     raise typer.Exit(1 if proposal.faults else 0)
 
 
+def _flags(context: typer.Context) -> list[str]:
+    """The options that were typed, but for how the answer is to look."""
+    typed = [
+        each
+        for each in context.command.params
+        if context.get_parameter_source(each.name or "") is ParameterSource.COMMANDLINE
+    ]
+    return [each.opts[0] for each in typed if each.name not in ("model", "as_json")]
+
+
 def _explain_study(file: Path, *, as_json: bool) -> None:
     from fedplan.reports.preview import foretold
 
@@ -144,40 +148,7 @@ def _explain_study(file: Path, *, as_json: bool) -> None:
             Console(soft_wrap=True, highlight=False).print("\n" + statement.text(), markup=False)
 
 
-@app.command()
-def run(
-    study: Annotated[Path, typer.Argument(help="A study file (TOML), or the folder of a run.")],
-    change: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a field: train.rounds=5.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="Where the run is kept.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run.")] = False,
-    runner: Annotated[
-        str, typer.Option(help="local: on this machine; flower: a federation's app, by its sites.")
-    ] = "local",
-    superlink: Annotated[str, typer.Option(help="For flower: whose connection, by name.")] = "",
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Answer /metrics and /health here, on this machine.")
-    ] = None,
-    webhook: Annotated[
-        list[str] | None, typer.Option(help="An address that is told of trouble; repeat it.")
-    ] = None,
-) -> None:
-    """Run a study. Stop it at any moment: --resume goes on with the same bits."""
-    from fedplan.reports.operation import Operation
-    from fedplan.reports.progress import follow, follow_flower
-
-    with told():
-        watched = Operation(metrics_port, tuple(webhook or ()))
-        if runner == "flower":
-            follow_flower(study, change or [], output, resume=resume, link=superlink)
-        elif runner == "local":
-            follow(study, change or [], output, resume=resume, operation=watched)
-        else:
-            raise FedplanError(f"--runner is local or flower, not {runner!r}")
-
-
-for command in (status, stop, attach, logs):
+for command in (run, status, stop, attach, logs):
     app.command()(command)
 
 
@@ -231,14 +202,23 @@ def privacy(
 
 @app.command()
 def egress(
-    folder: Annotated[Path, typer.Argument(help="A site's home, or one experiment in it.")],
+    folder: Annotated[Path, typer.Argument(help="A site's home.")],
     as_json: Json = False,
 ) -> None:
-    """At a site: every byte that left it, by round and part, and the plan that it agreed to."""
+    """At a site: every byte that left it, by round and part, and the plan that it agreed to.
+
+    The record is proved first: a chain that is broken is told, and nothing else is.
+    """
     from fedplan.reports.egress import told_of
+    from fedplan.storage.chain import BrokenChain
 
     with told():
-        found = told_of(folder)
+        try:
+            found = told_of(folder)
+        except BrokenChain as error:
+            words = f"fedplan: the record is broken: {error}"
+            Console(stderr=True, soft_wrap=True).print(words, markup=False, style="red")
+            raise typer.Exit(1) from error
     for each in found:
         if as_json:
             print(json.dumps(each.json()))
@@ -344,6 +324,8 @@ def keys(
 
 new = typer.Typer(help="Write a folder to start from.", no_args_is_help=True)
 app.add_typer(new, name="new")
+app.add_typer(server_commands, name="server")
+app.add_typer(site_commands, name="site")
 
 
 @new.command()
@@ -372,6 +354,19 @@ def federation(
             keys=not no_keys,
         )
     Console(soft_wrap=True).print(f"Written. Go on with {folder / 'README.md'}", highlight=False)
+
+
+@new.command()
+def site(
+    name: Annotated[str, typer.Argument(help="The name of the site.")],
+    federation: Annotated[Path, typer.Option(help="The folder of the federation.")] = Path(),
+) -> None:
+    """Write the folder of one more site of a federation."""
+    with told():
+        from fedplan.runners.flower.starter import new_site
+
+        new_site(federation, name)
+    print(f"Written. Bring {federation / 'sites' / name} to the site; its README says the rest.")
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator asks of a run: how it stands, to stop, to be told its rounds, and its log."""
+"""What an operator asks of a run: to begin, how it stands, to stop, its rounds and its log."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +12,46 @@ import typer
 from rich.console import Console
 
 from fedplan.console import Json, told
+from fedplan.errors import FedplanError
 
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
+
+
+def run(
+    study: Annotated[Path, typer.Argument(help="A study file (TOML), or the folder of a run.")],
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a field: train.rounds=5.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Where the run is kept.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run.")] = False,
+    runner: Annotated[
+        str, typer.Option(help="local: on this machine; flower: by the sites of a federation.")
+    ] = "local",
+    server: Annotated[
+        Path, typer.Option(help="For flower: the folder of the federation's server.")
+    ] = Path("server"),
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Answer /metrics and /health here, on this machine.")
+    ] = None,
+    webhook: Annotated[
+        list[str] | None, typer.Option(help="An address that is told of trouble; repeat it.")
+    ] = None,
+) -> None:
+    """Run a study. Stop it at any moment: --resume goes on with the same bits."""
+    from fedplan.reports.operation import Operation
+    from fedplan.reports.progress import follow, follow_flower
+
+    with told():
+        watched = Operation(metrics_port, tuple(webhook or ()))
+        if runner == "flower":
+            watched = replace(watched, certificates=server.absolute().parent)
+            follow_flower(
+                study, change or [], output, resume=resume, server=server, operation=watched
+            )
+        elif runner == "local":
+            follow(study, change or [], output, resume=resume, operation=watched)
+        else:
+            raise FedplanError(f"--runner is local or flower, not {runner!r}")
 
 
 def status(

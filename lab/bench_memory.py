@@ -67,8 +67,8 @@ def ours(count: int) -> None:
     from fedplan.methods.method import Method
     from fedplan.models.description import describe
     from fedplan.models.values import take
+    from fedplan.runners.flower.apps import client_app
     from fedplan.runners.flower.carrier import Carrier
-    from fedplan.runners.flower.client import client_app
     from fedplan.tensors.message import Message
     from fedplan.tensors.serialization import packed
     from fedplan.training.fit import Pace

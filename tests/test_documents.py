@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 
 import fedplan
 from fedplan.cli import app, new
+from fedplan.server_commands import server_commands
+from fedplan.site_commands import site_commands
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
@@ -115,6 +117,8 @@ def test_every_command_has_a_function_with_a_documented_name() -> None:
     named = dict(re.findall(r"^\| `([a-z ]+)` \| `([\w.]+)` \|$", text, flags=re.M))
     commands = {typer.main.get_command_name(c.callback.__name__) for c in app.registered_commands}  # type: ignore[union-attr]
     commands |= {f"new {c.callback.__name__}" for c in new.registered_commands}  # type: ignore[union-attr]
+    for group, under in (("site", site_commands), ("server", server_commands)):
+        commands |= {f"{group} {c.callback.__name__}" for c in under.registered_commands}  # type: ignore[union-attr]
     assert commands == named.keys()
     for name in named.values():
         module, _, attribute = name.rpartition(".")

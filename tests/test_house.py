@@ -23,8 +23,9 @@ FACES = [f for f in FILES if f.name == "__init__.py" and f.parent != PACKAGE]
 ORDER = (
     *("errors", "seeds", "faces", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
-    *("federation", "studies", "runners", "audits", "reports"),
-    *("parts", "testing", "console", "operation_commands", "cli", "__init__"),
+    *("federation", "studies", "runners", "audits", "reports", "sites"),
+    *("parts", "testing", "console", "operation_commands", "server_commands"),
+    *("site_commands", "cli", "__init__"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
@@ -36,9 +37,9 @@ LENT = {
         settled split_riders widest
     """,
     "storage": """
-        Claim Entry Generation Process Read a_study_name alone claimed client_names
-        explained folder_named home_of keep_file mark_of_file now put_file reach
-        read_lines synced this_process
+        BrokenChain ChainFile Claim Entry Generation Head Process Read a_study_name
+        alone claimed client_names explained folder_named head_file home_of keep_file
+        mark_of_file now put_file reach read_chain read_lines synced this_process
     """,
     "models": """
         ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts
@@ -48,9 +49,9 @@ LENT = {
         save_adapter scales_in skeleton small_copy steadied value_in whole written
     """,
     "language": """
-        After Assign Best By Condition Crowd Part Phase Roles Step Trait When adapter
-        bias blocks body candidates certain common conditions fusion head key kinds_of
-        lora_a lora_b mlp norm own phases_in phrase prompt query require_told
+        After Assign Best By Condition Crowd MANY Part Phase Roles Step Trait When
+        adapter bias blocks body candidates certain common conditions fusion head key
+        kinds_of lora_a lora_b mlp norm own phases_in phrase prompt query require_told
         rounds_ahead spelled_out stated text_of touched value
     """,
     "data": """
@@ -71,27 +72,33 @@ LENT = {
         capped counted derived needed read_secret require_pace secret_of
     """,
     "federation": """
-        AGREEMENT ANSWERS Account Callback Closed DELTA EXITS EarlyStopping Fare
-        FaultLog GRAVE Identity KEY KINDS LEDGER LIVE LOWER Limits METRICS Metrics
-        Patience PlainSum ROLES ROUND RUN Record RecordError RunState RunStatus SMALL
-        STUDY SiteState SiteStatus Status TRACKER_NAMES WORLD announced ask_to_stop
-        by_part changed_rows code_of guard_of joined journal_in keyed last_of last_told
-        mark_of meant metrics_of own_values parsed parted personal_values place_of
-        read_agreement read_answers read_egress read_faults read_identity read_record
-        read_status records_in request_header request_message require_sound run_of
-        said_of scored state_said stopping told understood update_of world_values
+        AGREEMENT ANSWERS APPROVAL Account Callback Closed DELTA EarlyStopping Egress
+        Fare FaultLog GRAVE HELLO Identity KEY KINDS LEDGER LIVE LOWER Limits METRICS
+        Metrics Patience PlainSum ROLES RUN Record RecordError RunState RunStatus SMALL
+        STUDY SiteState SiteStatus Status TRACKER_NAMES WORLD Warrant agreements_in
+        announced ask_to_stop by_part changed_rows code_of ended guard_of joined
+        journal_in keyed last_of last_told mark_of meant metrics_of other_versions
+        own_values parsed parted personal_values place_of private_folder read_agreement
+        read_answers read_egress read_faults read_identity read_record read_status
+        request_header request_message require_sound run_of said_of scored state_said
+        stopping told understood update_of world_values
     """,
     "studies": """
-        Given WentOn agreed_run guarantee_of laid_over looked_at method_of
-        note_task opened_run participation_of placed require_fitting
-        require_free shares_of study_in study_of write_run
+        Count DeviceName Given Section WentOn agreed_run as_fault flat found_in
+        guarantee_of laid_over looked_at method_of note_task odd opened_run outline_of
+        participation_of placed read_toml require_fitting require_free shares_of
+        study_in study_of write_run
     """,
     "runners": """
-        make_keys new_federation run_study simulate submit
+        Site Worker drive link_in make_keys make_site_keys new_federation new_site noded
+        private public_key read_site run_link run_study serve simulate
     """,
     "reports": """
-        Figure asked follow_flower foretold log_line moment parts_table screen
-        stated told_of
+        Figure Forecast Segment asked follow_flower foretold in_order log_line megabytes
+        moment parts_table screen stated told_of
+    """,
+    "sites": """
+        approvals_of rejoin serve_site
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""
@@ -103,7 +110,7 @@ WITHOUT_TORCH = (
     *("fedplan", "fedplan.parts", "fedplan.cli", "fedplan.tensors.message", "fedplan.models"),
     *("fedplan.models.schema", "fedplan.models.layouts", "fedplan.language.resolution"),
     *("fedplan.language.parser", "fedplan.federation.codes", "fedplan.federation.fare"),
-    *("fedplan.reports.explanation", "fedplan.runners.worker_client", "fedplan.runners.flower"),
+    *("fedplan.reports.explanation", "fedplan.runners.flower"),
 )
 
 

@@ -19,6 +19,7 @@ from often import often
 from typer.testing import CliRunner
 
 from fedplan.cli import app
+from fedplan.federation.egress import Egress, Leaving
 
 PLAN = STUDY[STUDY.index("plan =") : STUDY.index("[train]")]
 PRIVATE = '[privacy]\nunit = "client"\nepsilon = 8.0\nnoise = 9.0\n'
@@ -32,17 +33,9 @@ SITE = {
     "traits": {},
     "limits": {"rounds": 3, "bytes": 0, "epsilon": 0.0},
 }
-LEFT = {
-    "answer": "update",
-    "request": "r",
-    "round": 1,
-    "phase": "",
-    "up": 8,
-    "said": 4,
-    "down": 2,
-    "parts": {"mlp": 8},
-    "again": False,
-}
+LEFT = Leaving(
+    "update", "north", "tiny/0", round=1, request="r", up=8, said=4, down=2, parts={"mlp": 8}
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +58,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "parts.json").write_text(out)
     (folder / "site").mkdir()
     (folder / "site/agreed.json").write_text(json.dumps(SITE))
-    (folder / "site/outgoing.jsonl").write_text((json.dumps(LEFT) + "\n") * 2)
+    for _ in range(2):
+        Egress(folder / "site").note(LEFT)
     assert run("keys", str(folder / "keys"), "--host", "a.example", "--site", "north")[0] == 0
     return folder
 
@@ -98,7 +92,7 @@ READ = {
     "export": ["run/study.json", "run/manifest.json", "run/task.json", "run/world/2.json"],
     "resume": ["run/study.json", "run/ledger.jsonl", "run/world/2.json"],
     "again": ["study.toml"],
-    "egress": ["site/agreed.json", "site/outgoing.jsonl"],
+    "egress": ["site/agreed.json", "site/outgoing.jsonl", "site/outgoing.jsonl.head"],
     "egress json": ["site/agreed.json", "site/outgoing.jsonl"],
     "keys": ["keys/server.crt"],
 }

@@ -39,7 +39,8 @@ class Client:
 
     `held` are the versions of what it has seen. A `guard` hides each of its rows in every step. The
     `account` is of all that it has answered, in other studies too; a simulated client has none.
-    With `deterministic` its device gives the same bits each time, or an error where it cannot.
+    With `deterministic` its device gives the same bits each time, or an error where it cannot. With
+    `mute` it tells nobody the loss of its rows.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Client:
     guard: ClientGuard | None = None
     account: Account | None = None
     deterministic: bool = False
+    mute: bool = False
     marked: tuple[Examples, str] | None = None
 
     @cached_property

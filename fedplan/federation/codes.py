@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from fedplan.errors import FedplanError
 
+APPROVAL = "not-approved"
+"""The code of a site where a study waits for a person's approval."""
 REFUSALS = {
+    APPROVAL: "the study waits there for a person's approval (fedplan site approve)",
+    "refused-here": "a person there has refused the study",
+    "policy": "the study is against the site's policy",
+    "rounds": "more rounds are asked for than were approved",
+    "unknown-run": "it does not know this run: it was not greeted in it",
+    "restored": "its home is older than its last answer (fedplan site rejoin, if that is meant)",
     "limit-rounds": "it has answered as often as it allows (limit_rounds of its node)",
     "limit-bytes": "more would pass the bytes that it allows to leave (limit_bytes of its node)",
     "limit-epsilon": "more would pass the epsilon that it allows (limit_epsilon of its node)",
@@ -37,8 +45,6 @@ FAILURES = {
 }
 LACKING = {"lacking": "it does not have what it was sent before: it needs all of it"}
 KINDS = {"refused": REFUSALS, "failed": FAILURES, "lacking": LACKING}
-EXITS = {code: 64 + n for n, code in enumerate((*REFUSALS, *FAILURES, *LACKING))}
-"""How a worker ends that cannot start: its log may tell of rows, a number does not."""
 
 
 def code_of(error: BaseException) -> str:

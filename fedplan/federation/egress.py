@@ -1,51 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Egress: a site's own record of every byte that left it in one experiment."""
+"""Egress: a site's own record of all that left it, in every study and run, as one chain.
+
+What it refused and what failed stand in it too: of these a code has left.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
-import os
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedplan.errors import FedplanError
+from fedplan.federation.codes import said_of
+from fedplan.storage.chain import ChainFile, Head, head_file, read_chain
 from fedplan.storage.errors import explained
-from fedplan.storage.lines import Lines
-from fedplan.storage.locks import alone
+from fedplan.tensors.message import Message
 
 RECORD, AGREEMENT = "outgoing.jsonl", "agreed.json"
+SCORES, UPDATE, EVALUATION = "scores", "update", "evaluation"
+"""What leaves, by kind; beside these are hello, and refused, failed and lacking with a code."""
+GUESSED = (SCORES, EVALUATION)
+"""A few numbers of the site's rows: a plain digest of them could be guessed at."""
+
+
+@dataclass(frozen=True)
+class Warrant:
+    """By whose word something leaves: the study by its whole digest, the server by that of its
+    certificate, and who approved."""
+
+    study: str = ""
+    server: str = ""
+    approver: str = ""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """One answer that is about to leave: of what kind, in which run, to which request.
+
+    `up` are the bytes of the model's parts, `said` all others, `down` those of the request. Of a
+    refusal or a failure there is the code.
+    """
+
+    kind: str
+    site: str = ""
+    experiment: str = ""
+    run: str = ""
+    round: int = 0
+    phase: str = ""
+    request: str = ""
+    content: str = ""
+    code: str = ""
+    up: int = 0
+    said: int = 0
+    down: int = 0
+    parts: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 class Egress:
-    """The record of one site in one experiment. A line is on disk before its bytes leave.
+    """The record of a home. A line is on disk before its bytes leave; none is ever taken back.
 
-    Several processes may write it: of a simulation, or a worker that is started beside another.
+    Several processes may write it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        with explained(f"{folder} cannot be made", "name a folder that you may write to"):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (folder / RECORD).touch(mode=0o600)
+    def __init__(self, home: Path) -> None:
+        with explained(f"{home} cannot be made", "name a folder that you may write to"):
+            home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._chain = ChainFile(home / RECORD)
 
-    def note(self, line: Mapping[str, Any]) -> None:
-        """Write down what is about to leave."""
-        file, asked = self._folder / RECORD, (line["request"], line["answer"])
-        with alone(self._folder, wait=60.0):
-            before = read_egress(self._folder)
-            again = any((each["request"], each["answer"]) == asked for each in before)
-            # What a kill cut off never left: its line is written before its bytes go.
-            Lines(file, length=_whole(file)).append([{**line, "again": again}])
+    @property
+    def head(self) -> Head:
+        """How far the record goes: who hears of it can tell later whether it was cut."""
+        return self._chain.head
+
+    def note(self, leaving: Leaving, warrant: Warrant | None = None) -> None:
+        """Write down what is about to leave, and by whose word."""
+        self._chain.append({**asdict(leaving), **asdict(warrant or Warrant())})
 
 
-def read_egress(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a site's record; one that a kill cut off is not among them."""
-    try:
-        whole = (folder / RECORD).read_bytes()[: _whole(folder / RECORD)]
-        return [json.loads(line) for line in whole.splitlines()]
-    except (OSError, ValueError) as error:
-        raise FedplanError(f"{folder} has no record of what left it: {error}") from error
+def ended(code: str, answer: Message, *, site: str, experiment: str = "", run: str = "") -> Leaving:
+    """What leaves if nothing else does: a code."""
+    (kind,) = said_of(code)
+    return Leaving(kind, site, experiment, run, code=code, said=answer.nbytes)
+
+
+def content_mark(answer: Message, key: bytes = b"") -> str:
+    """The digest of all that an answer holds; with a key of the site's, one that nobody guesses."""
+    found = hmac.new(key, digestmod=hashlib.sha256) if key else hashlib.sha256()
+    for each in (answer.header, *answer.blobs):
+        found.update(len(each).to_bytes(8, "little") + each)
+    return found.hexdigest()
+
+
+def read_egress(home: Path) -> list[dict[str, Any]]:
+    """The lines of a home's record, proved; one that a kill cut off is not among them."""
+    file = home / RECORD
+    if not file.exists() and not head_file(file).exists():
+        raise FedplanError(f"{home} has no record of what left it")
+    with explained(f"{file} cannot be read", "put a copy of it back"):
+        return read_chain(file)
 
 
 def read_agreement(folder: Path) -> dict[str, Any]:
@@ -56,9 +112,9 @@ def read_agreement(folder: Path) -> dict[str, Any]:
         raise FedplanError(f"{folder} is no site's folder: {error}") from error
 
 
-def records_in(folder: Path) -> list[Path]:
-    """The folders of all experiments under a site's home."""
-    return sorted(found.parent for found in folder.rglob(RECORD))
+def agreements_in(home: Path) -> list[Path]:
+    """The folders under a home in which it says what it agreed to: of each run the innermost."""
+    return sorted((found.parent for found in home.rglob(AGREEMENT)), key=lambda f: len(f.parts))
 
 
 def by_part(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -68,17 +124,3 @@ def by_part(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
         for part, count in line["parts"].items():
             found[part] = found.get(part, 0) + count
     return found
-
-
-def _whole(file: Path) -> int:
-    """The length of a file up to its last full line."""
-    with file.open("rb") as held:
-        end = held.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - 65536)
-            held.seek(start)
-            place = held.read(end - start).rfind(b"\n")
-            if place >= 0:
-                return start + place + 1
-            end = start
-    return 0

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,17 @@ from fedplan.errors import FedplanError, StoreError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
 from fedplan.federation.codes import said_of
-from fedplan.federation.egress import AGREEMENT, Egress
+from fedplan.federation.egress import (
+    AGREEMENT,
+    GUESSED,
+    SCORES,
+    UPDATE,
+    Egress,
+    Leaving,
+    Warrant,
+    content_mark,
+    ended,
+)
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.identity import is_id
 from fedplan.federation.messages import (
@@ -31,6 +42,7 @@ from fedplan.federation.messages import (
 from fedplan.federation.polls import poll
 from fedplan.federation.record import ROLES
 from fedplan.federation.turns import local
+from fedplan.federation.versions import own_versions
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import keep_file
 from fedplan.storage.journal import Journal
@@ -44,10 +56,11 @@ HELLO, POLL, TRAIN = "hello", "poll", "train"
 
 
 class Endpoint:
-    """A site in one run: what has left it lies in its folder, for all runs of the study.
+    """A site in one run.
 
-    What it keeps and what it has seen lie in a folder of the run, `place_of`. What goes wrong is
-    written to `faults`.
+    What it keeps and what it has seen lie in a folder of the run, `place_of`. What leaves is
+    written to `egress`, the record of all runs, and what goes wrong to `faults`. `warrant` is by
+    whose word it answers: whoever hands it a request may set another.
     """
 
     def __init__(
@@ -57,9 +70,12 @@ class Endpoint:
         folder: Path,
         *,
         faults: FaultLog | None = None,
+        egress: Egress | None = None,
+        warrant: Warrant | None = None,
     ) -> None:
         self.agreement, self.site, self.folder = agreement, site, place_of(folder, agreement.run)
-        self.egress, self.faults = Egress(folder), faults or FaultLog(folder, site.journal.seal)
+        self.egress, self.warrant = egress or Egress(folder), warrant or Warrant()
+        self.faults = faults or FaultLog(folder, site.journal.seal)
         self.seen, self._number = self._store(), 0
         for place in (folder, self.folder):
             keep_file(place / AGREEMENT, json.dumps(self._agreed(), indent=1))
@@ -74,7 +90,18 @@ class Endpoint:
             self._recall()
             return turns[kind](message)
         except Exception as error:
-            return packed({}, {**said_of(self.faults.note(error))})
+            return self._ended(self.faults.note(error))
+
+    def _ended(self, code: str) -> Message:
+        """A code, written down as all that leaves; a record that cannot be written lets it pass."""
+        answer = packed({}, {**said_of(code)})
+        agreed = self.agreement
+        said = ended(
+            code, answer, site=self.site.name, experiment=agreed.experiment, run=agreed.run
+        )
+        with suppress(FedplanError):
+            self.egress.note(said, self.warrant)
+        return answer
 
     def _hello(self, message: Message) -> Message:
         said: dict[str, JSON] = {
@@ -83,25 +110,26 @@ class Endpoint:
             "start": self.agreement.start,
             "run": self.agreement.run,
             "traits": dict(self.site.traits),
+            "versions": dict(own_versions()),
         }
         if self.agreement.run and (run := run_of(message)) != self.agreement.run:
             raise Refused(
                 f"{self.site.name} is in run {self.agreement.run}, and not in {run}"
             ).coded("another-study")
-        return self._leave(Message(packed({}, said).header), "hello", None, {})
+        return self._leave(Message(packed({}, said).header), HELLO, None, {})
 
     def _poll(self, message: Message) -> Message:
         request, before = request_of(message), self.site.held
         scores = poll(self.agreement, self.site, request)
         self._remember(before)
         answer = packed({}, {"scores": listed(scores)})
-        return self._leave(answer, "scores", request, {})
+        return self._leave(answer, SCORES, request, {})
 
     def _train(self, message: Message) -> Message:
         request, before = request_of(message), self.site.held
         update = local(self.agreement, self.site, request)
         self._remember(before)
-        return self._leave(update_message(update), "update", request, self._parts(update))
+        return self._leave(update_message(update), UPDATE, request, self._parts(update))
 
     def _parts(self, update: Update) -> dict[str, int]:
         found = dict[str, int]()
@@ -115,18 +143,22 @@ class Endpoint:
     ) -> Message:
         """Write down what is about to leave, and let it."""
         up = sum(parts.values())
-        self.egress.note(
-            {
-                "answer": what,
-                "request": request.name if request else "",
-                "round": request.turn.round if request else 0,
-                "phase": request.turn.phase if request else "",
-                "up": up,
-                "said": answer.nbytes - up,
-                "down": request.nbytes if request else 0,
-                "parts": dict(parts),
-            }
+        said = Leaving(
+            what,
+            self.site.name,
+            self.agreement.experiment,
+            self.agreement.run,
+            content=content_mark(answer, self.site.key if what in GUESSED else b""),
+            up=up,
+            said=answer.nbytes - up,
+            parts=dict(parts),
         )
+        if request is not None:
+            turn, down = request.turn, request.nbytes
+            said = replace(
+                said, request=request.name, round=turn.round, phase=turn.phase, down=down
+            )
+        self.egress.note(said, self.warrant)
         return answer
 
     def _recall(self) -> None:

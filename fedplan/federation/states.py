@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedplan.errors import FedplanError
+from fedplan.federation.codes import APPROVAL
 from fedplan.storage.files import put_file
 from fedplan.storage.logs import now
 from fedplan.storage.processes import Process
@@ -106,7 +107,7 @@ class RunStatus:
 
 def state_said(why: str) -> str:
     """The state of a site that said a code, by the sentence that the server made of it."""
-    if why.startswith("refused: not-approved"):
+    if why.startswith(f"refused: {APPROVAL}"):
         return SiteState.APPROVAL
     return SiteState.FAILED if why.startswith(("failed", "no answer")) else SiteState.REFUSED
 

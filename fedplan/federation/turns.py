@@ -256,6 +256,7 @@ def _line(
         for of in marks
     )
     hidden, scores = agreement.guarantee is not None, turn.scores or {}
+    told = isfinite(done.loss) and not hidden and not client.mute
     return TurnRecord(
         round=turn.round,
         client=client.name,
@@ -268,7 +269,7 @@ def _line(
         up=up,
         weight=weight,
         steps=agreement.pace.steps if hidden else done.steps,
-        loss=done.loss if isfinite(done.loss) and not hidden else None,
+        loss=done.loss if told else None,
         scores=tuple((b.stack, b.number, s) for b, s in scores.items()) if scores else None,
         anew=request.anew,
     ).json()

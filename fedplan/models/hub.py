@@ -21,14 +21,15 @@ def bare(name: str) -> str:
     return name.removeprefix(SIGN)
 
 
-def fetched(loader: Any, name: str, **settings: Any) -> Any:
+def fetched(loader: Any, name: str, *, here: bool = False, **settings: Any) -> Any:
     """What a class of transformers loads by a name: a folder, or hub:org/name.
 
     The one place that calls `from_pretrained`: nothing else is looked up, and no code that lies
-    beside weights is run.
+    beside weights is run. What must be `here` is not looked up either.
     """
+    near = here or not is_hub_id(name)
     return loader.from_pretrained(
-        bare(name), local_files_only=not is_hub_id(name), trust_remote_code=False, **settings
+        bare(name), local_files_only=near, trust_remote_code=False, **settings
     )
 
 

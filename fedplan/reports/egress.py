@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,36 +14,37 @@ from rich.text import Text
 
 from fedplan.errors import FedplanError
 from fedplan.federation.account import ANSWERS, DELTA, read_answers
-from fedplan.federation.egress import by_part, read_agreement, read_egress, records_in
+from fedplan.federation.egress import agreements_in, by_part, read_agreement, read_egress
 from fedplan.privacy.accounting.budget import Budget
 from fedplan.privacy.guard import CHARGES
 
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """What one site agreed to in one experiment, and all that has left it."""
+    """What one site agreed to in one run of a study, and all that has left it there.
 
-    folder: Path
+    Where it has agreed to nothing, all that left are refusals.
+    """
+
+    study: str
+    run: str
     agreed: dict[str, Any]
     lines: list[dict[str, Any]]
 
     def json(self) -> dict[str, Any]:
         """It as plain values."""
-        return {"agreed": self.agreed, "lines": self.lines, "parts": by_part(self.lines)}
+        told = {"study": self.study, "run": self.run, "agreed": self.agreed}
+        return {**told, "lines": self.lines, "parts": by_part(self.lines)}
 
     @property
     def width(self) -> int:
         """The columns of a terminal that its table takes."""
-        return 40 + 11 * len(by_part(self.lines))
+        return 62 + 11 * len(by_part(self.lines))
 
     def __rich__(self) -> RenderableType:
-        agreed, limits = self.agreed, self.agreed["limits"]
         up, said = (sum(line[what] for line in self.lines) for what in ("up", "said"))
-        set_ = ", ".join(f"{what} {count}" for what, count in limits.items() if count) or "none"
         return Group(
-            Text(f"{agreed['site']} in {agreed['experiment']}", style="bold"),
-            Text(f"agreed to {agreed['plan']} ({agreed['fingerprint']}), model {agreed['model']}"),
-            Text(f"limits: {set_}"),
+            *self._heading(),
             self._table(),
             Text(
                 f"{up + said} bytes have left: {up} of the model's parts, {said} of headers and "
@@ -51,21 +52,43 @@ class SiteRecord:
             ),
         )
 
+    def _heading(self) -> list[Text]:
+        study = f"study {self.study[:12]}" if self.study else "no study"
+        of = Text(f"{study}, run {self.run or 'of no id'}; {self._words()}")
+        agreed = self.agreed
+        if not agreed:
+            return [Text("nothing was agreed to", style="bold"), of]
+        limits = ", ".join(f"{what} {count}" for what, count in agreed["limits"].items() if count)
+        return [
+            Text(f"{agreed['site']} in {agreed['experiment']}", style="bold"),
+            of,
+            Text(f"agreed to {agreed['plan']} ({agreed['fingerprint']}), model {agreed['model']}"),
+            Text(f"limits: {limits or 'none'}"),
+        ]
+
+    def _words(self) -> str:
+        """By whose word it left, and to which server."""
+        approvers = sorted({line["approver"] for line in self.lines if line["approver"]})
+        servers = sorted({line["server"][:12] for line in self.lines if line["server"]})
+        by = f"approved by {', '.join(approvers)}" if approvers else "approved by nobody"
+        return f"{by}; server {', '.join(servers)}" if servers else by
+
     def _table(self) -> Table:
-        parts = list(by_part(self.lines))
+        parts, again = list(by_part(self.lines)), _again(self.lines)
         table = Table(box=None, pad_edge=False)
-        for name in ("round", "answer", *parts, "words", "down"):
-            table.add_column(name, justify="left" if name == "answer" else "right")
-        for line in self.lines:
+        for name in ("time", "round", "answer", *parts, "words", "down"):
+            table.add_column(name, justify="left" if name in ("time", "answer") else "right")
+        for line, repeated in zip(self.lines, again, strict=True):
             number = str(line["round"]) if line["round"] else ""
-            answer = f"{line['answer']}{' again' if line['again'] and number else ''}"
+            answer = f"{line['kind']}{' again' if repeated and number else ''} {line['code']}"
             sent = (str(line["parts"].get(part, "")) for part in parts)
-            table.add_row(number, answer, *sent, str(line["said"]), str(line["down"]))
+            told = (str(line["said"]), str(line["down"]))
+            table.add_row(line["time"][:19], number, answer.strip(), *sent, *told)
         totals = by_part(self.lines)
-        said = str(sum(line["said"] for line in self.lines))
-        down = str(sum(line["down"] for line in self.lines))
+        counts = (str(sum(line[what] for line in self.lines)) for what in ("said", "down"))
         table.add_section()
-        table.add_row("", "all", *(str(totals[part]) for part in parts), said, down, style="bold")
+        sums = (str(totals[part]) for part in parts)
+        table.add_row("", "", "all", *sums, *counts, style="bold")
         return table
 
 
@@ -108,30 +131,53 @@ class Balance:
         )
 
 
-def told_of(folder: Path) -> list[SiteRecord | Balance]:
-    """The record of each experiment under a folder, and each account of all of them."""
-    found: list[SiteRecord | Balance] = [_record(each) for each in records_in(folder)]
-    found += [Balance(file.parent) for file in sorted(folder.glob(f"account/*/{ANSWERS}"))]
-    if not found:
-        raise FedplanError(f"{folder} is no site's home: nothing in it says what has left")
-    return found
+def told_of(home: Path) -> list[SiteRecord | Balance]:
+    """What left a home by study and run, from a chain that is proved, and each of its accounts."""
+    found: list[SiteRecord | Balance] = list(_records(home))
+    return found + [Balance(file.parent) for file in sorted(home.glob(f"account/*/{ANSWERS}"))]
 
 
 AGREED: dict[str, type] = dict.fromkeys(("site", "experiment", "plan", "fingerprint", "model"), str)
 COUNTS: dict[str, type] = dict.fromkeys(("round", "up", "said", "down"), int)
-SENT = {"answer": str, "again": bool, **COUNTS}
+WORDS: dict[str, type] = dict.fromkeys(
+    ("kind", "time", "request", "run", "study", "experiment", "code", "server", "approver"), str
+)
 
 
-def _record(folder: Path) -> SiteRecord:
-    """The record of one experiment, if each of its files holds what a site writes there."""
-    agreed, lines = read_agreement(folder), read_egress(folder)
-    sound = _fits(agreed, AGREED) and _counts(agreed.get("limits"), float)
-    if not sound:
-        raise FedplanError(f"{folder} does not hold what a site agreed to: its file was changed")
-    for number, line in enumerate(lines, 1):
-        if not _fits(line, SENT) or not _counts(line.get("parts"), int):
-            raise FedplanError(f"line {number} of the record in {folder} was changed: {line!s:.60}")
-    return SiteRecord(folder, agreed, lines)
+def _records(home: Path) -> Iterator[SiteRecord]:
+    groups = dict[tuple[str, str], list[dict[str, Any]]]()
+    for number, line in enumerate(read_egress(home), 1):
+        if not _fits(line, WORDS | COUNTS) or not _counts(line.get("parts"), int):
+            raise FedplanError(f"line {number} of the record in {home} was changed: {line!s:.60}")
+        groups.setdefault((line["study"], line["run"]), []).append(line)
+    agreed = _agreements(home)
+    for (study, run), lines in groups.items():
+        experiments = [line["experiment"] for line in lines if line["experiment"]]
+        held = agreed.get((experiments[0], run), {}) if experiments else {}
+        yield SiteRecord(study, run, held, lines)
+
+
+def _agreements(home: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """What a home's runs agreed to, by experiment and run; each file holds what a site writes."""
+    found = dict[tuple[str, str], dict[str, Any]]()
+    for folder in agreements_in(home):
+        agreed = read_agreement(folder)
+        if not (_fits(agreed, AGREED) and _counts(agreed.get("limits"), float)):
+            raise FedplanError(
+                f"{folder} does not hold what a site agreed to: its file was changed"
+            )
+        found[agreed["experiment"], str(agreed.get("run", ""))] = agreed
+    return found
+
+
+def _again(lines: list[dict[str, Any]]) -> list[bool]:
+    """Of each line whether the same answer to the same request has left before it."""
+    seen, found = set[tuple[str, str]](), list[bool]()
+    for line in lines:
+        asked = line["request"], line["kind"]
+        found.append(asked in seen)
+        seen.add(asked)
+    return found
 
 
 def _fits(said: Any, kinds: Mapping[str, type]) -> bool:

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fedplan.federation.callbacks import Closed
 from fedplan.federation.status import Status
-from fedplan.reports.lines import HEADING, line_of
+from fedplan.reports.lines import HEADING, line_of, line_of_sites
 from fedplan.reports.operation import Operation, operated
 from fedplan.reports.preview import state
-from fedplan.reports.units import megabytes, millions
+from fedplan.reports.units import millions
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.continuation import require_free
 from fedplan.studies.folder import study_in
@@ -72,34 +71,34 @@ def _follow(study: Study, folder: Path, status: Status) -> None:
 
 
 def follow_flower(
-    app: Path, changes: list[str], output: Path | None, *, resume: bool, link: str
+    file: Path,
+    changes: list[str],
+    output: Path | None,
+    *,
+    resume: bool,
+    server: Path,
+    operation: Operation | None = None,
 ) -> None:
-    """Hand a federation's app to its SuperLink, and tell its rounds as they close."""
-    from fedplan.runners.flower.submit import submit
+    """Carry a study to the sites of a federation, and tell its rounds as they close."""
+    from fedplan.runners.flower.driver import drive
+    from fedplan.runners.flower.link import link_in
 
-    if changes:
-        raise ConfigError("--set changes one end alone: change app/study.toml, which all are given")
-    if not (app / "pyproject.toml").is_file():
-        raise ConfigError(f"{app} is no app: --runner flower takes the app of `fedplan new`")
-    study = read_study(app / "study.toml")
-    folder = output or Path("runs") / study.name
-    require_free(folder, study, resume=resume)
+    study, folder = _opened(file, changes, output, resume=resume)
     console = Console(highlight=False)
 
-    def tell(line: Mapping[str, Any]) -> None:
-        missing = ", ".join(f"{name} ({why})" for name, why in line["rejected"].items())
-        console.print(
-            f"round {line['round']:3d}  {len(line['counted'])} counted  "
-            f"{megabytes(line['up'])} MB up  {megabytes(line['down'])} MB down"
-            + (f"  not counted: {missing}" if missing else ""),
-            markup=False,
-        )
+    def tell(closed: Closed) -> None:
+        console.print(line_of_sites(closed.whole, closed.row))
 
+    console.print(f"{study.name}: study {study.whole[:12]}, in {folder}", markup=False)
     try:
-        submit(app, folder, tell, link=link, rounds=study.train.rounds)
+        with operated(folder, operation or Operation()) as status:
+            drive(link_in(server), study, folder, [tell], status)
     except KeyboardInterrupt:
-        console.print(f"No longer followed; the run goes on in {folder}.", markup=False)
+        console.print("Stopped. Go on with it: the same command with --resume", markup=False)
         raise SystemExit(130) from None
+    if status.stopped:
+        console.print(f"Stopped after round {status.now.round}: {status.stopped}.", markup=False)
+        return
     console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
 
 

@@ -64,6 +64,24 @@ def alone(folder: Path, *, strictly: bool = False, wait: float = 0.0) -> Generat
         os.close(lock)
 
 
+@contextmanager
+def sole(file: Path, *, wait: float) -> Generator[int]:
+    """A file, made if it is not there, opened for this writer alone; others wait."""
+    made = not file.exists()
+    opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    until = time.monotonic() + wait
+    try:
+        if made:
+            synced(file.parent)
+        while not _taken(opened, last=time.monotonic() >= until):
+            time.sleep(0.01)
+        yield opened
+    except BlockingIOError as error:
+        raise StoreError(f"another process writes to {file}: wait until it ends") from error
+    finally:
+        os.close(opened)
+
+
 def _locked(folder: Path, *, strictly: bool = False, wait: float = 0.0) -> int:
     """The folder, opened and locked: the lock goes with the open file, so a kill frees it."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

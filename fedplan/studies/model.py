@@ -44,6 +44,45 @@ def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
         return adapted(model, task, method)
 
 
+def outlined_model(study: Study, task: Task, method: Method) -> nn.Module:
+    """The same model on the meta device: every name and shape, no memory, and nothing fetched.
+
+    Two towers, a saved adapter and a row that a study teaches take weights to be known.
+    """
+    said = study.model
+    taught, saved = said.like or said.anatomy, said.adapter and said.adapter.path
+    if task.kind == "image-text" or taught or saved:
+        _require_here(study)
+        return starting_model(study, task, method)
+    with quiet(), torch.device("meta"):
+        model = _bare(study, task)
+        model = stilled(model) if said.still else model
+        model = _with_adapter(study, task, model) if said.adapter else model
+        return method.adapt(model) if method.adapt is not None else model
+
+
+def _require_here(study: Study) -> None:
+    said = study.model
+    saved = said.adapter.path if said.adapter else ""
+    for name in (said.path, said.vision, said.text, said.bridge, saved):
+        if is_hub_id(name):
+            raise FedplanError(f"{name!r} is not here: it takes its weights to know what it is")
+
+
+def _bare(study: Study, task: Task) -> nn.Module:
+    import transformers
+
+    said = study.model
+    with _told(f"model: {said.path or said.type!r} cannot be read for {task.kind}"):
+        settings = {**said.settings, **task.settings}
+        config = (
+            fetched(transformers.AutoConfig, said.path, here=True, **settings)
+            if said.path
+            else transformers.AutoConfig.for_model(said.type, **settings)
+        )
+        return _loader(task).from_config(config).to(getattr(torch, said.dtype))
+
+
 def adapted(model: nn.Module, task: Task, method: Method) -> nn.Module:
     """A model with what a method adds to it, if it can then do what is asked."""
     model = method.adapt(model) if method.adapt is not None else model

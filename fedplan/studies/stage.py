@@ -34,7 +34,7 @@ from fedplan.models.quantised import steadied
 from fedplan.models.values import take
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.studies.given import Given
-from fedplan.studies.model import adapted, starting_model
+from fedplan.studies.model import adapted, outlined_model, starting_model
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection, MethodSection
 from fedplan.studies.shares import Shares, shares_of
@@ -127,6 +127,16 @@ def stage_without_rows(study: Study, labels: list[str]) -> Stage:
     """The stage of a study whose rows are not there: the same model, and nobody to train it."""
     task = study.task.model_copy(update={"labels": labels})
     return stage_of(study.model_copy(update={"data": DataSection(), "task": task}))
+
+
+def outline_of(study: Study) -> Agreement:
+    """What a study says to both ends, from names and shapes: without rows, and without weights."""
+    require_files(study)
+    task = shares_of(study.model_copy(update={"data": DataSection()}), None).task
+    model = outlined_model(study, task, method_of(study))
+    agreement = agreement_of(study, describe(model))
+    check(agreement.method.plan, agreement.params)
+    return agreement
 
 
 def require_fitting(stage: Stage, batch: int) -> None:

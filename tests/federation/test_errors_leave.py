@@ -20,18 +20,15 @@ from grids import InProcess
 from sites import PRIVATE, SAFL, VOTE, site_of, study_text, world_of
 
 from fedplan.errors import FedplanError
-from fedplan.federation import codes, endpoint
-from fedplan.federation.codes import KINDS, meant, told, understood
+from fedplan.federation import endpoint
+from fedplan.federation.codes import KINDS, meant, said_of, told, understood
 from fedplan.federation.endpoint import HELLO, POLL, TRAIN
 from fedplan.federation.fault_log import read_faults
 from fedplan.federation.messages import Refused, request_message
 from fedplan.federation.rounds import push
-from fedplan.runners import worker, worker_client
-from fedplan.runners.flower.apps import client_of
-from fedplan.runners.flower.client import client_app
+from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.records import message_in, records_of
 from fedplan.runners.flower.strategy import Partial, partial
-from fedplan.runners.worker_client import WorkerSpec
 from fedplan.storage.encryption import Encryption, new_key_file
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import packed, unpacked
@@ -154,69 +151,76 @@ def test_whatever_an_app_under_the_mod_raises(kind: str, tmp_path: Path) -> None
         require_code(grid.send_and_receive([envelope])[0])
 
 
-def order_of(folder: Path, study: str = "", **node: Any) -> WorkerSpec:
-    (folder / "study.toml").write_text(study or study_text(privacy=""))
-    if not (folder / "rows.npz").exists():
-        sites.write_rows(folder / "rows.npz")
-    home = str(folder / "home")
-    said = {"name": sites.NAME, "home": home, "data": str(folder / "rows.npz"), **node}
-    return WorkerSpec(str(folder / "study.toml"), home, said)
+Order = tuple[dict[str, Any], str]
+"""What a site says of itself, and the study that it is offered."""
 
 
-def by_labels(folder: Path) -> WorkerSpec:
+def order_of(folder: Path, study: str = "", **said: Any) -> Order:
+    return said, study or study_text(privacy="")
+
+
+def by_labels(folder: Path) -> Order:
     sites.write_rows(folder / "rows.npz", digit=np.array([SECRET] * 24))
     return order_of(folder)
 
 
-def by_column(folder: Path) -> WorkerSpec:
+def by_column(folder: Path) -> Order:
     sites.write_rows(folder / "rows.npz")
     with np.load(folder / "rows.npz") as rows:
         np.savez(folder / "rows.npz", **{SECRET: rows["digit"], "image": rows["image"]})
     return order_of(folder)
 
 
-def by_bytes(folder: Path) -> WorkerSpec:
+def by_bytes(folder: Path) -> Order:
     (folder / "rows.npz").write_bytes(SECRET.encode() * 9)
     return order_of(folder)
 
 
-def by_reader(folder: Path) -> WorkerSpec:
+def by_reader(folder: Path) -> Order:
     (folder / "read.py").write_text(f"def read(path):\n    raise KeyError({SECRET!r})\n")
-    made = order_of(folder)
-    return WorkerSpec(made.study, made.home, made.node, f"{folder / 'read.py'}:read")
+    return order_of(folder, rows=f"{folder / 'read.py'}:read")
 
 
-BROKEN: dict[str, tuple[Callable[[Path], WorkerSpec], str]] = {
+BROKEN: dict[str, tuple[Callable[[Path], Order], str]] = {
     "a label that the study does not name": (by_labels, "data"),
     "a column that is not there": (by_column, "data"),
     "no table": (by_bytes, "data"),
     "no file": (lambda f: order_of(f, data=f"/ward/{SECRET}.npz"), "data"),
     "a reader that fails": (by_reader, "fault"),
-    "a key that is not there": (lambda f: order_of(f, key=f"/ward/{SECRET}"), "disk"),
-    "a limit that is a word": (lambda f: order_of(f, limit_rounds=SECRET), "settings"),
     "a study with a word too many": (
         lambda f: order_of(f, study_text(privacy="") + f'[{SECRET}]\na = "{SECRET}"\n'),
         "settings",
     ),
-    "no data": (
-        lambda f: WorkerSpec(order_of(f).study, str(f / "home"), {"name": "north"}),
-        "settings",
-    ),
+    "no data": (lambda f: order_of(f, data=""), "settings"),
 }
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["", "sealed"])
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_keeps_a_site_from_starting(name: str, sealed: bool, tmp_path: Path) -> None:
+def test_what_keeps_a_site_from_starting(
+    name: str, sealed: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The whole way: a message of Flower's, the desk of a site, and the reply."""
     make, wanted = BROKEN[name]
-    spec = make(tmp_path)
-    if sealed and "key" not in spec.node:
+    said, study = make(tmp_path)
+    if sealed:
         new_key_file(tmp_path / "home.key")
-        spec.node["key"] = str(tmp_path / "home.key")
-    assert require_code(worker.answered(spec, HELLO, packed({}, {}))) == wanted
-    seal = Encryption.from_file(tmp_path / "home.key") if sealed and wanted != "disk" else None
+        said["key"] = str(tmp_path / "home.key")
+    desk = sites.desk_of(tmp_path, **said)
+    grid = InProcess(client_app(lambda _, *asked: desk.answer(*asked)), [{}])
+    envelope = FlowerMessage(records_of(sites.hello(study)), 100, "query.hello")
+    reply = message_in(grid.send_and_receive([envelope])[0].content)
+    (way,) = said_of(wanted)
+    assert unpacked(reply) == ({}, {"client": sites.NAME, way: wanted})
+    seal = Encryption.from_file(tmp_path / "home.key") if sealed else None
     assert told(wanted) in read_faults(tmp_path / "home", seal)[0]
-    require_private(tmp_path / "home", hidden=sealed and wanted != "disk")
+    require_private(tmp_path / "home", hidden=sealed)
+    assert SECRET not in "".join(capfd.readouterr())
+    words = ["--key", str(tmp_path / "home.key")] if sealed else []
+    code, shown = run("faults", str(tmp_path / "home"), *words)
+    assert code == 0 and told(wanted) in shown
+    if sealed:
+        assert SECRET not in run("faults", str(tmp_path / "home"))[1]
 
 
 def require_private(home: Path, *, hidden: bool) -> None:
@@ -227,47 +231,10 @@ def require_private(home: Path, *, hidden: bool) -> None:
             assert SECRET.encode() not in each.read_bytes(), each
 
 
-@pytest.mark.parametrize("sealed", [False, True], ids=["", "sealed"])
-def test_a_trainer_that_does_not_start(
-    sealed: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The whole way: a message of Flower's, an errand, a process, its end, and the reply."""
-    spec = by_labels(tmp_path)
-    if sealed:
-        new_key_file(tmp_path / "home.key")
-        spec.node["key"] = str(tmp_path / "home.key")
-    grid = InProcess(client_of(Path(spec.study)), [dict(spec.node)])
-    envelope = FlowerMessage(records_of(packed({}, {})), 100, "query.hello")
-    assert require_code(grid.send_and_receive([envelope])[0]) == "data"
-    require_private(tmp_path / "home", hidden=sealed)
-    assert SECRET not in "".join(capfd.readouterr())
-    words = ["--key", str(tmp_path / "home.key")] if sealed else []
-    code, said = run("faults", str(tmp_path / "home"), *words)
-    assert code == 0 and SECRET in said and "failed: data" in said
-    if sealed:
-        assert SECRET not in run("faults", str(tmp_path / "home"))[1]
-
-
-def test_a_trainer_that_ends_again_and_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = order_of(tmp_path, home=str(tmp_path / SECRET))
-    closed = Message(b"")
-
-    def broken(*_: Any) -> Any:
-        raise BrokenPipeError(SECRET)
-
-    monkeypatch.setattr(worker_client, "_connected", broken)
-    grid = InProcess(client_of(Path(spec.study)), [dict(spec.node)])
-    envelope = FlowerMessage(records_of(closed), 100, "train")
-    assert require_code(grid.send_and_receive([envelope])[0]) == "trainer"
-
-
 def test_a_server_believes_no_words_of_a_site() -> None:
     for kind in ("failed", "refused", "lacking", "strange"):
         assert SECRET not in meant(kind, SECRET)
     assert all(meant(kind, code) for kind, known in KINDS.items() for code in known)
-    assert len(codes.EXITS) == len(set(codes.EXITS.values())) and max(codes.EXITS.values()) < 126
 
 
 def test_the_codes_of_fedplans_errors_are_codes() -> None:

@@ -35,8 +35,8 @@ from fedplan.language.parts import named
 from fedplan.methods.method import Method
 from fedplan.models.params import Kind, Param
 from fedplan.models.values import take
+from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.carrier import Carrier
-from fedplan.runners.flower.client import client_app
 from fedplan.runners.local import Federation
 from fedplan.storage.lines import read_lines
 from fedplan.tensors.message import Message

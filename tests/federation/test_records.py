@@ -19,11 +19,11 @@ from fedplan.federation.identity import read_identity
 from fedplan.federation.messages import request_message
 from fedplan.federation.record import RecordError, RoundRecord, TurnRecord, read_record
 from fedplan.federation.rounds import push
+from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.carrier import carry_study
-from fedplan.runners.flower.client import client_app
 from fedplan.runners.simulation import Simulation
+from fedplan.runners.site import Site
 from fedplan.runners.worker import Worker, folder_of
-from fedplan.runners.worker_client import WorkerSpec
 from fedplan.studies.run import open_run
 from fedplan.studies.schema import read_study
 from fedplan.tensors.message import Message
@@ -37,21 +37,19 @@ class Sites:
     """Three sites with homes that outlast the runs in which they are asked."""
 
     def __init__(self, study: Path, home: Path) -> None:
-        self.specs = {
-            name: WorkerSpec(str(study), str(home), {"partition-id": i, "num-partitions": 3})
-            for i, name in enumerate(NAMES)
-        }
+        self.study = read_study(study)
+        self.sites = {name: Site(name=name, home=str(home), dataset=name) for name in NAMES}
         self.offices: dict[str, Worker] = {}
 
     def answer(self, context: Context, kind: str, message: Message) -> Message:
         name = str(context.node_config["name"])
-        worker = self.offices.get(name) or Worker(self.specs[name])
+        worker = self.offices.get(name) or Worker(self.sites[name], self.study)
         self.offices[name] = worker
         return worker.answer(kind, message)
 
     def carry(self, study: Path, folder: Path) -> dict[str, str]:
         grid = InProcess(client_app(self.answer), [{"name": name} for name in NAMES])
-        carry_study(grid, study, folder)
+        carry_study(grid, read_study(study), folder)
         found = open_run(folder)
         assert found.round == 2
         return digests(found.world.values)
@@ -116,7 +114,7 @@ def test_a_request_of_no_run_is_refused(here: Path, run: Any) -> None:
 def test_a_request_of_another_run_is_refused(here: Path) -> None:
     file = study(here, "study.toml")
     simulation = Simulation(read_study(file), here / "run")
-    worker = Worker(Sites(file, here / "home").specs["client-00"])
+    worker = Worker(Sites(file, here / "home").sites["client-00"], read_study(file))
     agreement = simulation.federation.agreement
     worker.answer("hello", packed({}, {"run": agreement.run}))
     request = push(agreement, simulation.federation.world, "client-00", {})

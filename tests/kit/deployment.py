@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from fedplan.runners.flower.node import QUIET
 from fedplan.runners.flower.starter import new_federation
-from fedplan.runners.flower.submit import QUIET
 
 BIN = Path(sys.executable).parent
 
@@ -39,40 +39,50 @@ def free_ports(count: int) -> list[int]:
 
 
 class Deployment:
-    """A SuperLink, a SuperExec, a proxy and SuperNodes, which end with the test.
+    """A SuperLink, a proxy and sites, which end with the test.
 
-    `through` may stand between the sites and the proxy: it is given the port to reach, and says the
-    one to use.
+    `data` is where each site's rows are; `more` are lines of its `site.toml`. Sites approve by rule,
+    unless `approve` is false. `through` may stand between the sites and the proxy: it is given the
+    port to reach, and says the one to use.
     """
 
     def __init__(
         self,
         folder: Path,
         sites: list[str],
-        data: Path,
+        data: Mapping[str, Path],
         *,
         insecure: bool = False,
-        more: dict[str, str] | None = None,
+        more: Mapping[str, str] | None = None,
+        approve: bool = True,
         through: Callable[[int], int] | None = None,
     ) -> None:
-        self.folder, self.sites, self.data, self.insecure = folder, sites, data, insecure
-        self.more, self.kept = more or {}, dict[str, subprocess.Popen[bytes]]()
-        port, inner, *_ = free_ports(2 + len(sites) + 1)
+        self.folder, self.sites, self.insecure = folder, sites, insecure
+        self.kept = dict[str, subprocess.Popen[bytes]]()
+        port, inner = free_ports(2)
         self.port, self.inner = port, port if insecure else inner
         new_federation(folder, sites, port=port, inner=inner, insecure=insecure)
-        if through is not None:
-            other = through(port)
-            for script in folder.glob("sites/*/supernode.sh"):
-                script.write_text(script.read_text().replace(f":{port}", f":{other}"))
+        reached = through(port) if through is not None else port
+        for name in sites:
+            place = folder / "sites" / name
+            said = (place / "site.toml").read_text().replace(f":{port}", f":{reached}")
+            said = said.replace('data = "data"', f'data = "{data[name]}"')
+            (place / "site.toml").write_text(said + "\n" + (more or {}).get(name, ""))
+            if approve:
+                policy = (place / "policy.toml").read_text()
+                (place / "policy.toml").write_text(
+                    policy.replace("by_rule = false", "by_rule = true")
+                )
         self.env = {**os.environ, **QUIET, "OMP_NUM_THREADS": "1"}
-        self.env |= {"PATH": f"{BIN}:{os.environ['PATH']}", "FLWR_HOME": f"{folder}/server/flwr"}
+        self.env |= {"PATH": f"{BIN}:{os.environ['PATH']}"}
 
     def __enter__(self) -> Deployment:
         try:
             self.start_server()
             for name in self.sites:
                 if not self.insecure:
-                    self.command("flwr", "supernode", "register", f"sites/{name}/node.pub", "local")
+                    self.command("fedplan", "site", "keys", "--site", f"sites/{name}")
+                    self.command("fedplan", "server", "register", name, f"sites/{name}/node.pub")
                 self.start_site(name)
         except BaseException:
             self.end()
@@ -88,16 +98,14 @@ class Deployment:
         self.end()
 
     def start_server(self) -> None:
-        self.keep("superlink", "server/superlink.sh")
+        self.keep("link", "server/link.sh")
         until_open(self.inner)
-        self.keep("superexec", "server/superexec.sh")
         if not self.insecure:
             self.keep("proxy", "server/proxy.sh")
             until_open(self.port)
 
     def start_site(self, name: str) -> None:
-        more = {"MORE": self.more[name]} if name in self.more else {}
-        self.keep(name, f"sites/{name}/supernode.sh", str(self.data), **more)
+        self.keep(name, f"sites/{name}/serve.sh")
 
     def keep(self, name: str, *command: str, **env: str) -> None:
         """Start a script of the federation under its own supervisor."""
@@ -113,35 +121,23 @@ class Deployment:
         with suppress(ProcessLookupError):
             os.killpg(kept.pid, signal.SIGKILL)
         kept.wait()
-        for pid in self.pids(name):
+        for pid in (*self.pids(name), *self.pids(f"node {name}")):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def pids(self, what: str) -> list[int]:
-        """The processes of superlink, superexec, serverapp, a site, `clientapp` or `trainer`."""
-        here = str(self.folder)
-        wanted = {
-            "superlink": ("flower-superlink", str(self.inner)),
-            "superexec": ("flower-superexec", f"127.0.0.1:{self.inner}"),
-            "serverapp": ("flwr-serverapp", f"127.0.0.1:{self.inner}"),
-            "proxy": ("nginx", f"{here}/server"),
-            "clientapp": ("flwr-clientapp", "127.0.0.1:"),
-            "trainer": ("fedplan.runners.worker", here),
-        }.get(what, ("flower-supernode", f"{here}/sites/{what}/"))
-        found = list[int]()
-        for place in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                line = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if all(word in line for word in wanted):
-                    if what == "clientapp" and not self._ours(int(place.name)):
-                        continue
-                    found.append(int(place.name))
-        return found
-
-    def _ours(self, pid: int) -> bool:
-        with suppress(OSError):
-            return str(self.folder).encode() in Path(f"/proc/{pid}/environ").read_bytes()
-        return False
+        """The processes of link, proxy, run, a site (its executor) or `node SITE`."""
+        if what == "proxy":
+            return [
+                p for p, line, _ in _processes() if "nginx" in line and str(self.folder) in line
+            ]
+        word, place = {
+            "link": ("server link", self.folder / "server"),
+            "run": ("run study.toml", self.folder),
+        }.get(what, ("site serve", self.folder / "sites" / what.removeprefix("node ")))
+        if what.startswith("node "):
+            word = "flower-supernode"
+        return [p for p, line, cwd in _processes() if word in line and cwd == str(place)]
 
     def kill(self, what: str) -> int:
         """SIGKILL what there is of it; how many there were."""
@@ -156,9 +152,9 @@ class Deployment:
             with suppress(ProcessLookupError):
                 os.killpg(kept.pid, signal.SIGKILL)
             kept.wait()
-        every = ("superexec", "superlink", "serverapp", "proxy", "clientapp", "trainer")
+        nodes = [f"node {name}" for name in self.sites]
         for _ in range(3):
-            for what in (*self.sites, *every):
+            for what in (*self.sites, *nodes, "link", "proxy", "run"):
                 self.kill(what)
             time.sleep(0.2)
 
@@ -172,9 +168,9 @@ class Deployment:
         return done.stdout + done.stderr
 
     def begin(self, study: str, out: str = "run", *more: str) -> subprocess.Popen[str]:
-        """Hand in a study; the process of `fedplan run` that follows it."""
-        (self.folder / "app/study.toml").write_text(study)
-        words = ["run", "app", "--runner", "flower", "--superlink", "local", "--output", out, *more]
+        """Hand in a study; the process of `fedplan run` that carries it."""
+        (self.folder / "study.toml").write_text(study)
+        words = ["run", "study.toml", "--runner", "flower", "--output", out, *more]
         return subprocess.Popen(
             [str(BIN / "fedplan"), *words], cwd=self.folder, env=self.env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -197,6 +193,14 @@ class Deployment:
     def logs(self) -> str:
         files = [*self.folder.glob("*.log"), *self.folder.glob("sites/*/home/*.log")]
         return "\n".join(f"== {p}\n{p.read_text(errors='replace')[-3000:]}" for p in files)
+
+
+def _processes() -> Iterator[tuple[int, str, str]]:
+    """Every process: its number, its command and the folder that it works in."""
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            line = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            yield int(place.name), line, os.readlink(place / "cwd")
 
 
 def until_open(port: int, seconds: float = 120.0) -> None:

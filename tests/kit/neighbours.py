@@ -27,6 +27,7 @@ import transformers as hf
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from grids import InProcess
+from sites import Anybody
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from zoo import TEXT, VISION
@@ -39,11 +40,14 @@ from fedplan.privacy.accounting.events import Spent, read_spent
 from fedplan.privacy.mechanisms.gaussian import Change, Mechanism
 from fedplan.privacy.mechanisms.noise import Noise
 from fedplan.privacy.mechanisms.secret import derived
-from fedplan.runners.flower.apps import client_of
+from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.carrier import carry_study
 from fedplan.runners.flower.records import message_in, records_of
+from fedplan.runners.site import Site
+from fedplan.sites.desk import Desk
 from fedplan.storage.journal import Journal
 from fedplan.storage.lines import read_lines
+from fedplan.studies.schema import read_study
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import unpacked
 
@@ -364,7 +368,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.file = self.folder.parent / "study.toml"
-        recipe, nodes = TASKS[self.case.task], list[dict[str, Any]]()
+        recipe, desks = TASKS[self.case.task], dict[str, Desk]()
         self.folder.mkdir(parents=True)
         if not self.file.exists():
             self.file.write_text(self.case.study(self.folder.parent.parent))
@@ -372,15 +376,20 @@ class World:
             table = self.folder / f"{name}{recipe.suffix}"
             write_table(rows, table)
             said = {"name": name, "home": str(self.folder / "home" / name), "data": str(table)}
-            nodes.append({**said, "resident": False, **self.traits.get(name, {})})
-        self.wire = Wire(client_of(self.file), nodes)
+            desks[name] = Desk(Site(**said, traits=dict(self.traits.get(name, {}))), Anybody())
+        self.wire = Wire(
+            client_app(
+                lambda context, *asked: desks[str(context.node_config["name"])].answer(*asked)
+            ),
+            [{"name": name} for name in desks],
+        )
 
     def play(self) -> Seen:
         """Carry the study to its end, and see."""
         seen = Seen()
         with _watched(seen):
             try:
-                carry_study(self.wire, self.file, self.folder / "server")
+                carry_study(self.wire, read_study(self.file), self.folder / "server")
             except FedplanError as error:
                 seen.fault = str(error)
         return self._read(seen)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedplan.federation.account import Limits
 from fedplan.federation.endpoint import TRAIN, Endpoint
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import push
 from fedplan.federation.world import World
+from fedplan.naming import allowing
+from fedplan.runners.site import Site
+from fedplan.runners.site import site_of as site_from
 from fedplan.runners.worker import Worker
-from fedplan.runners.worker_client import Value, WorkerSpec
-from fedplan.tensors.serialization import unpacked
+from fedplan.sites.desk import Desk
+from fedplan.sites.policy import policy_of
+from fedplan.studies.schema import Study, read_study
+from fedplan.tensors.message import Message
+from fedplan.tensors.serialization import packed, unpacked
 
 NAME = "north"
 RUN = "0" * 16
@@ -90,14 +98,47 @@ def write_rows(file: Path, *, count: int = 24, seed: int = 0, **change: Any) -> 
     np.savez(file, **{**found, **change})
 
 
-def site_of(folder: Path, study: str, **node: Value) -> Endpoint:
-    """The endpoint of a site with the rows and the home of a folder."""
-    (folder / "study.toml").write_text(study)
+LIMITS = ("limit_rounds", "limit_bytes", "limit_epsilon", "limit_delta")
+
+
+def words_of(folder: Path, **said: Any) -> tuple[Site, Limits]:
+    """A site with the rows and the home of a folder, and its limits; `limit_rounds` is one."""
+    limits = {word.removeprefix("limit_"): said.pop(word) for word in LIMITS if word in said}
     if not (folder / "rows.npz").exists():
         write_rows(folder / "rows.npz")
-    home = str(folder / "home")
-    said: dict[str, Value] = {"name": NAME, "home": home, "data": str(folder / "rows.npz"), **node}
-    return Worker(WorkerSpec(str(folder / "study.toml"), home, said)).endpoint(RUN)
+    words = {"name": NAME, "home": str(folder / "home"), "data": str(folder / "rows.npz")}
+    return site_from({**words, **said}), Limits(**limits)
+
+
+def site_of(folder: Path, study: str, **said: Any) -> Endpoint:
+    """The endpoint of a site with the rows and the home of a folder."""
+    (folder / "study.toml").write_text(study)
+    site, limits = words_of(folder, **said)
+    with allowing(site.allow):
+        found = read_study(folder / "study.toml")
+    return Worker(site, found, limits).endpoint(RUN)
+
+
+class Anybody:
+    """Approves of every study, within some limits."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        said = asdict(limits) if limits else {}
+        self.policy = policy_of({"limits": said, "metrics": ["loss"]})
+
+    def admit(self, study: Study, server: str = "") -> str:
+        return "anybody"
+
+
+def desk_of(folder: Path, **said: Any) -> Desk:
+    """The desk of such a site, where every study is approved."""
+    site, limits = words_of(folder, **said)
+    return Desk(site, Anybody(limits))
+
+
+def hello(study: str, run: str = RUN) -> Message:
+    """A server's first request: it offers a study, as the text of a file tells it."""
+    return packed({}, {"run": run, "study": tomllib.loads(study)})
 
 
 def world_of(endpoint: Endpoint, *, round: int = 1, scale: float = 1.0, version: int = 0) -> World:

@@ -30,13 +30,13 @@ from fedplan.models.values import take
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.mechanisms.vote import Vote
+from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.carrier import Carrier
-from fedplan.runners.flower.client import client_app
 from fedplan.runners.local import Federation
+from fedplan.runners.site import Site
 from fedplan.runners.worker import Worker
-from fedplan.runners.worker_client import WorkerSpec
 from fedplan.storage.journal import Journal, home_of
-from fedplan.studies.schema import ConfigError, Study, study_of
+from fedplan.studies.schema import ConfigError, Study, read_study, study_of
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
 from fedplan.training.fit import Pace
@@ -271,6 +271,6 @@ def test_a_hidden_site_says_no_traits_of_itself(tmp_path: Path, here: Path) -> N
     file.write_text(
         settings.replace("dropped = 0.1", "") + '\n[privacy]\nunit = "client"\nepsilon = 1.0\n'
     )
-    node = {"name": "client-00", "ward": "3"}
+    site = Site(name="client-00", home=str(tmp_path / "home"), traits={"ward": "3"})
     with pytest.raises(ConfigError, match=r"stand in the study, in clients\.traits\.client-00"):
-        Worker(WorkerSpec(str(file), str(tmp_path / "home"), node))
+        Worker(site, read_study(file))

@@ -31,9 +31,9 @@ from fedplan.models.description import describe
 from fedplan.models.values import take
 from fedplan.reports.forecasts import forecast
 from fedplan.reports.views import Span, View
+from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.calls import Patience
 from fedplan.runners.flower.carrier import Carrier
-from fedplan.runners.flower.client import client_app
 from fedplan.runners.local import Federation
 from fedplan.storage.journal import Journal, home_of
 from fedplan.tensors.message import Message

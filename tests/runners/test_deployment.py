@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import STUDY, run
 from deployment import BIN, Deployment, free_ports
@@ -19,7 +20,7 @@ from proxy import Proxy
 
 from fedplan.federation.endpoint import journal_in
 from fedplan.federation.identity import is_id
-from fedplan.runners.flower.submit import QUIET
+from fedplan.runners.flower.node import QUIET
 from fedplan.runners.worker import folder_of
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.journal import Journal, home_of
@@ -35,23 +36,49 @@ PLANS = {
     "fedfrozen": 'name = "fedfrozen"\nsettings = { warmup = 2 }',
     "parts": """plan = 'chain(freeze(), by("ward", {"a": share(blocks(0))}, share(blocks(1))), keep(head))'""",
 }
-MORE = {"client-01": 'ward="a"'}
+MORE = {"client-01": '[traits]\nward = "a"\n'}
 OWN = 'plan = "chain(share(), when(after(1), freeze(query | key)), keep(head))"'
+DATA = """split = "train"
+test_split = "test"
+by = "dirichlet"
+alpha = 0.5
+clients = 3
+"""
+
+
+def rows_of(here: Path) -> dict[str, Path]:
+    """A table of each site's rows, and one of all of them with a column that says whose they are."""
+    with np.load(here / "digits.npz") as all_:
+        image, digit = all_["image_train"], all_["digit_train"]
+    whose = np.array([SITES[row % 3] for row in range(len(image))])
+    np.savez(here / "all.npz", image=image, digit=digit, site=whose)
+    for name in SITES:
+        own = whose == name
+        np.savez(here / f"{name}.npz", image=image[own], digit=digit[own])
+    return {name: here / f"{name}.npz" for name in SITES}
 
 
 def study_of(here: Path, plan: str, *, name: str = "", rounds: int = 5, more: str = "") -> str:
-    """The tiny study with a plan, a name and a length."""
-    study = STUDY.replace('path = "digits.npz"', f'path = "{here}/digits.npz"')
-    study = study.replace("dropped = 0.1", f'{more}\n[clients.traits.client-01]\nward = "a"')
+    """The tiny study with a plan, a name and a length, of sites with rows of their own."""
+    study = STUDY.replace(
+        'path = "digits.npz"\n' + DATA, 'by = "column"\ncolumn = "site"\nclients = 3\n'
+    )
+    names = f"names = {list(SITES)}\n{more}"
+    study = study.replace("dropped = 0.1", f'{names}\n[clients.traits.client-01]\nward = "a"')
     study = study.replace("attention = 4", "personal = false").replace(OWN, PLANS[plan])
-    assert PLANS[plan] in study
+    assert PLANS[plan] in study and "[data]\nby" in study
     name = name or plan
     return study.replace("rounds = 3", f"rounds = {rounds}").replace('"tiny"', f'"{name}"')
 
 
+def gathered(here: Path, study: str) -> str:
+    """The same study where all rows are in one place."""
+    return study.replace("[data]\n", f'[data]\npath = "{here}/all.npz"\n')
+
+
 def whole(here: Path, study: str, name: str) -> Path:
     """The same study by the local runner."""
-    (here / f"{name}.toml").write_text(study)
+    (here / f"{name}.toml").write_text(gathered(here, study))
     code, told = run("run", str(here / f"{name}.toml"), "--output", str(here / "whole" / name))
     assert code == 0, told
     return here / "whole" / name
@@ -98,8 +125,30 @@ def require_same_homes(fed: Path, here: Path, name: str) -> None:
         assert kept[site] == digests(Journal(home_of(here / "whole" / name, site)).home()[0])
 
 
+PYPROJECT = """[project]
+name = "study"
+version = "1.0.0"
+description = "A study in Flower's own simulation."
+license = "Apache-2.0"
+dependencies = []
+[tool.flwr.app]
+publisher = "fedplan"
+[tool.flwr.app.components]
+serverapp = "app:server"
+clientapp = "app:client"
+[tool.flwr.app.config]
+folder = "run"
+"""
+APP = """from pathlib import Path
+from fedplan.runners.flower.apps import client_of, server_of
+
+STUDY = Path(__file__).parent / "study.toml"
+client, server = client_of(STUDY), server_of(STUDY)
+"""
+
+
 @pytest.fixture
-def simulated(here: Path) -> Iterator[Callable[[Path, str], Path]]:
+def simulated(here: Path) -> Iterator[Callable[[str, str], Path]]:
     """Runs an app in Flower's own simulation; its SuperLink ends with the test."""
     home, (port,) = here / "flwr", free_ports(1)
     home.mkdir()
@@ -111,13 +160,18 @@ def simulated(here: Path) -> Iterator[Callable[[Path, str], Path]]:
     env = {**os.environ, **QUIET, "FLWR_HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
     env |= {"PATH": f"{BIN}:{os.environ['PATH']}", "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(port)}
 
-    def simulate(app: Path, name: str) -> Path:
-        words = ["run", str(app), "--runner", "flower", "--output", str(here / "sim" / name)]
+    def simulate(study: str, name: str) -> Path:
+        app, out = here / "app", here / "sim" / name
+        app.mkdir(exist_ok=True)
+        (app / "pyproject.toml").write_text(PYPROJECT)
+        (app / "app.py").write_text(APP)
+        (app / "study.toml").write_text(gathered(here, study))
         done = subprocess.run(
-            [str(BIN / "fedplan"), *words], cwd=here, env=env, capture_output=True, text=True
-        )
+            [str(BIN / "flwr"), "run", str(app), "sim", "--stream", "--run-config", f'folder="{out}"'],
+            cwd=here, env=env, capture_output=True, text=True,
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        return here / "sim" / name
+        return out
 
     yield simulate
     for place in Path("/proc").glob("[0-9]*"):
@@ -135,9 +189,9 @@ def simulated(here: Path) -> Iterator[Callable[[Path, str], Path]]:
     ids=["parts", "three methods"],
 )
 def test_one_process_a_simulation_and_three_sites_with_tls_have_the_same_bits(
-    plans: list[str], here: Path, simulated: Callable[[Path, str], Path]
+    plans: list[str], here: Path, simulated: Callable[[str, str], Path]
 ) -> None:
-    with Deployment(here / "fed", SITES, here / "digits.npz", more=MORE) as deployed:
+    with Deployment(here / "fed", SITES, rows_of(here), more=MORE) as deployed:
         for name in plans:
             study = study_of(here, name)
             expected = whole(here, study, name)
@@ -145,7 +199,7 @@ def test_one_process_a_simulation_and_three_sites_with_tls_have_the_same_bits(
             require_same(out, expected)
             require_same_homes(here / "fed", here, name)
             assert run("verify", str(out))[0] == 0
-            require_same(simulated(here / "fed/app", name), expected)
+            require_same(simulated(study, name), expected)
         code, told = run("egress", str(here / "fed/sites/client-01/home"))
     assert code == 0 and f"client-01 in {plans[0]}/0" in told and "agreed to chain(" in told
 
@@ -174,18 +228,17 @@ class Killer(threading.Thread):
 @pytest.mark.parametrize(
     ("victims", "count", "rounds"),
     [
-        ([*SITES, "clientapp", "clientapp", "trainer"], 20, 24),
-        *((["serverapp"], count, 16) for count in (6, 7, 7)),
-        (["superlink"], 5, 14),
+        ([*SITES, *(f"node {name}" for name in SITES)], 20, 24),
+        (["link"], 5, 14),
     ],
-    ids=["sites", "serverapp", "serverapp again", "serverapp once more", "superlink"],
+    ids=["sites", "superlink"],
 )
 def test_what_is_killed_does_not_change_a_bit(
     victims: list[str], count: int, rounds: int, here: Path
 ) -> None:
     study = study_of(here, "fedper", rounds=rounds)
     expected = whole(here, study, "fedper")
-    with Deployment(here / "fed", SITES, here / "digits.npz", more=MORE) as deployed:
+    with Deployment(here / "fed", SITES, rows_of(here), more=MORE) as deployed:
         begun = deployed.begin(study, "run")
         killer = Killer(deployed, here / "fed/run/ledger.jsonl", victims, count)
         killer.start()
@@ -195,6 +248,23 @@ def test_what_is_killed_does_not_change_a_bit(
     require_same(out, expected)
     require_same_homes(here / "fed", here, "fedper")
     assert len(killer.done) >= count, killer.done
+
+
+@pytest.mark.nightly
+def test_a_server_that_is_killed_goes_on_when_it_is_started_again(here: Path) -> None:
+    """Six times, at random moments: what drives a run is started again, as its unit does."""
+    study = study_of(here, "fedper", rounds=12)
+    expected, draw = whole(here, study, "fedper"), random.Random(5)
+    with Deployment(here / "fed", SITES, rows_of(here), more=MORE) as deployed:
+        for number in range(1, 7):
+            begun = deployed.begin(study, "run", "--resume")
+            until_round(here / "fed/run/ledger.jsonl", number)
+            time.sleep(draw.uniform(0, 4))
+            os.killpg(begun.pid, signal.SIGKILL)
+            begun.wait()
+        out = deployed.run(study, "run", "--resume")
+    require_same(out, expected)
+    require_same_homes(here / "fed", here, "fedper")
 
 
 @pytest.mark.nightly
@@ -208,7 +278,7 @@ def test_a_line_that_cuts_delays_and_corrupts_does_not_change_a_bit(here: Path) 
         return proxies[0].__enter__().port
 
     try:
-        fed = Deployment(here / "fed", SITES, here / "digits.npz", more=MORE, through=through)
+        fed = Deployment(here / "fed", SITES, rows_of(here), more=MORE, through=through)
         with fed as deployed:
             begun = deployed.begin(study, "run")
             time.sleep(20)
@@ -228,7 +298,7 @@ def test_a_line_that_cuts_delays_and_corrupts_does_not_change_a_bit(here: Path) 
 def test_a_site_that_is_away_or_hangs_does_not_hold_the_others(how: str, here: Path) -> None:
     study = study_of(here, "fedper", rounds=6, more="quorum = 2")
     study += "\n[patience]\nanswers = 25.0\nabsent = 5.0\n"
-    with Deployment(here / "fed", SITES, here / "digits.npz", more=MORE) as deployed:
+    with Deployment(here / "fed", SITES, rows_of(here), more=MORE) as deployed:
         begun = deployed.begin(study, "run")
         ledger = here / "fed/run/ledger.jsonl"
         until_round(ledger, 1)
@@ -237,7 +307,7 @@ def test_a_site_that_is_away_or_hangs_does_not_hold_the_others(how: str, here: P
             until_round(ledger, 3)
             deployed.start_site("client-01")
         else:
-            pids = [p for p in deployed.pids("trainer") if b"client-01" in cmdline(p)]
+            pids = deployed.pids("client-01")
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
             until_round(ledger, 3)
@@ -250,10 +320,6 @@ def test_a_site_that_is_away_or_hangs_does_not_hold_the_others(how: str, here: P
     assert all(line["counted"].count("client-00") == 1 for line in rounds)
     code, told = run("verify", str(out))
     assert code == 0, told
-
-
-def cmdline(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def rounds_in(ledger: Path) -> int:

@@ -23,8 +23,8 @@ from fedplan.federation.status import Status
 from fedplan.methods.registry import method_named
 from fedplan.models.description import describe
 from fedplan.models.values import take
+from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.carrier import Carrier
-from fedplan.runners.flower.client import client_app
 from fedplan.storage.journal import Journal, home_of
 from fedplan.storage.logs import Entry, read_log
 from fedplan.tensors.message import Message

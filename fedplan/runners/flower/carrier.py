@@ -21,35 +21,30 @@ from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
 from fedplan.federation.states import RunState, SiteState, state_said
 from fedplan.federation.status import Status
+from fedplan.federation.versions import other_versions
 from fedplan.privacy.errors import PrivacyError
 from fedplan.runners.faults import Faults, faults_of
-from fedplan.runners.flower.calls import Calls, Guest, Letter
+from fedplan.runners.flower.calls import Calls, Guest, Letter, is_over
 from fedplan.runners.flower.records import arrays_of
-from fedplan.runners.flower.submit import FAULT
-from fedplan.storage.files import put_file
 from fedplan.studies.continuation import require_free
 from fedplan.studies.folder import agreed_run, opened_run
-from fedplan.studies.schema import read_study
+from fedplan.studies.schema import Study
 from fedplan.studies.stage import participation_of, stage_of
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import nbytes
-from fedplan.tensors.serialization import packed, unpacked
+from fedplan.tensors.serialization import JSON, packed, unpacked
 
 log = logging.getLogger("fedplan")
 
 
-def carry_study(grid: Grid, file: Path, folder: Path) -> None:
+def carry_study(
+    grid: Grid,
+    study: Study,
+    folder: Path,
+    callbacks: Sequence[Callback] = (),
+    status: Status | None = None,
+) -> None:
     """Carry a study, or go on with it from what its folder holds."""
-    try:
-        _carry_study(grid, file, folder)
-    except FedplanError as error:
-        folder.mkdir(parents=True, exist_ok=True)
-        put_file(folder / FAULT, str(error))
-        raise
-
-
-def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
-    study = read_study(file)
     require_free(folder, study, resume=True)
     stage = stage_of(study)
     claim = opened_run(folder, study, stage.agreement.params, stage.shares)
@@ -69,18 +64,18 @@ def _carry_study(grid: Grid, file: Path, folder: Path) -> None:
     stop = study.stop.callback if study.stop else None
     if stop is not None:
         stop.require_measured(())  # the rows are at the sites, and so is every score
-    callbacks = [*study.evaluate.callbacks, *([stop] if stop else [])]
-    status = Status(folder)
+    told = status or Status(folder)
     carrier = Carrier(
         grid,
         server,
         patience,
         quorum=quorum,
         faults=faults,
-        callbacks=callbacks,
-        status=status,
+        callbacks=[*callbacks, *study.evaluate.callbacks, *([stop] if stop else [])],
+        study=study,
+        status=told,
     )
-    with status.driving(server, study.name, patience, rows=False):
+    with told.driving(server, study.name, patience, rows=False, passing=is_over):
         carrier.carry()
     del claim
 
@@ -101,6 +96,7 @@ class Carrier:
         quorum: int = 1,
         faults: Faults | None = None,
         callbacks: Sequence[Callback] = (),
+        study: Study | None = None,
         status: Status | None = None,
     ) -> None:
         if server.aggregation.hides and quorum > 1:
@@ -110,7 +106,8 @@ class Carrier:
             )
         # A round of hidden clients closes with whatever came, and be it nothing.
         self.server, self.quorum = server, 0 if server.aggregation.hides else quorum
-        self.calls = Calls(grid, server.roster, patience or Patience(), server.agreement.run)
+        hello = hello_of(server.agreement.run, study)
+        self.calls = Calls(grid, server.roster, patience or Patience(), hello)
         self.status = self.calls.status = status or Status()
         self.callbacks = tuple(callbacks)
         self.faults, self._late = faults or Faults(), set[str]()
@@ -168,6 +165,8 @@ class Carrier:
                 f"starts from the model {guest.start[:40]} and not from {agreement.start}: give it "
                 "the same weights, and start it again"
             )
+        if odd := other_versions(guest.versions):
+            return f"has {odd}: install the same there and here"
         if guest.run != agreement.run:
             return f"is in the run {guest.run[:40]} and this is {agreement.run}: start it again"
         if guest.agreed != agreement.fingerprint:
@@ -266,6 +265,14 @@ class Carrier:
         for name in polled:
             # What came with the question is there: it need not come again.
             tally.cohort[name] = replace(tally.cohort[name], values={})
+
+
+def hello_of(run: str, study: Study | None) -> Message:
+    """What a site is asked first: whether it takes part in a run of a study, which comes whole."""
+    said: dict[str, JSON] = {"run": run}
+    if study is not None:
+        said["study"] = study.model_dump(mode="json")
+    return packed({}, said)
 
 
 def _said(answer: Message) -> dict[str, Any]:

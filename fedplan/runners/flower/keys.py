@@ -47,7 +47,7 @@ def make_keys(
         raise FedplanError(f"a certificate lasts from 1 day to 3650, not {days}")
     try:
         made = _authority(folder, days) + _server(folder, hosts, days)
-        return made + [path for name in sites for path in _site(folder / "sites" / name)]
+        return made + [path for name in sites for path in make_site_keys(folder / "sites" / name)]
     except OSError as error:
         raise FedplanError(f"keys cannot be written: {error}; name another folder") from error
 
@@ -132,8 +132,8 @@ def _server(folder: Path, hosts: Sequence[str], days: int) -> list[Path]:
     return [_write(key, _pem(secret), private=True), _write(own, made.public_bytes(Encoding.PEM))]
 
 
-def _site(folder: Path) -> list[Path]:
-    """The key by which the server knows a site, and the key of the site's home."""
+def make_site_keys(folder: Path) -> list[Path]:
+    """Make what a site lacks: the key by which the server knows it, and the key of its home."""
     own, public, home = folder / "node", folder / "node.pub", folder / "home.key"
     if public.exists() and not own.exists():
         raise FedplanError(f"{public} is without its node: bring that back, or remove {public}")

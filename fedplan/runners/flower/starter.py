@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starter: a folder with all that a federation is started from: app, scripts, proxy and keys."""
+"""Starters: folders with all that a federation and its sites are started from."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fedplan.runners.flower.keys import (
     require_hosts,
     require_sites,
 )
+from fedplan.runners.site import SITE, read_site
 
 TEMPLATES = Path(__file__).parent / "templates"
-SITE = "site/supernode.sh"
 PROXY = ("server/proxy.sh", "server/nginx.conf")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 BLANK = re.compile(r"\{\{(\w+)\}\}")
@@ -39,11 +39,12 @@ def new_federation(
     """Write the folder of a federation: what its server runs, and what each site is given.
 
     Sites reach `host` at `port`, where a proxy lets only their own requests through to `inner`
-    (0 is the next port). `insecure` is for one machine alone: no proxy, no TLS, no keys.
+    (0 is the next port). `insecure` is for one machine alone: no proxy, no TLS, no keys. The keys
+    of a site are made at the site.
     """
-    folder, inner = folder.absolute(), inner or port + 1
+    folder, inner = folder.absolute(), port if insecure else inner or port + 1
     _require_folder(folder)
-    _require_ports(port, inner, len(sites))
+    _require_ports(port, inner, insecure=insecure)
     if not sites:
         raise FedplanError("a federation has sites: say --site NAME for each")
     require_sites(sites)
@@ -53,10 +54,48 @@ def new_federation(
     try:
         make_private(folder)
         if keys and not insecure:
-            make_keys(folder, list(dict.fromkeys((host, *HERE))), sites)
-        _lay_out(folder, sites, _said(folder, sites, host, port, inner), insecure=insecure)
+            make_keys(folder, list(dict.fromkeys((host, *HERE))), [])
+        said = _said(folder, sites, host, port, inner, insecure=insecure)
+        for name, file in _files(insecure).items():
+            _fill(file, folder / name, said)
+        for site in sites:
+            _add(folder, site, said["address"], insecure=insecure)
     except OSError as error:
         raise FedplanError(f"{folder} cannot be written: {error}") from error
+
+
+def new_site(folder: Path, name: str) -> None:
+    """Write the folder of one more site of a federation, below its `sites`."""
+    folder = folder.absolute()
+    require_sites([name])
+    others = sorted(folder.glob(f"sites/*/{SITE}"))
+    if not others:
+        raise FedplanError(f"{folder} is no folder of a federation: it has no sites/*/{SITE}")
+    place = folder / "sites" / name
+    if place.exists():
+        raise FedplanError(f"{place} is there already: name another site")
+    server = read_site(others[0]).server
+    if server is None:
+        raise FedplanError(f"{others[0]} does not say its server")
+    _add(folder, name, server.address, insecure=not server.ca)
+
+
+def _add(folder: Path, name: str, address: str, *, insecure: bool) -> None:
+    """Write what a site is given, but for its keys."""
+    said = {
+        "site": name,
+        "address": address,
+        "data": "data",
+        "key": "" if insecure else 'key = "home.key" # seals the home',
+        "keys": "" if insecure else 'ca = "ca.crt"\nnode = "node"',
+    }
+    place = folder / "sites" / name
+    for file, source in _below(TEMPLATES / "federation" / "site").items():
+        _fill(source, place / file, said)
+    for file in ("keep.sh", "environment.sh"):
+        _fill(TEMPLATES / "federation" / file, place / file, {})
+    if (folder / "ca.crt").exists():
+        shutil.copy(folder / "ca.crt", place / "ca.crt")
 
 
 def _require_folder(folder: Path) -> None:
@@ -67,36 +106,34 @@ def _require_folder(folder: Path) -> None:
         raise FedplanError(f"{str(folder)!r} has a quote or another sign of shells: name another")
 
 
-def _require_ports(port: int, inner: int, count: int) -> None:
-    if port == inner or not all(0 < number < 65536 - count for number in (port, inner)):
-        raise FedplanError(
-            f"the ports {port} and {inner} must differ, and leave {count} more below 65536"
-        )
+def _require_ports(port: int, inner: int, *, insecure: bool) -> None:
+    if (port == inner and not insecure) or not all(0 < each < 65536 for each in (port, inner)):
+        raise FedplanError(f"the ports {port} and {inner} must differ, and be below 65536")
 
 
 def _said(
-    folder: Path, sites: Sequence[str], host: str, port: int, inner: int
+    folder: Path, sites: Sequence[str], host: str, port: int, inner: int, *, insecure: bool
 ) -> Mapping[str, str]:
     """The words that fill the blanks."""
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    host = "127.0.0.1" if insecure else host
+    tls = 'ca = "../ca.crt"\ncertificate = "../server.crt"\nkey = "../server.key"'
     return {
         "folder": str(folder),
         "path": f"{Path(sys.executable).parent}:{PATH}",
         "host": host,
-        "address": address,
+        "address": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "listen": _listened(host, port),
         "port": str(port),
         "inner": str(inner),
+        "tls": "" if insecure else tls,
         "count": str(len(sites)),
         "first": sites[0],
         "names": ", ".join(f'"{name}"' for name in sites),
         "quorum": str(len(sites) - 1 if len(sites) > 2 else len(sites)),
         "registers": "\n".join(
-            f"       flwr supernode register sites/{name}/node.pub local" for name in sites
+            f"       fedplan server register {name} {name}.pub" for name in sites
         ),
-        "starts": "\n".join(
-            f"       ./keep.sh sites/{name}/supernode.sh /path/to/its/data" for name in sites
-        ),
+        "starts": "\n".join(f"       ./keep.sh sites/{name}/serve.sh" for name in sites),
     }
 
 
@@ -108,26 +145,10 @@ def _listened(host: str, port: int) -> str:
     return f"[{own if own.is_loopback else '::'}]:{port}"
 
 
-def _lay_out(
-    folder: Path, sites: Sequence[str], said: Mapping[str, str], *, insecure: bool
-) -> None:
-    """Write every file with its blanks filled; those of a site once for each."""
-    files = _files(insecure)
-    if not insecure:
-        make_private(folder / "server" / "nginx")
-    for name in files.keys() - {SITE}:
-        _fill(files[name], folder / name, said)
-    for number, site in enumerate(sites):
-        own, place = {"site": site, "own": str(int(said["inner"]) + 1 + number)}, folder / "sites"
-        for name in (SITE, "keep.sh", "environment.sh"):
-            _fill(files[name], place / site / Path(name).name, {**said, **own})
-        if (folder / "ca.crt").exists():
-            shutil.copy(folder / "ca.crt", place / site / "ca.crt")
-
-
 def _files(insecure: bool) -> dict[str, Path]:
-    """The files of a starter by their places; on loopback, some are others and some are not."""
+    """The files of a federation by their places; on loopback, some are others and some are not."""
     found = _below(TEMPLATES / "federation")
+    found = {name: file for name, file in found.items() if not name.startswith("site/")}
     if insecure:
         found = {n: f for n, f in found.items() if n not in PROXY and not n.startswith("units/")}
         found |= _below(TEMPLATES / "loopback")

@@ -51,7 +51,7 @@ from fedplan.methods.method import Method
 from fedplan.models.description import describe
 from fedplan.models.values import put, take
 from fedplan.runners.flower import records
-from fedplan.runners.flower.client import failed
+from fedplan.runners.flower.executor import failed
 from fedplan.storage.journal import Journal, home_of
 from fedplan.tensors.devices import forked
 from fedplan.tensors.message import Message

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The executor of a site: takes requests from its node, and never the code that comes with them.
+
+A SuperNode in process isolation waits for somebody to ask it for work. This process does. A task
+carries a message and an app of whoever handed the run in: the message is answered by the fedplan
+that the site installed, and the app is not unpacked, imported or looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from flwr.app import Context, Error
+from flwr.app import Message as FlowerMessage
+from flwr.common.constant import SubStatus
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.constant import TaskType
+from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+from flwr.supercore.interceptors import (
+    RuntimeTokenHttpInterceptor,
+    RuntimeVersionHttpInterceptor,
+    SuperExecAuthHttpInterceptor,
+)
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
+
+from fedplan.federation.codes import code_of, told
+from fedplan.runners.flower.records import message_in, records_of
+from fedplan.tensors.message import Message
+
+log = logging.getLogger("fedplan")
+RAISED = 2
+"""The code of Flower's own for an app that failed: the request is asked again a few times."""
+LOOK = 0.2
+"""Seconds between two questions to the node for work: it stands on this machine."""
+ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
+
+Answer = Callable[[str, Message], Message]
+"""A site's answer to a request of a kind."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where tasks are had: an address of this machine, its certificate, and who may ask there."""
+
+    address: str
+    certificate: Path | None = None
+    secret: Path | None = None
+
+    def client(self, *interceptors: object) -> RuntimeHttpClient:
+        """A line to it."""
+        return RuntimeHttpClient.from_server_address(
+            server_address=self.address,
+            insecure=self.certificate is None,
+            root_certificates=self.certificate.read_bytes() if self.certificate else None,
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec"), *interceptors],
+        )
+
+    def asking(self) -> RuntimeHttpClient:
+        """A line to ask for work, as one who may."""
+        if self.secret is None:
+            return self.client()
+        secret = self.secret.read_bytes()
+        who = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={ACQUIRE})
+        return self.client(who)
+
+    def working(self, token: str) -> RuntimeHttpClient:
+        """A line to do a task by."""
+        return self.client(RuntimeTokenHttpInterceptor(token))
+
+
+def serve(door: Door, answer: Answer, over: threading.Event) -> None:
+    """Answer one request after the other, until it is over."""
+    with _closing(door.asking()) as asking:
+        while not over.wait(LOOK):
+            try:
+                found = asking.AcquireTask(
+                    AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
+                )
+                if found.HasField("task") and found.token:
+                    _done(door, found.token, answer)
+            except httpx.HTTPError as error:
+                # The node starts again, or is not there yet: whoever keeps it sees to that.
+                log.warning("the node does not answer: %r", error)
+                over.wait(2.0)
+
+
+def _done(door: Door, token: str, answer: Answer) -> None:
+    """One task: its message in, the answer out, while the node hears that somebody is at it."""
+    with _closing(door.working(token)) as client:
+        beats = HeartbeatSender(make_task_heartbeat_fn_http(client))
+        beats.start()
+        context: Context | None = None
+        try:
+            envelope, context, _, _ = pull_task_input(client)
+            reply = answered(envelope, answer)
+            push_message(client, reply, context)
+        finally:
+            push_task_output(client, context, SubStatus.COMPLETED, "")
+            beats.stop()
+
+
+def answered(envelope: FlowerMessage, answer: Answer) -> FlowerMessage:
+    """The answer to one of Flower's messages, as another."""
+    kind = envelope.metadata.message_type.removeprefix("query.")
+    try:
+        message = answer(kind, message_in(envelope.content))
+        return FlowerMessage(records_of(message), reply_to=envelope)
+    except Exception as error:
+        return failed(envelope, error)
+
+
+def failed(envelope: FlowerMessage, error: Exception) -> FlowerMessage:
+    """What leaves of an error: its code. Flower would send its text, which may tell of rows."""
+    log.error("a request failed: %s", told(code_of(error)))
+    return FlowerMessage(Error(RAISED, told(code_of(error))), reply_to=envelope)
+
+
+class _closing:
+    def __init__(self, client: RuntimeHttpClient) -> None:
+        self.client = client
+
+    def __enter__(self) -> RuntimeHttpClient:
+        return self.client
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(Exception):
+            self.client.close()

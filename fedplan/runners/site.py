@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sites: what a site says of itself, in a file that nobody else writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from fedplan.storage.encryption import Encryption
+from fedplan.storage.names import client_names
+from fedplan.studies.plain import read_toml
+from fedplan.studies.schema import ConfigError
+from fedplan.studies.sections import Section
+from fedplan.studies.words import DeviceName
+
+SITE = "site.toml"
+"""In a site's folder: what it says of itself."""
+
+
+def _a_name(said: str) -> str:
+    client_names([said])
+    return said
+
+
+class ServerSection(Section):
+    """The server that a site is of, and the keys by which each knows the other.
+
+    Without `ca` and `node` the line is open, which is for one machine alone.
+    """
+
+    address: str
+    ca: str = ""
+    node: str = ""
+
+
+class Site(Section):
+    """A site: its name, its rows, where it keeps things, and what it lets a study do.
+
+    `data` is a file or folder with its rows, or what `rows` is given: `file.py:function`, a reader
+    of the site's own. `dataset` names what its limits are of. `key` is the file that seals its
+    home. `device` goes before the study's word. `allow` are packages that a study may name code of.
+    """
+
+    name: Annotated[str, AfterValidator(_a_name)]
+    data: str = ""
+    home: str = "home"
+    dataset: str = "rows"
+    key: str = ""
+    rows: str = ""
+    device: DeviceName | Literal[""] = ""
+    allow: list[str] = Field(default_factory=list[str])
+    traits: dict[str, str] = Field(default_factory=dict[str, str])
+    policy: str = "policy.toml"
+    server: ServerSection | None = None
+
+    @property
+    def seal(self) -> Encryption | None:
+        """What seals all that tells of the site's rows, if it has a key."""
+        return Encryption.from_file(Path(self.key)) if self.key else None
+
+
+def read_site(folder: Path) -> Site:
+    """The site of a folder; relative paths in its file start there."""
+    file = folder / SITE if folder.is_dir() else folder
+    try:
+        return _placed(site_of(read_toml(file.read_text(encoding="utf-8"))), file.parent)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def site_of(said: Mapping[str, object]) -> Site:
+    """A site from plain values; each fault is named by its field."""
+    try:
+        return Site.model_validate(dict(said))
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("the site's words do not fit:\n  " + "\n  ".join(faults)) from error
+
+
+def _placed(site: Site, base: Path) -> Site:
+    def placed(said: str) -> str:
+        return str(base.resolve() / said) if said else ""
+
+    server = site.server
+    if server is not None:
+        found = {"ca": placed(server.ca), "node": placed(server.node)}
+        server = server.model_copy(update=found)
+    names = ("data", "home", "key", "rows", "policy")
+    change = {name: placed(getattr(site, name)) for name in names}
+    return site.model_copy(update={**change, "server": server})

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a person at a site asks: to serve, to see what was offered, to approve it or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from fedplan.console import Json, told
+
+if TYPE_CHECKING:
+    from fedplan.sites.approvals import Approvals
+
+site_commands = typer.Typer(
+    help="At a site: nothing runs, leaves or is counted without its approval.",
+    no_args_is_help=True,
+)
+SiteFolder = Annotated[Path, typer.Option("--site", help="The site's folder, with site.toml.")]
+Digest = Annotated[str, typer.Argument(help="How the study's digest begins, as inbox lists it.")]
+
+
+@site_commands.command()
+def keys(site: SiteFolder = Path()) -> None:
+    """Make the keys of this site, here. Only node.pub is sent away. Nothing is overwritten."""
+    with told():
+        from fedplan.runners.flower.keys import make_site_keys
+
+        for path in make_site_keys(site.absolute()):
+            print(path)
+
+
+@site_commands.command()
+def serve(site: SiteFolder = Path()) -> None:
+    """Take part: keep the node running, and answer what was approved. Ends with TERM or INT."""
+    with told():
+        from fedplan.sites.serving import serve_site
+
+        serve_site(site)
+
+
+@site_commands.command()
+def rejoin(
+    run: Annotated[str, typer.Argument(help="The id of the run.")],
+    site: SiteFolder = Path(),
+) -> None:
+    """Let a run go on from a home that was put back from a copy. Good for once."""
+    with told():
+        from fedplan.runners.site import read_site
+        from fedplan.sites.desk import rejoin as rejoined
+
+        rejoined(read_site(site), run)
+
+
+@site_commands.command()
+def inbox(site: SiteFolder = Path(), as_json: Json = False) -> None:
+    """List the studies that were offered here, and what was said to each."""
+    with told():
+        approvals = _approvals(site)
+        rows = [approvals.listed(whole) for whole in approvals.inbox.wholes()]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        line = f"{row['study'][:12]}  {row['time'][:16]}  {row['name']}: {row['state']}"
+        Console(soft_wrap=True, highlight=False).print(line, markup=False)
+    if not rows:
+        print("No study was offered here.")
+
+
+@site_commands.command()
+def show(digest: Digest, site: SiteFolder = Path(), as_json: Json = False) -> None:
+    """Say what a study would let leave, and what is new against the last that was approved."""
+    with told():
+        notice = _approvals(site).shown(digest)
+    if as_json:
+        print(json.dumps(notice.json()))
+    else:
+        Console(highlight=False).print(notice)
+
+
+@site_commands.command()
+def approve(digest: Digest, site: SiteFolder = Path()) -> None:
+    """Say yes to a study, as it stands, word for word. It is good for this study alone."""
+    with told():
+        found = _approvals(site).approve(digest)
+    print(f"Approved by {found.approver}: {found.study}")
+
+
+@site_commands.command()
+def refuse(
+    digest: Digest,
+    why: Annotated[str, typer.Option(help="For this site's own record; it does not leave.")] = "",
+    site: SiteFolder = Path(),
+) -> None:
+    """Say no to a study. Who asks for it hears that a person has refused it, and not why."""
+    with told():
+        _approvals(site).refuse(digest, why)
+    print("Refused.")
+
+
+@site_commands.command()
+def withdraw(digest: Digest, site: SiteFolder = Path()) -> None:
+    """Take an approval back. The next request of the study is not answered."""
+    with told():
+        _approvals(site).withdraw(digest)
+    print("Withdrawn.")
+
+
+@site_commands.command()
+def policy(site: SiteFolder = Path()) -> None:
+    """Say the policy in words, and what it says to each study in the inbox."""
+    with told():
+        approvals = _approvals(site)
+        lines = approvals.policy.lines()
+        for whole in approvals.inbox.wholes():
+            study = approvals.inbox.read(whole).study
+            lines += [f"\n{whole[:12]}  {study.name}: {approvals.state(study)}"]
+            lines += [f"  - {sentence}" for sentence in approvals.against(study)]
+    for line in lines:
+        Console(soft_wrap=True, highlight=False).print(line, markup=False)
+
+
+def _approvals(folder: Path) -> Approvals:
+    from fedplan.runners.site import read_site
+    from fedplan.sites.desk import approvals_of
+
+    return approvals_of(read_site(folder))

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy admits a study if, and only if, no turn of it does what the policy forbids."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import duals
+import pytest
+import torch
+import zoo
+from clients import few, loss
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from often import often
+from sentences import a_plan, fitting
+from settings import PROMPTED, SETTINGS
+from sites import PRIVATE
+from studies import offered
+
+from fedplan.errors import FedplanError, PlanError
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.record import ROLES, TurnRecord, read_records
+from fedplan.language.crowds import phases_in
+from fedplan.language.plan import Role
+from fedplan.language.resolution import check, resolve
+from fedplan.language.turn import Turn
+from fedplan.methods.method import Method
+from fedplan.methods.registry import METHODS, method_named
+from fedplan.models.description import describe
+from fedplan.models.params import Kind, Params
+from fedplan.runners.local import Federation
+from fedplan.sites.policy import Policy, judged, policy_of, read_policy, shared_in
+from fedplan.studies.schema import ConfigError
+from fedplan.studies.stage import outline_of
+from fedplan.tensors.riders import param_of
+from fedplan.training.fit import Pace
+from fedplan.training.optimisers import sgd
+
+ROUNDS = 3
+PACE = Pace(sgd(), rate=1e-2, batch=2, steps=1)
+
+
+def played(name: str, folder: Path) -> tuple[Agreement, set[str], set[str]]:
+    """A method, the kinds that its ledger says were shared, and those of the values that were."""
+    torch.manual_seed(0)
+    made, prompted = method_named(name, SETTINGS.get(name)), name in PROMPTED
+    model: Any = duals.build("clip") if prompted else zoo.build("bert")
+    model = made.adapt(model) if made.adapt else model
+    agreement = Agreement("policy", describe(model), made, PACE)
+    rows = duals.pictures_of("client-0", "client-1") if prompted else few("bert", 2)
+    asked = duals.ASKED.loss if prompted else loss
+    whole = Federation(agreement, model, rows, asked, folder, rounds=ROUNDS, replies=True)
+    kinds, sent = {p.key: str(p.kind) for p in agreement.params}, set[str]()
+    for _ in range(ROUNDS):
+        tally = whole.round()
+        for client, request in tally.cohort.items():
+            answered = whole.clients[client].journal.answered(request.name)
+            assert answered is not None
+            sent |= {kinds[param_of(key)] for key in answered[0]}
+        whole.commit(tally)
+    turns = [r for r in read_records(folder / "ledger.jsonl") if isinstance(r, TurnRecord)]
+    told = {
+        str(param.kind)
+        for turn in turns
+        for param, letter in zip(agreement.params, turn.roles, strict=True)
+        if ROLES[letter] is Role.SHARE
+    }
+    return agreement, told, sent
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_part_is_barred_if_and_only_if_some_turn_of_a_run_shares_it(
+    name: str, tmp_path: Path
+) -> None:
+    agreement, told, sent = played(name, tmp_path)
+    assert sent <= told, "nothing is sent that the ledger does not say, riders neither"
+    study = offered(rounds=ROUNDS)
+    for kind in {str(p.kind) for p in agreement.params}:
+        against = judged(Policy(never_share=[kind]), study, agreement, Turn(client="client-0"))
+        assert bool(against) == (kind in told), (kind, against)
+
+
+PARAMS: Params = describe(zoo.build("bert"))
+
+
+@settings(max_examples=often(1000))
+@given(data=st.data())
+def test_what_no_turn_can_share_is_admitted_and_nothing_else(data: st.DataObject) -> None:
+    plan = data.draw(a_plan(st.sampled_from(fitting(PARAMS))))
+    try:
+        check(plan, PARAMS)
+    except PlanError:
+        return
+    agreement = Agreement("policy", PARAMS, Method(plan), PACE)
+    rounds = data.draw(st.integers(1, 9))
+    found = shared_in(agreement, rounds)
+    scores = {block: data.draw(st.floats(-1, 1)) for block in agreement.blocks}
+    turn = Turn(
+        round=data.draw(st.integers(1, rounds)),
+        client=data.draw(st.sampled_from(["north", "south", "elsewhere"])),
+        phase=data.draw(st.sampled_from(["", *phases_in(plan)])),
+        traits=data.draw(
+            st.dictionaries(st.sampled_from(["north", "7"]), st.sampled_from(["7", "x"]))
+        ),
+        scores=scores,
+    )
+    roles = resolve(plan, PARAMS, turn)
+    assert {p for p in PARAMS if roles[p] is Role.SHARE} <= found.keys()
+    alone = shared_in(agreement, rounds, replace(turn, scores=None))
+    assert {p for p in PARAMS if roles[p] is Role.SHARE} <= alone.keys() <= found.keys()
+    for param, first in list(found.items())[:3]:
+        if param.at is not None:
+            chosen = {block: float(block == param.at) for block in agreement.blocks}
+        else:
+            chosen = scores
+        # With this block before all others the turn that is named does share it.
+        assert resolve(plan, PARAMS, replace(first, scores=chosen))[param] is Role.SHARE
+
+
+def test_a_head_that_is_tied_to_the_embedding_does_not_leave_by_that_name() -> None:
+    params = describe(zoo.build("gpt2"))
+    assert any(p.tied for p in params)
+    agreement = Agreement("policy", params, method_named("fedavg", {}), PACE)
+    assert judged(Policy(never_share=["head"]), offered(), agreement)
+
+
+def test_a_part_is_any_part_of_the_language_and_the_sentence_names_what_leaves() -> None:
+    study = offered("chain(share(), keep(head), when(~after(2), keep(last(1) & mlp)))")
+    agreement = outline_of(study)
+    (sentence,) = judged(Policy(never_share=["last(1) & mlp", "head"]), study, agreement)
+    assert "last(1) & mlp never leaves" in sentence and "from round 3 on" in sentence
+    assert not judged(Policy(never_share=["head"]), study, agreement)
+    assert not judged(Policy(never_share=["prompt"]), study, agreement), "not in this model"
+
+
+def test_traits_are_those_of_the_site() -> None:
+    study = offered('by("ward", {"3": share()}, keep())')
+    agreement, policy = outline_of(study), Policy(never_share=["head"])
+    assert judged(policy, study, agreement)
+    assert judged(policy, study, agreement, Turn(client="north", traits={"ward": "3"}))
+    assert not judged(policy, study, agreement, Turn(client="north", traits={"ward": "4"}))
+
+
+def test_rounds_without_end_are_judged_in_no_time() -> None:
+    study = offered("chain(keep(), when(after(900000), share()))", rounds=10**9)
+    assert judged(Policy(never_share=["head"]), study, outline_of(study))
+    many = ", ".join(["share()", *["keep()"] * 12])
+    plans = ", ".join(f"cycle({', '.join(['keep()'] * n)})" for n in (7, 11, 13, 17))
+    study = offered(f"chain({plans}, cycle({many}))", rounds=10**9)
+    assert judged(Policy(never_share=["head"]), study, outline_of(study))
+
+
+@pytest.mark.parametrize(
+    ("policy", "change", "words"),
+    [
+        ({"limits": {"rounds": 2}}, {}, "it has 3 rounds, and limits.rounds is 2"),
+        ({"limits": {"rounds": 3}}, {}, ""),
+        ({"limits": {"bytes": 1000}}, {}, "MB leave at the least, and limits.bytes is"),
+        ({"limits": {"bytes": 10**6}}, {}, ""),
+        ({"limits": {"epsilon": 2.0}}, {}, "it hides no examples, and limits.epsilon is 2"),
+        ({"limits": {"epsilon": 2.0}}, {"privacy": PRIVATE}, ""),
+        (
+            {"limits": {"epsilon": 1e-3}},
+            {"privacy": PRIVATE},
+            "it spends epsilon .* at delta 1e-05",
+        ),
+        ({"weight": False}, {}, "each update tells how many rows there are"),
+        ({"weight": False}, {"privacy": PRIVATE}, ""),
+        ({"require_privacy": {"unit": "example", "epsilon": 9.0}}, {}, "promises no privacy"),
+        (
+            {"require_privacy": {"unit": "client", "epsilon": 1e4}},
+            {"privacy": PRIVATE},
+            "it hides each example, and require_privacy.unit is 'client'",
+        ),
+        (
+            {"require_privacy": {"unit": "example", "epsilon": 9.0}},
+            {"privacy": PRIVATE},
+            "it promises epsilon 900 at delta 1e-05, and require_privacy asks for 9 at 1e-05",
+        ),
+        ({"require_privacy": {"unit": "example", "epsilon": 900.0}}, {"privacy": PRIVATE}, ""),
+    ],
+)
+def test_limits_and_privacy(policy: dict[str, Any], change: dict[str, Any], words: str) -> None:
+    study = offered(**change)
+    found = judged(policy_of(policy), study, outline_of(study))
+    assert len(found) == bool(words), found
+    if words:
+        import re
+
+        assert re.search(words, found[0]), found
+
+
+def test_an_outline_has_the_params_of_the_model_itself() -> None:
+    from fedplan.studies.stage import stage_of
+
+    for plan in ("share()", "chain(freeze(), share(head))"):
+        study = offered(plan)
+        assert outline_of(study).params == stage_of(study).agreement.params
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("never_shared = []", "never_shared: Extra inputs"),
+        ('never_share = "head"', "never_share: Input should be a valid list"),
+        ('never_share = ["heads"]', "never_share.0: .*heads"),
+        ("by_rule = 1", "by_rule: Input should be a valid boolean"),
+        ("[limits]\nround = 3", "limits.round: Extra inputs"),
+        ("[limits]\nepsilon = -1.0", "limits.epsilon: "),
+        ('[require_privacy]\nunit = "row"\nepsilon = 1.0', "require_privacy.unit: "),
+        ("metrics = [", "cannot be read"),
+        ("", ""),
+    ],
+)
+def test_a_policy_is_read_strictly(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text(text)
+    if not words:
+        assert read_policy(tmp_path / "policy.toml") == Policy()
+        return
+    with pytest.raises(ConfigError, match=words):
+        read_policy(tmp_path / "policy.toml")
+
+
+def test_without_a_file_there_is_no_policy(tmp_path: Path) -> None:
+    with pytest.raises(FedplanError, match="is not there: write what this site lets happen"):
+        read_policy(tmp_path / "policy.toml")
+
+
+def test_a_policy_says_itself_in_words() -> None:
+    said = {"never_share": ["head"], "metrics": ["loss"], "approvers": ["ada"]}
+    text = "\n".join(policy_of(said).lines())
+    assert "waits for a person: ada" in text and "never leave: head" in text
+    assert "from 20 rows on: loss" in text and Kind.HEAD in text

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a person at a site types: the inbox, what would leave, yes and no, the policy, the record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import run
+from sites import asked, site_of, study_text, world_of
+from studies import approvals_in, offered
+
+from fedplan.federation.egress import RECORD, Egress, Warrant, read_egress
+from fedplan.federation.endpoint import HELLO
+from fedplan.federation.messages import request_message
+from fedplan.federation.rounds import push
+from fedplan.sites.approvals import user
+from fedplan.sites.notice import shown
+from fedplan.tensors.message import Message
+from fedplan.tensors.serialization import packed
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A site's folder with a policy, where a study was offered and another before it approved."""
+    (tmp_path / "site.toml").write_text('name = "north"\n')
+    approvals = approvals_in(tmp_path, 'never_share = ["embed"]\nmetrics = ["accuracy"]\n')
+    kept = offered("chain(share(), keep(head | embed))")
+    approvals.offer(kept)
+    approvals.approve(kept.whole)
+    approvals.offer(offered("chain(share(), keep(embed))", rounds=4), server="ab" * 32)
+    approvals.offer(offered("share()"))
+    return tmp_path
+
+
+def typed(site: Path, *words: str) -> tuple[int, str]:
+    code, out = run("site", *words, "--site", str(site))
+    return code, " ".join(out.split())
+
+
+def test_a_person_reads_the_inbox_and_decides(site: Path) -> None:
+    rows = json.loads(run("site", "inbox", "--json", "--site", str(site))[1])
+    assert [row["state"] for row in rows] == [
+        f"approved by {user()}", "waits for approval", "against the policy",
+    ]  # fmt: skip
+    assert rows[1]["server"] == "ab" * 32
+    _, waiting, against = (row["study"] for row in rows)
+    code, out = typed(site, "approve", waiting[:10])
+    assert code == 0 and f"Approved by {user()}: {waiting}" in out
+    assert typed(site, "withdraw", waiting[:10]) == (0, "Withdrawn.")
+    assert typed(site, "refuse", waiting[:10], "--why", "not yet") == (0, "Refused.")
+    code, out = typed(site, "approve", against[:10])
+    assert code == 2 and "embed never leaves this site" in out
+    code, out = typed(site, "inbox")
+    assert code == 0 and f"{waiting[:12]}" in out and "federation: refused" in out
+    code, out = typed(site, "policy")
+    assert code == 0 and "never leave: embed" in out and "the plan shares" in out
+
+
+def test_what_would_leave_and_what_is_new_is_shown(site: Path) -> None:
+    rows = json.loads(run("site", "inbox", "--json", "--site", str(site))[1])
+    code, out = typed(site, "show", rows[1]["study"][:12])
+    assert code == 0, out
+    assert "head: kept -> shared" in out and "train.rounds: 3 -> 4" in out
+    assert "nothing is hidden" in out and "none but fedplan's own" in out
+    code, out = run("site", "show", rows[1]["study"], "--json", "--site", str(site))
+    said = json.loads(out)
+    parts = {each["part"]: each for each in said["parts"]}
+    assert parts["embed"]["roles"] == "kept" and parts["embed"]["total"] == 0
+    assert parts["head"]["total"] == 4 * parts["head"]["each"] > 0
+    assert not any("loss" in each for each in said["tells"]), "the policy lets no loss leave"
+
+
+def test_the_bytes_that_are_shown_are_those_that_leave(tmp_path: Path) -> None:
+    text = study_text(privacy="", method="plan = 'chain(share(), keep(head))'", rounds=1)
+    endpoint = site_of(tmp_path, text)
+    asked(endpoint, world_of(endpoint))
+    (line,) = read_egress(endpoint.folder.parent)
+    notice = shown(offered("chain(share(), keep(head))", rounds=1))
+    assert line["parts"] == {each.part: each.total for each in notice.parts if each.total}
+
+
+def test_a_site_without_a_file_is_told_so(tmp_path: Path) -> None:
+    code, out = typed(tmp_path, "inbox")
+    assert code == 2 and "site.toml" in out
+
+
+def test_one_record_has_all_studies_and_runs_refusals_and_failures(tmp_path: Path) -> None:
+    home, endpoints = tmp_path / "all", list[object]()
+    for name in ("one", "two"):
+        endpoint = site_of(tmp_path, study_text(name=name, privacy="", rounds=2), limit_rounds=1)
+        endpoint.egress = Egress(home)
+        endpoint.warrant = Warrant(name * 16, "cd" * 32, "ada")
+        endpoint.answer(HELLO, packed({}, {"run": endpoint.agreement.run}))
+        asked(endpoint, world_of(endpoint))
+        endpoints.append(endpoint)
+    endpoint.answer("nothing", Message(b""))
+    lines = read_egress(home)
+    said = [(line["study"][:3], line["kind"], line["code"]) for line in lines]
+    assert said == [
+        ("one", "hello", ""),
+        ("one", "update", ""),
+        ("two", "hello", ""),
+        ("two", "refused", "limit-rounds"),
+        ("two", "refused", "request"),
+    ]
+    assert {(x["server"], x["approver"], x["run"]) for x in lines} == {("cd" * 32, "ada", "0" * 16)}
+    assert lines[1]["round"] == 1 and lines[1]["parts"] and len(lines[1]["content"]) == 64
+    code, out = run("egress", str(home))
+    assert code == 0 and "approved by ada" in out and "refused limit-rounds" in out
+    (home / RECORD).write_bytes((home / RECORD).read_bytes().replace(b'"ada"', b'"bob"', 1))
+    code, out = run("egress", str(home))
+    assert (
+        code == 1 and "the record is broken" in out and "broken at line 2" in " ".join(out.split())
+    )
+
+
+def test_the_same_answer_has_the_same_content_and_another_has_not(tmp_path: Path) -> None:
+    endpoint = site_of(tmp_path, study_text(privacy=""))
+    world = world_of(endpoint)
+    down = request_message(push(endpoint.agreement, world, "north", {}, anew=True))
+    for _ in range(2):
+        endpoint.answer("train", down)
+    asked(endpoint, world_of(endpoint, round=2, scale=1.1))
+    one, again, other = (line["content"] for line in read_egress(endpoint.folder.parent))
+    assert one == again != other
+
+
+def test_who_is_mute_tells_no_loss(tmp_path: Path) -> None:
+    endpoint = site_of(tmp_path, study_text(privacy=""))
+    _, said = asked(endpoint, world_of(endpoint))
+    endpoint.site.mute = True
+    _, silent = asked(endpoint, world_of(endpoint, round=2))
+    assert said["line"]["loss"] is not None and silent["line"]["loss"] is None
