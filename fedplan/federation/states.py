@@ -48,7 +48,7 @@ class SiteState(StrEnum):
     FAILED = "failed"
 
 
-GRAVE = {
+GRAVE: dict[str, str] = {
     SiteState.APPROVAL: "warning",
     SiteState.AWAY: "warning",
     SiteState.REFUSED: "error",
