@@ -24,7 +24,9 @@ from fedplan.federation.client import Client
 from fedplan.federation.evaluation import together
 from fedplan.federation.history import Metrics
 from fedplan.federation.participation import Participation
+from fedplan.federation.patience import Patience
 from fedplan.federation.server import STUDY
+from fedplan.federation.status import Status
 from fedplan.language.plan import Plan
 from fedplan.methods.method import Method
 from fedplan.models.attention import moved
@@ -51,7 +53,8 @@ class Simulation:
     """A study that runs in a folder, and goes on from where the folder says it stopped.
 
     `given` is what came from Python in place of files. Callbacks are told of each round that is
-    committed; `stopped` is what one of them said to stop the run before its last round.
+    committed; `stopped` is why the run ended before its last round: what one of them said, or that
+    an operator asked for it. `status` is told how it goes.
     """
 
     def __init__(
@@ -61,11 +64,13 @@ class Simulation:
         given: Given | None = None,
         *,
         callbacks: Sequence[Callback] = (),
+        status: Status | None = None,
     ) -> None:
         if not study.gathered:
             raise ConfigError("data.path: each site of this study has its own: --runner flower")
         self.study, self.folder, self.given = study, folder, given
         self.callbacks, self.stopped = (*callbacks, *study.evaluate.callbacks), ""
+        self.status = status or Status()
         self._open()
 
     def _open(self) -> None:
@@ -96,6 +101,7 @@ class Simulation:
             device=device_named(study.device),
             deterministic=study.deterministic,
             exams={name: exam_of(study, self.shares, name) for name in names},
+            status=self.status,
         )
         agreed_run(self.federation.server, study, self.shares)
 
@@ -110,18 +116,25 @@ class Simulation:
 
         Callbacks are told first. Whoever asks for no more has the run wait there.
         """
-        federation, callbacks = self.federation, self._listeners()
-        server = federation.server
-        last = server.last()
+        callbacks, server = self._listeners(), self.federation.server
+        patience = Patience(**self.study.patience.model_dump())
+        with self.status.driving(server, self.study.name, patience):
+            yield from self._rounds(callbacks)
+        self.stopped = self.status.stopped
+
+    def _rounds(self, callbacks: Sequence[Callback]) -> Iterator[Closed]:
+        federation, status = self.federation, self.status
+        server, last = federation.server, federation.server.last()
         server.keep_best(self.scoring.best(server.history))
-        self.stopped = self._told(callbacks, self._directed(last)) if last else ""
+        self.stopped = status.halted(self._told(callbacks, self._directed(last)) if last else "")
         while (
             server.world.round < server.rounds
             and not self.stopped
             and self.federation is federation  # else it was resumed meanwhile
         ):
             closed = self._directed(self._played())
-            self.stopped = self._told(callbacks, closed)
+            status.round(closed)
+            self.stopped = status.halted(self._told(callbacks, closed))
             yield closed
 
     def _told(self, callbacks: Sequence[Callback], closed: Closed) -> str:
@@ -245,7 +258,7 @@ def run_study(
     made = study if isinstance(study, Study) else read_study(Path(study))
     place = Path(folder or Path("runs") / made.name)
     require_free(place, made, resume=resume)
-    return Simulation(made, place, callbacks=callbacks).run()
+    return Simulation(made, place, callbacks=callbacks, status=Status(place)).run()
 
 
 def simulate(
@@ -315,7 +328,8 @@ def simulate(
         **({"defence": dict(defence)} if defence else {}),
     )
     require_free(place, study, resume=resume)
-    made = Simulation(study, place, given, callbacks=callbacks)
+    status = Status(place) if folder else None
+    made = Simulation(study, place, given, callbacks=callbacks, status=status)
     return made.run() if run else made
 
 
