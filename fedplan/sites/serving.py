@@ -35,8 +35,10 @@ def serve_site(folder: Path) -> None:
     home.mkdir(parents=True, exist_ok=True)
     claim = claimed(home)
     desk = desk_of(site)
+    desk.log.note("site begun", site=site.name)
     with noded(site, over) as door:
         serve(door, desk.answer, over)
+    desk.log.note("site ended", site=site.name)
     del claim
 
 
