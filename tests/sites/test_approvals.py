@@ -48,7 +48,6 @@ CHANGES: dict[str, Any] = {
     "evaluate.personal": False,
     "patience.sites": 3.0,
     "stop": {"metric": "loss"},
-    "evaluate.sites": True,
     "defence": {"share_cap": 0.5},
     "privacy": {"unit": "client", "epsilon": 9.0, "noise": 9.0},
 }
