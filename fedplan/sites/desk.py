@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from fedplan.errors import FedplanError
 from fedplan.federation.codes import KINDS, said_of, told
 from fedplan.federation.egress import Egress, Warrant, ended
-from fedplan.federation.endpoint import HELLO, Endpoint
+from fedplan.federation.endpoint import EVALUATE, HELLO, Endpoint
 from fedplan.federation.exams import Disclosure
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.messages import Refused, run_of
@@ -122,6 +122,7 @@ class Desk:
         endpoint = worker.endpoint(run)
         endpoint.warrant = Warrant(study.whole, self._greeted, approver)
         if kind != HELLO:
+            _require_asked(kind, study)
             _require_rounds(study, said)
             self._require_current(endpoint, run, said)
         return worker
@@ -207,6 +208,13 @@ def rejoin(site: Site, run: str) -> None:
         place = Path(site.home) / REJOIN
         place.mkdir(parents=True, exist_ok=True)
         (place / run).touch()
+
+
+def _require_asked(kind: str, study: Study) -> None:
+    if kind == EVALUATE and not study.evaluate.sites:
+        raise Refused("scores are asked for, and the study that was approved has none").coded(
+            "undisclosed"
+        )
 
 
 def _require_rounds(study: Study, said: Mapping[str, Any]) -> None:
