@@ -70,8 +70,11 @@ def follow_flower(
         whole = closed.whole
         missing = ", ".join(f"{name} ({why})" for name, why in whole.rejected.items())
         loss = f"  loss {closed.row['loss']:.3f}" if "loss" in closed.row else ""
+        found = closed.scores.get("sites", {})
+        told = ((word, _score(found.get(word, {})).strip()) for word in ("world", "own"))
+        scores = "".join(f"  {word} {score}" for word, score in told if score)
         console.print(
-            f"round {closed.round:3d}{loss}  {len(whole.counted)} counted  "
+            f"round {closed.round:3d}{loss}{scores}  {len(whole.counted)} counted  "
             f"{megabytes(whole.up)} MB up  {megabytes(whole.down)} MB down"
             + (f"  not counted: {missing}" if missing else ""),
             markup=False,
@@ -118,17 +121,19 @@ def _opening(simulation: Simulation, folder: Path) -> str:
 
 
 HEADING = "round    loss  world   own ± spread   worst   MB up  MB down"
-"""World: the score on the common test. Own: each client's model on its own rows, mean and worst."""
+"""World: its score on the common test, or on rows that clients hold out. Own: each client's model on
+its own rows, mean and worst."""
 
 
 def _told(closed: Closed, spent: float | None) -> str:
     """One round in one line under the heading."""
-    row, own = closed.row, closed.scores.get("personal")
+    row, sites = closed.row, closed.scores.get("sites", {})
+    own = closed.scores.get("personal") or sites.get("spread", {}).get("own")
     rejected = len(closed.whole.rejected)
     words = (
         f"{closed.round:5d}",
         f"{row['loss']:6.3f}" if "loss" in row else "     -",
-        _score(closed.scores.get("world", {})),
+        _score(closed.scores.get("world") or sites.get("world", {})),
         f"{own['mean']:.3f} ± {own['std']:.3f}  {own['worst']:.3f}" if own else " " * 20,
         f"{megabytes(closed.whole.up):>6}  {megabytes(closed.whole.down):>7}",
         f"  [yellow]{rejected} not counted[/yellow]" if rejected else "",

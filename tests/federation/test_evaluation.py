@@ -26,6 +26,8 @@ from grids import InProcess
 from hypothesis import given
 from hypothesis import strategies as st
 from often import first
+from sites import NAME, desk_of, hello, study_text
+from sites import RUN as SITE_RUN
 
 from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
@@ -47,6 +49,7 @@ from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.carrier import Carrier, carry_study
 from fedplan.runners.local import Federation
 from fedplan.runners.simulation import Simulation
+from fedplan.sites.policy import policy_of
 from fedplan.storage.lines import read_lines
 from fedplan.storage.store import Store
 from fedplan.studies.export import export_run
@@ -452,6 +455,16 @@ def trained(sites: Sites, name: str, rounds: int) -> tuple[Endpoint, World]:
     return site, world
 
 
+def test_a_server_that_asks_more_often_than_the_study_says_is_refused(here: Path) -> None:
+    for evaluate, codes in (("every = 2\n" + SITES, ["unasked", "", ""]), ("", ["unasked"] * 3)):
+        sites = Sites(wrote(FEDPER, evaluate=evaluate), here / str(len(evaluate)))
+        site = sites.endpoint(name := sites.names[0])
+        for number, code in enumerate(codes, 1):
+            world = replace(World.start(site.agreement, site.site.start), round=number)
+            said = asked(site, question(site.agreement, world, name, {}, anew=True))
+            assert said.get("refused", "") == code, "the last round is always due"
+
+
 LIES: dict[str, tuple[Callable[[Request], Request], str]] = {
     "another plan": (lambda r: replace(r, agreed="0" * 16), "another-study"),
     "another name": (lambda r: replace(r, name=f"{r.name}0"), "another-study"),
@@ -504,6 +517,28 @@ def test_limits_of_a_site_hold_for_scores(here: Path) -> None:
         world = replace(World.start(site.agreement, site.site.start), round=1)
         truth = question(site.agreement, world, name, {}, anew=True)
         assert asked(site, truth) == {"refused": code}
+
+
+def test_a_policy_says_which_scores_leave_and_each_time_anew(tmp_path: Path) -> None:
+    text = study_text(privacy="", data="", rounds=3).replace("own_test = 0.0", "own_test = 0.5")
+    text += "[evaluate]\nsites = true\n"
+    desk = desk_of(tmp_path)
+    _, said = unpacked(desk.answer("hello", hello(text)))
+    assert said["client"] == NAME, said
+    worker = desk._worker
+    assert worker is not None
+    site = worker[1].endpoint(SITE_RUN)
+    world = replace(World.start(site.agreement, site.site.start), round=1)
+    truth = request_message(question(site.agreement, world, NAME, {}, anew=True))
+    told = list[dict[str, Any]]()
+    for metrics, least in ((["accuracy"], 2), (["accuracy"], 100), ([], 2), (["f1", "loss"], 2)):
+        desk.approver.policy = policy_of({"metrics": metrics, "least_rows": least})  # type: ignore[misc]
+        told.append(unpacked(desk.answer("evaluate", truth))[1])
+    assert told[1:3] == [{"refused": "few-rows"}, {"refused": "undisclosed"}]
+    assert set(told[0]["scores"]["own"]) == {"accuracy", "examples"}
+    assert set(told[3]["scores"]["world"]) == {"f1", "loss", "examples"}
+    left = [line["kind"] for line in read_egress(tmp_path / "home")]
+    assert left.count("evaluation") == 2
 
 
 @pytest.mark.parametrize("name", GUARANTEES)
