@@ -113,6 +113,7 @@ class Endpoint:
             "start": self.agreement.start,
             "run": self.agreement.run,
             "traits": dict(self.site.traits),
+            "record": self.egress.head.sha256,
             "versions": dict(own_versions()),
         }
         if self.agreement.run and (run := run_of(message)) != self.agreement.run:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -24,6 +25,7 @@ from fedplan.federation.participation import Participation
 from fedplan.federation.record import RoundRecord, TurnRecord, joined, read_records, read_round
 from fedplan.federation.remains import require_newest, require_secrets
 from fedplan.federation.rounds import Tally, announced, close, pull, push
+from fedplan.federation.warnings import Drifts, drifts_of, warnings_of
 from fedplan.federation.world import (
     BEST,
     LEDGER,
@@ -45,6 +47,8 @@ from fedplan.storage.lines import Lines, read_lines
 from fedplan.storage.store import Store
 from fedplan.tensors.named import Digests, digests
 from fedplan.training.probes import public_look
+
+log = logging.getLogger("fedplan")
 
 STUDY = "study.json"
 
@@ -204,7 +208,7 @@ class Server:
         """Close a round with what has come; `commit` makes it last."""
         reach("round.before_close")
         outcome, later = tally.total.close(), self._later(self.world.round + 1)
-        tally.products = outcome.products
+        tally.products, tally.defence = outcome.products, outcome.defence
         self.world = close(self.agreement, self.world, tally, outcome, later=later)
 
     def _later(self, number: int) -> set[str]:
@@ -255,6 +259,7 @@ class Server:
         """
         so_far, turns = self.history, tuple(tally.lines[name] for name in sorted(tally.lines))
         whole = read_round({**self._whole(tally).json(), **(signs or {})})
+        whole = replace(whole, warnings=warnings_of(whole, turns, self._drifts))
         self.ledger.append([*(turn.json() for turn in turns), whole.json()])
         reach("round.ledger_written")
         self.metrics.append([{"round": self.world.round, **scores}] if scores else [])
@@ -264,6 +269,9 @@ class Server:
         self.store.write(tensors, meta, number=self.world.round)
         reach("round.committed")
         so_far.append(row_of(whole, turns, scores or {}))
+        self._drifts.append(whole.drift)
+        for each in whole.warnings:
+            log.warning("round %d: %s", whole.round, each)
         return Closed(self.rounds, whole, turns, scores or {}, Metrics(so_far))
 
     def score(self, closed: Closed, scores: Mapping[str, Any]) -> Closed:
@@ -286,10 +294,20 @@ class Server:
                 tensors, meta = world.saved()
                 store.write(tensors, meta | {"run": self.identity.id}, number=number)
 
-    @cached_property
+    @property
     def history(self) -> Metrics:
         """The metrics of every round that was committed."""
-        return metrics_of(read_records(self.ledger.file), read_lines(self.metrics.file))
+        return self._past[0]
+
+    @property
+    def _drifts(self) -> Drifts:
+        return self._past[1]
+
+    @cached_property
+    def _past(self) -> tuple[Metrics, Drifts]:
+        """The metrics of all rounds and the drift of the last ones, from one reading."""
+        records = read_records(self.ledger.file)
+        return metrics_of(records, read_lines(self.metrics.file)), drifts_of(records)
 
     def last(self) -> Closed | None:
         """The last round that was committed, as it was told when it was."""
@@ -317,6 +335,7 @@ class Server:
             up=sum(record.up for record in tally.lines.values()),
             down=tally.vain + down,
             products=tally.products,
+            defence=tally.defence,
         )
 
     def _files(self) -> dict[str, list[int | str]]:

@@ -22,6 +22,8 @@ from fedplan.federation.participation import Participation
 from fedplan.federation.polls import poll
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
+from fedplan.federation.states import SiteState
+from fedplan.federation.status import Status
 from fedplan.federation.turns import local
 from fedplan.federation.world import World, personal_values
 from fedplan.language.turn import Turn
@@ -40,7 +42,7 @@ class Federation:
     `names` are all who may take part; those without rows never answer. `exams` are what clients'
     models are tested on. `faults` says who drops out
     and who is late. The model is moved to the `device`, if one is said; all values stay in host
-    memory.
+    memory. `status` is told of each client's turn.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class Federation:
         device: torch.device | None = None,
         deterministic: bool = Client.deterministic,
         exams: Mapping[str, Exam | None] | None = None,
+        status: Status | None = None,
     ) -> None:
+        self.status = status or Status()
         start = take(model, agreement.params)
         self.model = settled(model.eval(), device) if device else model.eval()
         self.faults = faults or Faults()
@@ -115,9 +119,12 @@ class Federation:
         absent = tally.cohort.keys() - self.clients.keys()
         tally.rejected |= {name: "no answer" for name in absent}
         for name in [name for name in tally.cohort if name in self.clients]:
+            self.status.beat()
+            self.status.site(name, SiteState.ASKED)
             update = self._asked(local, tally, name)
             reach("round.answered")
             self.server.take(tally, update, late=name in late)
+            self.status.site(name, SiteState.ANSWERED)
         self.server.end(tally)
         return tally
 

@@ -25,6 +25,7 @@ from fedplan.studies.plain import flat, odd, read_toml, value_of
 from fedplan.studies.sections import (
     ClientsSection,
     DataSection,
+    DefenceSection,
     EvaluateSection,
     MethodSection,
     PatienceSection,
@@ -75,6 +76,7 @@ class Study(Section):
     patience: PatienceSection = PatienceSection()
     stop: StopSection | None = None
     privacy: PrivacySection | None = None
+    defence: DefenceSection = DefenceSection()
 
     @property
     def digest(self) -> str:

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
 from fedplan.federation.callbacks import TRACKER_NAMES, Callback, EarlyStopping
+from fedplan.federation.defence import RULES, Defence
 from fedplan.federation.evaluation import Kept, Scoring
 from fedplan.federation.exams import Exam
 from fedplan.federation.participation import Participation
@@ -37,6 +38,7 @@ from fedplan.studies.words import (
     TaskKind,
     WrapName,
     as_fault,
+    one_of,
 )
 from fedplan.training.fit import Pace
 from fedplan.training.optimisers import DECAY, MOMENTUM, ClientOptimiser, optimiser_named
@@ -277,6 +279,33 @@ class StopSection(Section):
         """The same as a callback."""
         higher = self.better == "higher" if self.better else None
         return EarlyStopping(self.metric, self.patience, self.least, higher)
+
+
+class DefenceSection(Section):
+    """What a server does against weights and values that a client may have made up.
+
+    `weight_cap` is the most rows that a client may weigh, `share_cap` the largest share of the
+    weight of all who sent a param. A change longer than `change_bound` times what is usual in the
+    round is shortened to that. `rule` makes one value of all that came, and all but the mean count
+    each client alike; it is told how many `liars` there may be.
+    """
+
+    rule: Annotated[str, AfterValidator(one_of("rule", RULES))] = Defence.rule
+    liars: Positive = Defence.liars
+    weight_cap: Count = Defence.weight_cap
+    share_cap: Annotated[float, Field(ge=0, lt=1)] = Defence.share_cap
+    change_bound: Annotated[float, Field(ge=0)] = Defence.change_bound
+
+    @property
+    def made(self) -> Defence:
+        """The same as a value."""
+        return Defence(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _sound(self) -> DefenceSection:
+        with as_fault():
+            _ = self.made
+        return self
 
 
 class PrivacySection(Section):

@@ -239,7 +239,15 @@ def agreement_of(study: Study, params: Params, given: Method | None = None) -> A
     # One that is only told of was judged when it ran.
     if guarantee is not None and not isinstance(made, Told):
         require_sound(guarantee, made)
-    return Agreement(f"{study.name}/{study.seed}", params, made, pace, guarantee, study.digest)
+    return Agreement(
+        f"{study.name}/{study.seed}",
+        params,
+        made,
+        pace,
+        guarantee,
+        study.digest,
+        defence=study.defence.made,
+    )
 
 
 @cache

@@ -20,11 +20,13 @@ from fedplan.federation.messages import Request, request_header, request_message
 from fedplan.federation.patience import Patience
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
+from fedplan.federation.states import RunState, SiteState, state_said
+from fedplan.federation.status import Status
 from fedplan.federation.versions import other_versions
 from fedplan.models.values import put
 from fedplan.privacy.errors import PrivacyError
 from fedplan.runners.faults import Faults, faults_of
-from fedplan.runners.flower.calls import Calls, Guest, Letter
+from fedplan.runners.flower.calls import Calls, Guest, Letter, is_over
 from fedplan.runners.flower.evaluations import Evaluations
 from fedplan.runners.flower.records import arrays_of
 from fedplan.studies.continuation import require_free
@@ -41,7 +43,13 @@ Test = Callable[[Tensors], dict[str, float]]
 """What is measured of the world's values on a common test."""
 
 
-def carry_study(grid: Grid, study: Study, folder: Path, callbacks: Sequence[Callback] = ()) -> None:
+def carry_study(
+    grid: Grid,
+    study: Study,
+    folder: Path,
+    callbacks: Sequence[Callback] = (),
+    status: Status | None = None,
+) -> None:
     """Carry a study, or go on with it from what its folder holds."""
     require_free(folder, study, resume=True)
     stage = stage_of(study)
@@ -64,7 +72,8 @@ def carry_study(grid: Grid, study: Study, folder: Path, callbacks: Sequence[Call
     if stop is not None:
         # The rows are at the sites, and so is every score but that of a common test.
         stop.require_measured([*(["world"] if test else []), *(["sites"] if scoring.sites else [])])
-    Carrier(
+    told = status or Status(folder)
+    carrier = Carrier(
         grid,
         server,
         patience,
@@ -74,7 +83,10 @@ def carry_study(grid: Grid, study: Study, folder: Path, callbacks: Sequence[Call
         study=study,
         scoring=scoring,
         test=test,
-    ).carry()
+        status=told,
+    )
+    with told.driving(server, study.name, patience, rows=False, passing=is_over):
+        carrier.carry()
     del claim
 
 
@@ -99,6 +111,7 @@ class Carrier:
         scoring: Scoring | None = None,
         test: Test | None = None,
         study: Study | None = None,
+        status: Status | None = None,
     ) -> None:
         if server.aggregation.hides and quorum > 1:
             raise PrivacyError(
@@ -109,6 +122,7 @@ class Carrier:
         self.server, self.quorum = server, 0 if server.aggregation.hides else quorum
         hello = hello_of(server.agreement.run, study)
         self.calls = Calls(grid, server.roster, patience or Patience(), hello)
+        self.status = self.calls.status = status or Status()
         self.callbacks = tuple(callbacks)
         self.faults, self._late = faults or Faults(), set[str]()
         self._unfit: dict[str, str] = {}
@@ -121,11 +135,12 @@ class Carrier:
         server, last = self.server, self.server.last()
         if last is not None:
             if self._unscored(last):
-                self._gather()
+                self._gather(0)
             last = self._scored(last)
         stopped = stopping(self.callbacks, self._directed(last)) if last else ""
+        stopped = self.status.halted(stopped)
         if server.world.round < server.rounds and not stopped:
-            self._gather()
+            self._gather(min(self.quorum, len(server.roster)))
         while server.world.round < server.rounds and not stopped:
             self._greet()
             tally = server.begin()
@@ -135,14 +150,17 @@ class Carrier:
             self._choose_together(tally)
             self._ask(tally)
             server.end(tally)
-            closed = self._scored(server.commit(tally))
+            closed = self._directed(self._scored(server.commit(tally)))
             log.info("%s", _told(closed, self.scoring.primary))
-            stopped = stopping(self.callbacks, self._directed(closed))
+            self.status.round(closed)
+            stopped = self.status.halted(stopping(self.callbacks, closed))
         if stopped:
             log.info("stopped after round %d: %s", server.world.round, stopped)
 
-    def _gather(self) -> None:
-        self.calls.gather(min(self.quorum, len(self.server.roster)))
+    def _gather(self, enough: int) -> None:
+        self.status.become(RunState.WAITING)
+        self.calls.gather(enough)
+        self.status.become(RunState.RUNNING)
 
     def _unscored(self, closed: Closed) -> bool:
         """Whether a round that was committed is still to be scored."""
@@ -176,6 +194,7 @@ class Carrier:
             if reason := self._unfit_for(name, guest):
                 if self._unfit.get(name) != reason:
                     log.warning("%s is not asked: it %s", name, reason)
+                self.status.site(name, SiteState.REFUSED, f"not asked: it {reason}")
                 self._unfit[name] = reason
             else:
                 self._unfit.pop(name, None)
@@ -212,12 +231,15 @@ class Carrier:
         for name, answer in self.calls.ask("train", letters, lambda: self._enough(tally)):
             if isinstance(answer, str):
                 tally.rejected.setdefault(name, answer.splitlines()[0])
+                self.status.site(name, SiteState.FAILED, tally.rejected[name])
             elif self._lacks(tally, name, answer):
                 letters[name] = self._letter(tally, name)
             else:
                 self._count(tally, name, answer)
         silent = tally.cohort.keys() - set(tally.heard) - tally.rejected.keys()
         tally.rejected |= {name: "no answer" for name in silent}
+        for name in silent - self.calls.absent:
+            self.status.site(name, SiteState.FAILED, "no answer in time")
         if not self._enough(tally):
             reasons = "; ".join(f"{n}: {why}" for n, why in sorted(tally.rejected.items()))
             raise FedplanError(
@@ -257,6 +279,7 @@ class Carrier:
         if kind := next((kind for kind in KINDS if kind in said), ""):
             tally.rejected.setdefault(name, meant(kind, str(said[kind])))
             log.warning("%s %s", name, meant(kind, str(said[kind])))
+            self.status.site(name, state_said(tally.rejected[name]), tally.rejected[name])
             return
         limit = 2 * nbytes(self.server.world.values) + 2**22
         try:
@@ -267,8 +290,10 @@ class Carrier:
         except FedplanError as error:
             tally.rejected[name] = str(error).splitlines()[0]
             log.warning("%s is not counted: %s", name, tally.rejected[name])
+            self.status.site(name, SiteState.FAILED, tally.rejected[name])
             return
         self.server.take(tally, update, late=name in self._late)
+        self.status.site(name, SiteState.ANSWERED)
 
     def _choose_together(self, tally: Tally) -> None:
         voters = self.server.voters(tally)
