@@ -18,7 +18,7 @@ KNOWN_BY = ("perplexity", "rmse", "f1_micro", "accuracy")
 """Of each kind of task, the score that it is known by; a line has no task."""
 
 OWN = ("personal.", "sites.spread.own.")
-"""What the numbers begin with that tell how clients' own scores lie: of a simulation, and of sites."""
+"""What the names begin with of numbers that tell how clients' own scores lie."""
 
 SITES = ("sites.world", "sites.own")
 """The scores of sites: each is the mean over the rows that they hold out."""
