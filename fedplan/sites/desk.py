@@ -67,7 +67,7 @@ class Desk:
             self.faults, self.egress = FaultLog(self.home, site.seal), Egress(self.home)
         self.log = Log(self.home)
         self._worker: tuple[tuple[str, str], Worker] | None = None
-        self._greeted = ""
+        self._greeted = self._asked = ""
 
     def answer(self, kind: str, message: Message) -> Message:
         """The answer to a request. Of what goes wrong a code leaves, and the text stays here."""
@@ -103,16 +103,18 @@ class Desk:
             run = _run_in(message)
             self.egress.note(
                 ended(code, answer, site=self.site.name, run=run),
-                Warrant(_offered_in(message), self._greeted),
+                Warrant(self._asked or _offered_in(message), self._greeted),
             )
         return answer
 
     def _admitted(self, kind: str, message: Message) -> Worker:
         """The worker of a request's study, if the request may be answered."""
+        self._asked = ""
         run, (_, said) = run_of(message), unpacked(Message(message.header))
         if kind == HELLO:
             self._greeted = self.server()
         study = self._offered(run, said) if kind == HELLO else self._bound(run)
+        self._asked = study.whole
         approver = self.approver.admit(study, self._greeted)
         if kind == HELLO:
             self._bind(run, study)
