@@ -25,6 +25,7 @@ REFUSALS = {
     "another-study": "it agreed to something else: both ends must run the same study",
     "values": "it was sent values that its plan does not have come down, or of another kind",
     "poll": "its plan chooses nothing together in this turn, or nobody pays for the choice",
+    "unasked": "the study that it agreed to asks for no scores of this round",
     "few-rows": "it holds out no rows to test on, or fewer than it lets scores leave of",
     "undisclosed": "it lets none of these scores leave",
     "uncharged": "the study promises privacy, and nobody pays for scores: none leave",
