@@ -27,6 +27,7 @@ from fedplan.federation.remains import require_newest, require_secrets
 from fedplan.federation.rounds import Tally, announced, close, pull, push
 from fedplan.federation.warnings import Drifts, drifts_of, warnings_of
 from fedplan.federation.world import (
+    BEST,
     LEDGER,
     METRICS,
     WORLD,
@@ -272,6 +273,26 @@ class Server:
         for each in whole.warnings:
             log.warning("round %d: %s", whole.round, each)
         return Closed(self.rounds, whole, turns, scores or {}, Metrics(so_far))
+
+    def score(self, closed: Closed, scores: Mapping[str, Any]) -> Closed:
+        """Write down the scores of the last round, which were asked for once it was committed.
+
+        A kill before this line leaves a round without scores, which may be asked for again.
+        """
+        self.metrics.append([{"round": closed.round, **scores}])
+        if (found := self.store.newest()) is not None:
+            files = found.meta["files"] | {METRICS: self.metrics.mark}
+            self.store.amend(found.meta | {"files": files}, number=found.number)
+        self.history[-1] = row_of(closed.whole, closed.turns, scores)
+        return replace(closed, scores=scores, metrics=Metrics(self.history))
+
+    def keep_best(self, number: int) -> None:
+        """Keep the world beside the run, if this is the number of its round: it is the best yet."""
+        if number == self.world.round and number:
+            store, world = Store(self.folder / BEST, keep=1), replace(self.world, memory={})
+            if number not in store.numbers():
+                tensors, meta = world.saved()
+                store.write(tensors, meta | {"run": self.identity.id}, number=number)
 
     @property
     def history(self) -> Metrics:

@@ -46,24 +46,29 @@ def export_run(
     key: Path | None = None,
     *,
     adapter: bool = False,
+    best: bool = False,
 ) -> str:
     """Write a model, and say how it is loaded: the world's, or one client's own.
 
     The folder is a run's, or that of a site's experiment: then the model is the site's own, and
     `key` opens what it keeps. With `adapter` only the adapter is written, as peft loads it; else
-    the whole model in floats, its adapter merged into it.
+    the whole model in floats, its adapter merged into it. With `best` it is the world of the round
+    that scored best, where the study has it kept.
     """
     folder, out = Path(folder), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty: name another folder")
-    held = _of_site(folder, key) if (folder / AGREEMENT).exists() else _of_run(folder, client)
+    of_site = (folder / AGREEMENT).exists()
+    if best and (client or of_site):
+        raise ConfigError("the best that is kept is the world's, and no client's own")
+    held = _of_site(folder, key) if of_site else _of_run(folder, client, best=best)
     held.model.eval()
     with quiet():
         return _adapter_written(held, out) if adapter else _written(held.model, held.task, out)
 
 
-def _of_run(folder: Path, client: str) -> _Held:
-    run, world, home = looked_at(folder, lambda run: _held(run, client))
+def _of_run(folder: Path, client: str, *, best: bool = False) -> _Held:
+    run, world, home = looked_at(folder, lambda run: _held(run, client, best=best))
     require_files(run.study)
     stage = _staged(run.study, run.agreement, run.labels)
     values = world_values(run.agreement, world, stage.start)
@@ -80,9 +85,9 @@ def _filled(stage: Stage, values: Tensors) -> _Held:
     return _Held(stage.model, stage.shares.task, tuple(moved))
 
 
-def _held(run: Run, client: str) -> tuple[Run, World, dict[str, Tensor]]:
+def _held(run: Run, client: str, *, best: bool) -> tuple[Run, World, dict[str, Tensor]]:
     """The run with its world, and what a client kept of it, of one round."""
-    return run, run.world, run.home(client)[0] if client else {}
+    return run, run.best if best else run.world, run.home(client)[0] if client else {}
 
 
 def _of_site(folder: Path, key: Path | None) -> _Held:

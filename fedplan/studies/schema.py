@@ -129,6 +129,18 @@ class Study(Section):
         return self
 
     @model_validator(mode="after")
+    def _scores(self) -> Study:
+        said = self.evaluate
+        if self.privacy and (said.sites or said.keep_best == "own"):
+            raise ValueError(
+                'evaluate.sites and evaluate.keep_best = "own" tell of clients\' rows, and nobody '
+                "pays for that under privacy: leave them out, or test on a common test"
+            )
+        if said.sites and not (self.data.own_test or self.data.given):
+            raise ValueError("evaluate.sites needs rows that clients hold out: raise data.own_test")
+        return self
+
+    @model_validator(mode="after")
     def _stops(self) -> Study:
         if self.privacy and self.stop:
             with as_fault():

@@ -12,6 +12,8 @@ from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
 from fedplan.federation.callbacks import TRACKER_NAMES, Callback, EarlyStopping
 from fedplan.federation.defence import RULES, Defence
+from fedplan.federation.evaluation import Kept, Scoring
+from fedplan.federation.exams import Exam
 from fedplan.federation.participation import Participation
 from fedplan.federation.patience import Patience
 from fedplan.methods.method import Method
@@ -220,26 +222,35 @@ class PatienceSection(Section):
     """How many seconds a server of real sites waits.
 
     `sites` is for those that a round needs to come, `answers` for the answers of a round, `absent`
-    for a site that went away; `look` is the time between two looks.
+    for a site that went away, `scores` for the scores of a round; `look` is the time between two
+    looks.
     """
 
     sites: Annotated[float, Field(gt=0)] = Patience.sites
     answers: Annotated[float, Field(gt=0)] = Patience.answers
     absent: Annotated[float, Field(ge=0)] = Patience.absent
     look: Annotated[float, Field(gt=0)] = Patience.look
+    scores: Annotated[float, Field(gt=0)] = Patience.scores
 
 
 class EvaluateSection(Section):
     """When and on what the models are tested.
+
+    With `sites` each client scores the world and its own model on the rows that it holds out
+    (`data.own_test`), wherever it is, and lets leave of that what it allows; `personal` says that
+    clients' own models are scored. `keep_best` keeps the world of the round whose score of the
+    `world`, or of the clients' `own` models, was best.
 
     `attention` is on how many of the common test's rows each round's move of the attention maps is
     measured; 0 is not at all. `metrics` are measured beside those of the task. `trackers` are
     callbacks, by name, of whoever runs the study: no site needs them.
     """
 
-    every: Positive = 1
+    every: Positive = Scoring.every
     batch: Positive = 128
-    personal: bool = True
+    personal: bool = Exam.personal
+    sites: bool = Scoring.sites
+    keep_best: Kept = Scoring.keep_best
     attention: Count = 0
     metrics: list[MetricName] = []
     trackers: list[str] = []

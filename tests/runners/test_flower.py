@@ -45,7 +45,7 @@ from fedplan.models.params import Block
 from fedplan.models.values import take
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.calls import Calls
-from fedplan.runners.flower.carrier import Carrier
+from fedplan.runners.flower.carrier import Carrier, hello_of
 from fedplan.runners.flower.records import message_in, records_of
 from fedplan.runners.local import Federation
 from fedplan.storage.journal import Journal, home_of
@@ -395,7 +395,9 @@ def test_a_server_that_asks_for_more_is_refused(
 def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     held = endpoint(METHODS["fedavg"], tmp_path, "client-0", run="0" * 16)
     grid = InProcess(client_app(lambda _, kind, message: held.answer(kind, message)), [{}])
-    calls = Calls(grid, ["client-0", "client-1"], replace(SOON, sites=0.1), "0" * 16)
+    calls = Calls(
+        grid, ["client-0", "client-1"], replace(SOON, sites=0.1), hello_of("0" * 16, None)
+    )
     with pytest.raises(FedplanError, match="have not come: client-1"):
         calls.gather(2)
 
@@ -476,7 +478,7 @@ def test_a_node_that_takes_the_name_of_another_is_not_heard(
     run.grid = InProcess(client_app(run.answer), [*({"name": n} for n in NAMES), thief])
     run.carry()
     assert run.clean() and all(line["counted"] == list(NAMES) for line in run.rounds())
-    assert "says it is 'client-0', and so does node" in caplog.text
+    assert "says that it is 'client-0', as node" in caplog.text
 
 
 @pytest.mark.parametrize(

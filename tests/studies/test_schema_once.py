@@ -16,6 +16,7 @@ from fedplan.data.partition import KINDS, Partition
 from fedplan.data.tables import DataError
 from fedplan.data.tasks import TASK_KINDS, Task, task
 from fedplan.federation.defence import RULES, Defence
+from fedplan.federation.evaluation import Scoring
 from fedplan.federation.participation import Participation
 from fedplan.federation.patience import Patience
 from fedplan.methods.method import Method
@@ -28,6 +29,7 @@ from fedplan.studies.sections import (
     ClientsSection,
     DataSection,
     DefenceSection,
+    EvaluateSection,
     MethodSection,
     PatienceSection,
     PrivacySection,
@@ -47,6 +49,7 @@ VALUES: dict[type[Section], type] = {
     DataSection: Partition,
     TaskSection: Task,
     MethodSection: Method,
+    EvaluateSection: Scoring,
 }
 OTHER = {
     (DataSection, "clients"): "none is for Python to say, or all that a column names",
