@@ -159,7 +159,7 @@ def one(defence: dict[str, Any], lie: str, seed: int) -> dict[str, Any]:
         run.run()
         found = run.metrics[-1]
         lines = [x for x in read_lines(Path(place) / "run" / "ledger.jsonl") if "moved" in x]
-    told = {name: lines[-1].get(name) for name in ("counted", "defence", "warnings")}
+    told = {"done": lines[-1].get("defence"), "warnings": lines[-1].get("warnings", [])}
     return {"accuracy": found["world.accuracy"], "loss": found["world.loss"], **told}
 
 
