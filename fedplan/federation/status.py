@@ -41,8 +41,9 @@ from fedplan.storage.processes import this_process
 if TYPE_CHECKING:
     from fedplan.federation.server import Server
 
-PAUSE = 0.5
-"""Seconds between two writings of what single sites do; a round is written at once."""
+PAUSE, BEAT = 0.5, 10.0
+"""Seconds between two writings of what single sites do, a round being written at once; and between
+two of the same, which say that the driver is there."""
 LATELY = 20
 """Rounds that the seconds of a round are the median of."""
 SHARES = (0.8, 1.0)
@@ -264,7 +265,7 @@ class Status:
                 listener(entry)
 
     def _flush(self) -> None:
-        if self._dirty and time.monotonic() - self._written > PAUSE:
+        if time.monotonic() - self._written > (PAUSE if self._dirty else BEAT):
             self._write()
 
     def _write(self) -> None:
