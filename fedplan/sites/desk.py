@@ -65,7 +65,7 @@ class Desk:
         self.home = Path(site.home)
         with private():
             self.faults, self.egress = FaultLog(self.home, site.seal), Egress(self.home)
-        self.log = Log(self.home)
+        self.log, self._noted = Log(self.home), ("", "", "")
         self._worker: tuple[tuple[str, str], Worker] | None = None
         self._greeted = self._asked = ""
 
@@ -86,7 +86,10 @@ class Desk:
         """Say in the log what was asked and how it ended: by a code, and no more."""
         said = _heard(answer)
         code = next((told(str(said[word])) for word in KINDS if word in said), "")
-        number = _heard(message).get("round")
+        # A server asks again and again while a study waits for a person: once is enough.
+        if code and (kind, _run_in(message), code) == self._noted:
+            return
+        self._noted, number = (kind, _run_in(message), code), _heard(message).get("round")
         self.log.note(
             f"{kind if kind in REQUESTS else 'request'} {'ended' if code else 'answered'}",
             code,
