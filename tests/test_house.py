@@ -31,80 +31,73 @@ APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
 LENT = {
     "tensors": """
-        AUTO DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE PIECES
-        at_rest autocast beside brought checksum deterministic device_named
-        device_of device_text device_word forked integers is_rider nbytes
-        numbers param_of plain rider riders_of scaler settled split_riders
-        widest
+        AUTO DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE PIECES at_rest
+        autocast beside brought checksum deterministic device_named device_of
+        device_text device_word forked integers is_rider nbytes numbers param_of plain
+        rider riders_of scaler settled split_riders widest
     """,
     "storage": """
-        BrokenChain ChainFile Claim Entry Generation Head Process Read
-        a_study_name alone claimed client_names explained folder_named head_file
-        home_of keep_file mark_of_file now put_file reach read_chain read_lines
-        synced this_process
+        BrokenChain ChainFile Claim Entry Generation Head Process Read a_study_name
+        alone claimed client_names explained folder_named head_file home_of keep_file
+        mark_of_file now put_file reach read_chain read_lines synced this_process
     """,
     "models": """
-        ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED
-        add_prompts aligned bare blocks_of buffers_of centre_of configured drawn
-        families_in family_named fetched graft is_hub_id is_quantised layers_of
-        learn listen load_adapter mixes_rows moved places quantisation quiet
-        read report require_rest save_adapter scales_in skeleton small_copy
-        steadied value_in whole written
+        ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts
+        aligned bare blocks_of buffers_of centre_of configured drawn families_in
+        family_named fetched graft is_hub_id is_quantised layers_of learn listen
+        load_adapter mixes_rows moved places quantisation quiet read report require_rest
+        save_adapter scales_in skeleton small_copy steadied value_in whole written
     """,
     "language": """
-        After Assign Best By Condition Crowd MANY Part Phase Roles Step Trait
-        When adapter bias blocks body candidates certain common conditions
-        fusion head key kinds_of lora_a lora_b mlp norm own phases_in phrase
-        prompt query require_told rounds_ahead spelled_out stated text_of
-        touched value
+        After Assign Best By Condition Crowd MANY Part Phase Roles Step Trait When
+        adapter bias blocks body candidates certain common conditions fusion head key
+        kinds_of lora_a lora_b mlp norm own phases_in phrase prompt query require_told
+        rounds_ahead spelled_out stated text_of touched value
     """,
     "data": """
-        Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_NAMES contents
-        division is_among label_text labels_in model_loss named_columns names_in
-        refitted require_packing require_sight rows some spread task_class
-        to_train values where
+        Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_NAMES contents division
+        is_among label_text labels_in model_loss named_columns names_in refitted
+        require_packing require_sight rows some spread task_class to_train values where
     """,
     "training": """
-        CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES WRAP_NAMES
-        adjust checkpointed is_public loop_named public_look wrap_named
+        CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES WRAP_NAMES adjust
+        checkpointed is_public loop_named public_look wrap_named
     """,
     "methods": """
-        ByResidual METHOD_NAMES SERVER_OPTIMISER_NAMES Sides Told about_method
-        hosts_of list_methods product_told server_optimiser_named told_method
+        ByResidual METHOD_NAMES SERVER_OPTIMISER_NAMES Sides Told about_method hosts_of
+        list_methods product_told server_optimiser_named told_method
     """,
     "privacy": """
-        BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate
-        ballot capped counted derived needed read_secret require_pace secret_of
+        BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
+        capped counted derived needed read_secret require_pace secret_of
     """,
     "federation": """
         AGREEMENT ANSWERS APPROVAL Account BEST Callback Closed DELTA Disclosure
-        EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity
-        KEY KINDS Kept LEDGER LIVE LOWER Limits METRICS Metrics Patience
-        PlainSum ROLES RULES RUN Record RecordError RunState RunStatus SMALL
-        STUDY Scores Scoring SiteState SiteStatus Status TRACKER_NAMES WORLD
-        Warrant agreements_in announced ask_to_stop by_part by_senders caps_of
-        changed_rows code_of cut drifts_of ended evaluate guard_of joined
-        journal_in keyed last_of last_told mark_of meant metrics_of
-        other_versions own_values parsed parted personal_values place_of
-        private_folder question read_agreement read_answers read_egress
-        read_faults read_identity read_record read_status request_header
-        request_message require_sound run_of said_of scored scores_of state_said
-        stopping together told understood update_of warnings_of world_values
+        EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity KEY KINDS
+        Kept LEDGER LIVE LOWER Limits METRICS Metrics Patience PlainSum ROLES RULES RUN
+        Record RecordError RunState RunStatus SMALL STUDY Scores Scoring SiteState
+        SiteStatus Status TRACKER_NAMES WORLD Warrant agreements_in announced
+        ask_to_stop by_part by_senders caps_of changed_rows code_of cut drifts_of ended
+        evaluate guard_of joined journal_in keyed last_of last_told mark_of meant
+        metrics_of other_versions own_values parsed parted personal_values place_of
+        private_folder question read_agreement read_answers read_egress read_faults
+        read_identity read_record read_status request_header request_message
+        require_sound run_of said_of scored scores_of state_said stopping together told
+        understood update_of warnings_of world_values
     """,
     "studies": """
-        Count DeviceName Given Section WentOn agreed_run as_fault exam_of flat
-        found_in guarantee_of laid_over looked_at method_of note_task odd
-        opened_run outline_of participation_of placed read_toml require_fitting
-        require_free scoring_of shares_of study_in study_of write_run
+        Count DeviceName Given Section WentOn agreed_run as_fault exam_of flat found_in
+        guarantee_of laid_over looked_at method_of note_task odd opened_run outline_of
+        participation_of placed read_toml require_fitting require_free scoring_of
+        shares_of study_in study_of write_run
     """,
     "runners": """
-        Site Worker drive link_in make_keys make_site_keys new_federation
-        new_site noded private public_key read_site run_link run_study serve
-        simulate
+        Site Worker drive link_in make_keys make_site_keys new_federation new_site noded
+        private public_key read_site run_link run_study serve simulate
     """,
     "reports": """
-        Figure Forecast Segment asked follow_flower foretold in_order log_line
-        megabytes moment parts_table screen stated told_of
+        Figure Forecast Segment asked follow_flower foretold in_order log_line megabytes
+        moment parts_table screen stated told_of
     """,
     "sites": """
         approvals_of rejoin serve_site
