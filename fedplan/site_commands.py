@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from fedplan.console import Json, told
+from fedplan.errors import FedplanError
 from fedplan.naming import allow_only
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ site_commands = typer.Typer(
     no_args_is_help=True,
 )
 SiteFolder = Annotated[Path, typer.Option("--site", help="The site's folder, with site.toml.")]
-Digest = Annotated[str, typer.Argument(help="How the study's digest begins, as inbox lists it.")]
+Digest = Annotated[
+    str, typer.Argument(help="How the study's digest begins; without it, the only one that waits.")
+]
 
 
 @site_commands.command()
@@ -73,10 +76,11 @@ def inbox(site: SiteFolder = Path(), as_json: Json = False) -> None:
 
 
 @site_commands.command()
-def show(digest: Digest, site: SiteFolder = Path(), as_json: Json = False) -> None:
+def show(digest: Digest = "", site: SiteFolder = Path(), as_json: Json = False) -> None:
     """Say what a study would let leave, and what is new against the last that was approved."""
     with told():
-        notice = _approvals(site).shown(digest)
+        approvals = _approvals(site)
+        notice = approvals.shown(digest or _waiting(approvals))
     if as_json:
         print(json.dumps(notice.json()))
     else:
@@ -84,10 +88,11 @@ def show(digest: Digest, site: SiteFolder = Path(), as_json: Json = False) -> No
 
 
 @site_commands.command()
-def approve(digest: Digest, site: SiteFolder = Path()) -> None:
+def approve(digest: Digest = "", site: SiteFolder = Path()) -> None:
     """Say yes to a study, as it stands, word for word. It is good for this study alone."""
     with told():
-        found = _approvals(site).approve(digest)
+        approvals = _approvals(site)
+        found = approvals.approve(digest or _waiting(approvals))
     print(f"Approved by {found.approver}: {found.study}")
 
 
@@ -123,6 +128,16 @@ def policy(site: SiteFolder = Path()) -> None:
             lines += [f"  - {sentence}" for sentence in approvals.against(study)]
     for line in lines:
         Console(soft_wrap=True, highlight=False).print(line, markup=False)
+
+
+def _waiting(approvals: Approvals) -> str:
+    """The only study that waits for a person."""
+    rows = [approvals.listed(whole) for whole in approvals.inbox.wholes()]
+    found = [row["study"] for row in rows if row["state"].startswith("waits")]
+    if len(found) != 1:
+        some = ", ".join(whole[:12] for whole in found) or "none"
+        raise FedplanError(f"say which study is meant: those that wait are {some}")
+    return found[0]
 
 
 def _approvals(folder: Path) -> Approvals:

@@ -103,7 +103,17 @@ class Egress:
             if not times:
                 return
             leaving = replace(leaving, times=times)
+        else:
+            self.settle()
         self._chain.append({**asdict(leaving), **asdict(by)})
+
+    def settle(self) -> None:
+        """Write down the refusals that no line says yet."""
+        for alike, (_, count) in list(self._told.items()):
+            if count:
+                told = Leaving(alike.kind, run=alike.run, code=alike.code, times=count)
+                self._chain.append({**asdict(told), **asdict(alike.warrant)})
+            del self._told[alike]
 
     def _again(self, leaving: Leaving, warrant: Warrant) -> int:
         """How many times a code was told that no line says yet; none if it is too soon for one."""

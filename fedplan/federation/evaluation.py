@@ -7,16 +7,20 @@ from it, and what came with the question need not come again.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import fsum, isfinite, nan
+from math import fsum, isfinite, isnan, nan
 from typing import Any, Literal, cast
 
 from torch import Tensor
 
 from fedplan.data.examples import Examples
 from fedplan.data.metrics import spread
+from fedplan.errors import StoreError
 from fedplan.federation.account import Answer
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client, admit, own_turn, receive
@@ -28,6 +32,7 @@ from fedplan.federation.rounds import push
 from fedplan.federation.world import World
 from fedplan.language.resolution import permitted
 from fedplan.models.values import put
+from fedplan.storage.files import put_file
 from fedplan.tensors.devices import deterministic
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.serialization import JSON, SerializationError
@@ -106,6 +111,7 @@ def _evaluate(agreement: Agreement, client: Client, request: Request) -> Scores:
     receive(agreement, client, request, {})
     models = _models(agreement, client, request, exam, home)
     content = _content(agreement, client, request, rows, models)
+    _require_same(client, request, content)
     size = 8 * MOST * len(models)
     admit(agreement, client, request, Answer("evaluation", request.name, content, size))
     return _scored(agreement, client, partial(exam.score, client.model, rows), models)
@@ -147,7 +153,25 @@ def _models(
     keys = [p.key for p in agreement.trainable]
     world = {key: client.seen.get(key, client.start[key]) for key in keys}
     own = {p.key: home[p.key] for p in agreement.trainable if roles[p].own and p.key in home}
-    return {WORLD: world, **({OWN: world | own} if exam.personal else {})}
+    personal = exam.personal and client.disclosure.own
+    return {WORLD: world, **({OWN: world | own} if personal else {})}
+
+
+def _require_same(client: Client, request: Request, content: str) -> None:
+    """Refuse other values under the same question: enough of them would tell what is kept."""
+    if not content:
+        return  # of a simulation, whose server is itself
+    file = client.journal.folder / EXAMINED
+    try:
+        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{file} cannot be read: {error}; put a copy of it back") from error
+    mark = hashlib.sha256(content.encode()).hexdigest()
+    if known.setdefault(request.name, mark) != mark:
+        raise Refused(
+            f"{client.name} has told the scores of {request.name[:80]!r}, of other values"
+        ).coded("unasked")
+    put_file(file, json.dumps(known), mode=0o600)
 
 
 def _scored(
@@ -196,6 +220,12 @@ def scores_said(scores: Scores) -> dict[str, JSON]:
     }
 
 
+EXAMINED = "examined.json"
+"""Beside a journal: of what values each question was answered."""
+SHARES = ("accuracy", "f1", "precision", "recall", "auc")
+"""Scores that are shares, and so within 0 and 1."""
+
+
 def scores_of(said: Any) -> Scores:
     """Scores from JSON, if they are what a client may say."""
     found = Scores()
@@ -204,11 +234,20 @@ def scores_of(said: Any) -> Scores:
             raise SerializationError(f"these are scores of {model[:40]!r}, of which none are asked")
         found[model] = {name: _number(name, each) for name, each in _table(held).items()}
         count = found[model].get(EXAMPLES, 0.0)
-        if not (count == int(count) and 0 < count < 2**40):
+        _require_sane(found[model])
+        if not (count == int(count) and 0 < count < 2**32):
             raise SerializationError(f"the scores of {model} are of {count} rows")
     if WORLD not in found:
         raise SerializationError("there are no scores of the world")
     return found
+
+
+def _require_sane(scores: Mapping[str, float]) -> None:
+    """Refuse names that are no names, and shares that are none: a site may say anything."""
+    for name, value in scores.items():
+        share = name.startswith(SHARES) and not isnan(value)
+        if not re.fullmatch(r"[\w.@-]+", name, re.ASCII) or (share and not 0 <= value <= 1):
+            raise SerializationError(f"these are no scores: {name!r} is {value}")
 
 
 def _table(said: Any) -> dict[str, Any]:

@@ -42,11 +42,13 @@ class Exam:
 class Disclosure:
     """Which scores may leave a client, and of how many rows at least; without names, all may.
 
-    A client decides this for itself. Of how many rows the scores are leaves with them.
+    A client decides this for itself. Of how many rows the scores are leaves with them. Without
+    `own` its own model is not scored: from enough scores one learns what it is made of.
     """
 
     metrics: frozenset[str] | None = None
     least_rows: int = 1
+    own: bool = True
 
     def require_rows(self, name: str, exam: Exam) -> Examples:
         """The rows of an exam, if they are enough for scores of them to leave."""

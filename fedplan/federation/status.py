@@ -168,7 +168,7 @@ class Status:
 
     def beat(self) -> None:
         """Say that the driver is there; raises if it is asked to end at once."""
-        if self.now.state == RunState.WAITING:
+        if self.now.state in (RunState.WAITING, RunState.STOPPING):
             self._progress = time.monotonic()
         if (when := self._asked()) and self.now.state != RunState.STOPPING:
             self._happened("run stopping", f"asked to: {when}")
@@ -184,9 +184,9 @@ class Status:
         self.stopped = reason or ("an operator asked for it: fedplan stop" if asked else "")
         return self.stopped
 
-    def tell(self, event: str, text: str, *, level: str = "warning") -> None:
+    def tell(self, event: str, text: str, *, level: str = "warning", site: str = "") -> None:
         """Tell all listeners of something that is no state of the run."""
-        self._happened(event, text, level=level)
+        self._happened(event, text, level=level, site=site)
 
     @property
     def healthy(self) -> bool:
@@ -200,9 +200,10 @@ class Status:
         return self.folder is not None or bool(self.listeners)
 
     def _begin(self, server: Server, study: str, patience: Patience) -> None:
-        self._server, self._patience, self.stopped = server, patience, ""
+        again, self._server = self._server is not None, server
+        self._patience, self.stopped = patience, ""
         self._took, self._since, self._progress = [], time.monotonic(), time.monotonic()
-        if self.folder is not None:
+        if self.folder is not None and not again:  # what was asked of this driver still holds
             (self.folder / ASKED).unlink(missing_ok=True)
         last, guarantee = server.last(), server.agreement.guarantee
         known = {name: SiteStatus(since=now()) for name in server.roster}

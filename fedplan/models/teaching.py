@@ -13,6 +13,17 @@ from fedplan.models.params import Kind
 KNOWN: dict[str, Anatomy] = {}
 
 
+@contextmanager
+def untaught() -> Generator[None]:
+    """Forget afterwards what is taught meanwhile."""
+    before = dict(KNOWN)
+    try:
+        yield
+    finally:
+        KNOWN.clear()
+        KNOWN.update(before)
+
+
 def teach(
     name: str,
     *,

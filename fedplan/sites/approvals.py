@@ -14,10 +14,11 @@ from fedplan.errors import FedplanError
 from fedplan.federation.account import private_folder
 from fedplan.federation.messages import Refused
 from fedplan.language.turn import Turn
+from fedplan.models.teaching import untaught
 from fedplan.naming import allowing
 from fedplan.sites.inbox import Inbox, Offer
 from fedplan.sites.notice import Notice, shown
-from fedplan.sites.policy import RULE, Policy, judged, read_policy
+from fedplan.sites.policy import RULE, Policy, judged, picked, read_policy
 from fedplan.storage.chain import ChainFile, Head, read_chain
 from fedplan.studies.schema import Study
 from fedplan.studies.stage import outline_of
@@ -25,6 +26,7 @@ from fedplan.studies.stage import outline_of
 APPROVALS = "approvals.jsonl"
 """In a home: what was said to each study, by whom."""
 OFFERED, APPROVED, REFUSED, WITHDRAWN = "offered", "approved", "refused", "withdrawn"
+BEGUN = "begun"
 _KEPT = 256
 """Judgements that are remembered."""
 
@@ -65,10 +67,13 @@ class Approvals:
         """How far the chain of approvals goes."""
         return self._chain.head
 
-    def admit(self, study: Study, server: str = "") -> str:
-        """Who approved of a study; if nobody has, or not any more, an error with its code."""
+    def admit(self, study: Study, server: str = "", run: str = "") -> str:
+        """Who approved of a study; if nobody has, or not any more, an error with its code.
+
+        An approval is of one run: the first that asks. Another one takes another word.
+        """
         self.offer(study, server=server)
-        if (found := self.of(study)) is not None:
+        if (found := self.of(study)) is not None and self._is_for(study, run, server):
             return found.approver
         whole, against = self._whole(study)[:12], self.against(study)
         if against:
@@ -103,8 +108,24 @@ class Approvals:
         if self.inbox.put(study, server=server) or not lines:
             self._say(OFFERED, study, "", server=server)
         rule = self.policy.by_rule and not any(_is_persons(line) for line in lines)
+        rule = rule and not picked(study)
         if rule and self.of(study) is None and not self.against(study):
             self._say(APPROVED, study, RULE, server=server)
+
+    def _is_for(self, study: Study, run: str, server: str) -> bool:
+        """Whether what was last said to a study is of this run, or of none yet: then it is."""
+        begun = self._begun(self._whole(study))
+        if run and not begun:
+            self._say(BEGUN, study, "", server=server, run=run)
+        return not run or not begun or begun == run
+
+    def _begun(self, whole: str) -> str:
+        """The run that the last approval of a study is of; nothing if none has begun."""
+        found = ""
+        for line in self._lines():
+            if line["study"] == whole and line["word"] in (APPROVED, BEGUN):
+                found = str(line.get("run", ""))
+        return found
 
     def approve(self, prefix: str) -> Approval:
         """Say yes to the study whose digest begins so, as the user who runs this."""
@@ -115,7 +136,8 @@ class Approvals:
                 f"the study {offer.whole[:12]} is against the policy: {'; '.join(against)}; change "
                 f"{self._file}, if that is meant"
             )
-        if (found := self.of(offer.study)) is None or found.approver == RULE:
+        found = self.of(offer.study)
+        if found is None or found.approver == RULE or self._begun(offer.whole):
             self._say(APPROVED, offer.study, user(), server=offer.server)
         found = self.of(offer.study)
         assert found is not None
@@ -145,7 +167,8 @@ class Approvals:
     def state(self, study: Study) -> str:
         """How it stands with a study, in words."""
         if (found := self.of(study)) is not None:
-            return f"approved by {found.approver}"
+            begun = self._begun(found.study)
+            return f"approved by {found.approver}" + (f" for run {begun}" if begun else "")
         if self.against(study):
             return "against the policy"
         word = self.word(self._whole(study))
@@ -199,7 +222,7 @@ class Approvals:
 
     def _judge(self, policy: Policy, study: Study) -> list[str]:
         try:
-            with allowing(self._allow):
+            with allowing(self._allow), untaught():
                 return judged(policy, study, outline_of(study), self._in(study))
         except FedplanError as error:
             return [f"it cannot be judged: {error}"]
@@ -226,7 +249,7 @@ class Approvals:
     def _last(self, whole: str) -> dict[str, Any] | None:
         """The last line in which somebody decided about a study."""
         said = (line for line in reversed(self._lines()) if line["study"] == whole)
-        return next((line for line in said if line["word"] != OFFERED), None)
+        return next((line for line in said if line["word"] not in (OFFERED, BEGUN)), None)
 
     def _lines(self) -> list[dict[str, Any]]:
         """All that was said; read and proved anew if another process has said more."""
@@ -235,7 +258,16 @@ class Approvals:
             self._said = head, read_chain(self._chain.file)
         return self._said[1]
 
-    def _say(self, word: str, study: Study, approver: str, *, server: str, why: str = "") -> None:
+    def _say(
+        self,
+        word: str,
+        study: Study,
+        approver: str,
+        *,
+        server: str,
+        why: str = "",
+        run: str = "",
+    ) -> None:
         private_folder(self._home)
         self._chain.append(
             {
@@ -247,6 +279,7 @@ class Approvals:
                 "against": self.against(study),
                 "server": server,
                 "why": why,
+                "run": run,
             }
         )
 
@@ -261,4 +294,4 @@ def user() -> str:
 
 
 def _is_persons(line: dict[str, Any]) -> bool:
-    return line["word"] != OFFERED and line["approver"] != RULE
+    return line["word"] not in (OFFERED, BEGUN) and line["approver"] != RULE

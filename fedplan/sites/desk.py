@@ -23,6 +23,7 @@ from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.identity import is_id
 from fedplan.federation.messages import Refused, run_of
 from fedplan.language.turn import Turn
+from fedplan.models.teaching import untaught
 from fedplan.naming import allowing
 from fedplan.runners.site import Site
 from fedplan.runners.worker import Worker, private
@@ -47,8 +48,8 @@ class Approver(Protocol):
         """What the site lets happen, as it is now."""
         ...
 
-    def admit(self, study: Study, server: str = "") -> str:
-        """Who approved of a study; an error with its code if nobody has."""
+    def admit(self, study: Study, server: str = "", run: str = "") -> str:
+        """Who approved of a study in a run; an error with its code if nobody has."""
         ...
 
 
@@ -73,7 +74,8 @@ class Desk:
     def answer(self, kind: str, message: Message) -> Message:
         """The answer to a request. Of what goes wrong a code leaves, and the text stays here."""
         # Even to tell two studies apart is to find the code that they name.
-        with private(), allowing(self.site.allow):
+        # What one study teaches of a type of model is not for the next.
+        with private(), allowing(self.site.allow), untaught():
             try:
                 worker = self._admitted(kind, message)
             except Exception as error:
@@ -119,7 +121,7 @@ class Desk:
             self._greeted = self.server()
         study = self._offered(run, said) if kind == HELLO else self._bound(run)
         self._asked = study.whole
-        approver = self.approver.admit(study, self._greeted)
+        approver = self.approver.admit(study, self._greeted, run)
         if kind == HELLO:
             self._bind(run, study)
         worker = self._worker_of(study)
@@ -140,7 +142,8 @@ class Desk:
         if not isinstance(offered, dict):
             raise Refused(f"the run {run} is offered without a study").coded("another-study")
         study = study_of(offered)
-        if study.gathered:
+        data = study.data
+        if study.gathered or data.test_path or data.test_split or data.test:
             raise Refused("a study names rows, and this site reads its own").coded("policy")
         if self._file(run).exists() and self._bound(run).digest != study.digest:
             raise Refused(f"the run {run} is of another study").coded("another-study")
@@ -179,7 +182,9 @@ class Desk:
                 policy.bounds,
                 egress=self.egress,
                 mute=mute,
-                disclosure=Disclosure(frozenset(policy.metrics), policy.least_rows),
+                disclosure=Disclosure(
+                    frozenset(policy.metrics), policy.least_rows, own=not policy.never_share
+                ),
             )
             self._worker = (known, worker)
         return self._worker[1]
@@ -190,6 +195,8 @@ class Desk:
         last = max((line["round"] for line in notes.get("lines", ())), default=0)
         heard, meant = said.get("heard"), self.home / REJOIN / run
         if type(heard) is not int or heard <= last:
+            # It is good until a turn stands in the journal that goes beyond what was told.
+            meant.unlink(missing_ok=True)
             return
         if not meant.exists():
             raise Refused(
@@ -197,7 +204,6 @@ class Desk:
                 f"with round {last}: a copy was put back, or it is lost; `fedplan site rejoin "
                 f"{run}` goes on from there"
             ).coded("restored")
-        meant.unlink()
 
 
 def approvals_of(site: Site) -> Approvals:

@@ -20,7 +20,7 @@ from fedplan.language.parts import Part
 from fedplan.language.plan import Role
 from fedplan.language.resolution import permitted, touched
 from fedplan.language.turn import Turn
-from fedplan.models.params import Kind, Param
+from fedplan.models.params import Kind, Param, Params
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.reports.forecasts import forecast
 from fedplan.reports.units import megabytes
@@ -182,7 +182,7 @@ def _never_shared(
     shared = shared_in(agreement, study.train.rounds, site) if policy.never_share else {}
     for text in policy.never_share:
         part = parse_part(text)
-        leaving = {p: turn for p, turn in shared.items() if _is_of(part, p)}
+        leaving = {p: turn for p, turn in shared.items() if _is_of(part, p, agreement.params)}
         doubted = [p for p in shared if p not in leaving and part.doubtful(p)]
         if leaving:
             first = min(leaving.values(), key=lambda turn: turn.round)
@@ -197,10 +197,20 @@ def _never_shared(
             )
 
 
-def _is_of(part: Part, param: Param) -> bool:
-    """Whether a param is of a part, by any of its names: an embedding may be the head too."""
-    others = (replace(param, name=name, kind=Kind.HEAD) for name in param.tied)
+def _is_of(part: Part, param: Param, params: Params) -> bool:
+    """Whether a param is of a part, by any of its names: an embedding may be the head too.
+
+    An adapter is of what it changes as well: with a public base, it is the trained layer.
+    """
+    others = [replace(param, name=name, kind=Kind.HEAD) for name in param.tied]
+    if param.kind is Kind.ADAPTER:
+        others += [each for each in params if _is_host(each, param)]
     return any(part.holds(each) for each in (param, *others))
+
+
+def _is_host(param: Param, adapter: Param) -> bool:
+    module = param.name.rpartition(".")[0].removesuffix(".base_layer")
+    return param.kind is not Kind.ADAPTER and adapter.name.startswith(f"{module}.")
 
 
 def _some(names: list[str]) -> str:
@@ -242,7 +252,8 @@ def _least_up(agreement: Agreement, rounds: int) -> int:
 
 
 def _unhidden(policy: Policy, study: Study, agreement: Agreement) -> Iterator[str]:
-    if not policy.weight and agreement.guarantee is None:
+    guarantee = agreement.guarantee
+    if not policy.weight and (guarantee is None or guarantee.cap):
         yield (
             "each update tells how many rows there are, and weight is false: a study with "
             "[privacy] does not tell it"
@@ -258,6 +269,13 @@ def _unhidden(policy: Policy, study: Study, agreement: Agreement) -> Iterator[st
             f"it promises epsilon {said.epsilon:g} at delta {said.delta:g}, and require_privacy "
             f"asks for {asked.epsilon:g} at {asked.delta:g}"
         )
+
+
+def picked(study: Study) -> list[str]:
+    """The words by which a study picks some of a site's rows: a rule approves of none of them."""
+    data = study.data
+    said = {"data.only": data.only, "data.train": data.train, "data.limit": data.limit}
+    return [f"{name} = {value}" for name, value in said.items() if value]
 
 
 def _words(policy: Policy) -> Iterator[str]:

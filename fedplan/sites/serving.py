@@ -24,7 +24,9 @@ def serve_site(folder: Path) -> None:
     os.umask(0o077)
     allow_only(site.allow)
     # What stands on this machine is not asked for by way of a proxy.
-    os.environ["NO_PROXY"] = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))
+    said = [os.environ[name] for name in ("NO_PROXY", "no_proxy") if os.environ.get(name)]
+    for name in ("NO_PROXY", "no_proxy"):  # where both are there, libraries take either
+        os.environ[name] = ",".join(dict.fromkeys((*said, "127.0.0.1")))
 
     def end(number: int, frame: object) -> None:
         over.set()
@@ -38,6 +40,7 @@ def serve_site(folder: Path) -> None:
     desk.log.note("site begun", site=site.name)
     with noded(site, over) as door:
         serve(door, desk.answer, over)
+    desk.egress.settle()
     desk.log.note("site ended", site=site.name)
     del claim
 

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, StoreError
 from fedplan.storage.errors import explained
 from fedplan.storage.files import put_file
 from fedplan.storage.locks import sole
@@ -78,8 +78,14 @@ class ChainFile:
             head = _end(self.file, out)
             said = {**line, "time": _now(), "before": head.sha256}
             content = json.dumps(said, sort_keys=True).encode() + b"\n"
+            if head != self.head:  # of the line that a kill left: so there is never a second
+                put_file(head_file(self.file), head.text, mode=0o600)
             _write(out, head.length, content)
-            put_file(head_file(self.file), head.after(content).text, mode=0o600)
+            try:
+                put_file(head_file(self.file), head.after(content).text, mode=0o600)
+            except (OSError, StoreError):
+                out.truncate(head.length)  # a disk that is full now has room again later
+                raise
         return said
 
 

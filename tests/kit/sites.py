@@ -126,7 +126,7 @@ class Anybody:
         said = asdict(limits) if limits else {}
         self.policy = policy_of({"limits": said, "metrics": ["loss"]})
 
-    def admit(self, study: Study, server: str = "") -> str:
+    def admit(self, study: Study, server: str = "", run: str = "") -> str:
         return "anybody"
 
 

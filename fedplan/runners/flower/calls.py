@@ -8,6 +8,7 @@ lost is simply asked again.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -92,8 +93,10 @@ class Calls:
         until = time.monotonic() + self.patience.sites
         while missing := [name for name in self.names if name not in self.guests]:
             self.look()
+            if self.status.halted():
+                return
             if time.monotonic() > until:
-                if len(self.guests) >= enough:
+                if len([name for name in self.guests if not self.away(name)]) >= enough:
                     return
                 # A person may take days to approve: a site that waits for one has come.
                 if not any(APPROVAL in self.refusals.get(name, "") for name in missing):
@@ -221,7 +224,11 @@ class Calls:
         other = self.guests.get(name)
         if other is not None and other.node != node and other.node in self._there():
             return self._refused(node, "", f"says that it is {name!r}, as node {other.node} does")
-        log.info("%s has come; its record of what left ends with %s", name, said.get("record"))
+        # Kept here, where the site cannot change it: a record that was rewritten does not have it.
+        ends = re.sub("[^0-9a-f]", "?", str(said.get("record", ""))[:64])
+        self.status.tell(
+            "site greeted", f"its record of what left ends with {ends}", level="info", site=name
+        )
         self.refusals.pop(name, None)
         self.guests[name] = Guest(node, agreed, start, run, traits, versions)
 

@@ -141,6 +141,7 @@ class Carrier:
         stopped = self.status.halted(stopped)
         if server.world.round < server.rounds and not stopped:
             self._gather(min(self.quorum, len(server.roster)))
+            stopped = self.status.halted()
         while server.world.round < server.rounds and not stopped:
             self._greet()
             tally = server.begin()

@@ -85,11 +85,22 @@ def serve(door: Door, answer: Answer, over: threading.Event) -> None:
                     AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
                 )
                 if found.HasField("task") and found.token:
-                    _done(door, found.token, answer)
+                    _tried(door, found.token, answer)
             except httpx.HTTPError as error:
                 # The node starts again, or is not there yet: whoever keeps it sees to that.
                 log.warning("the node does not answer: %r", error)
                 over.wait(2.0)
+
+
+def _tried(door: Door, token: str, answer: Answer) -> None:
+    """Do a task; one that cannot even be read is refused by the site as no message, and left."""
+    try:
+        _done(door, token, answer)
+    except httpx.HTTPError:
+        raise
+    except Exception as error:
+        log.warning("a task cannot be done: %s", type(error).__name__)
+        answer("request", Message(b""))
 
 
 def _done(door: Door, token: str, answer: Answer) -> None:

@@ -118,7 +118,9 @@ def _server(folder: Path, hosts: Sequence[str], days: int) -> list[Path]:
         return []
     signer, authority = _signer(folder)
     secret = _new_key()
-    named = x509.SubjectAlternativeName([_named(host) for host in hosts or HERE])
+    # The proxy and the operator reach the server from its own machine.
+    names = dict.fromkeys((*hosts, *HERE))
+    named = x509.SubjectAlternativeName([_named(host) for host in names])
     made = (
         _begun(secret, signer.public_key(), _called("fedplan server"), authority.subject, days=days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import sys
 from collections.abc import Generator, Sequence
@@ -47,6 +48,9 @@ from pydantic import ValidationError
 from fedplan.errors import FedplanError
 from fedplan.runners.flower.executor import Door
 from fedplan.runners.flower.node import QUIET
+from fedplan.storage.errors import explained
+from fedplan.storage.files import put_file
+from fedplan.storage.locks import alone
 from fedplan.studies.plain import read_toml
 from fedplan.studies.sections import Section
 
@@ -118,6 +122,9 @@ class Link:
         with self.control() as client:
             for node in found:
                 client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
+        if not found:
+            there = ", ".join(sorted(node.name for node in self.nodes() if node.name))
+            raise FedplanError(f"no site {name!r} is registered: there are {there or 'none'}")
         return len(found)
 
     def nodes(self) -> list[NodeInfo]:
@@ -147,25 +154,20 @@ def read_token(folder: Path) -> str:
 
 
 def _secret(file: Path) -> str:
-    with _taken(file) as number:
-        if number is not None:
-            os.write(number, secrets.token_hex(32).encode())
+    """A secret of 64 digits, made when it is first needed, and whole or not there."""
+    if not file.exists():
+        with (
+            explained(f"{file} cannot be written", "make room, then start again"),
+            alone(file.parent),
+        ):
+            if not file.exists():
+                put_file(file, secrets.token_hex(32), mode=0o600)
     if file.stat().st_mode & 0o077:
         raise FedplanError(f"others may read {file}: chmod 600, or remove it to have another")
-    return file.read_text()
-
-
-@contextmanager
-def _taken(file: Path) -> Generator[int | None]:
-    try:
-        number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        yield None
-        return
-    try:
-        yield number
-    finally:
-        os.close(number)
+    found = file.read_text(encoding="utf-8", errors="replace")
+    if not re.fullmatch("[0-9a-f]{64}", found):
+        raise FedplanError(f"{file} holds no secret of 64 digits: remove it to have another")
+    return found
 
 
 def run_link(folder: Path) -> None:
@@ -205,7 +207,7 @@ class Operator(NoOpControlAuthnPlugin):
     ) -> tuple[bool, AccountInfo | None]:
         said = next((each for key, each in metadata if key == ACCESS_TOKEN_KEY), b"")
         said = said.encode() if isinstance(said, str) else said
-        if not hmac.compare_digest(said, self._token):
+        if not said or not hmac.compare_digest(said, self._token):
             return False, None
         return super().validate_tokens_in_metadata(metadata)
 
