@@ -76,7 +76,7 @@ LENT = {
         Patience PlainSum ROLES RUN Record RecordError SMALL STUDY TRACKER_NAMES WORLD
         Warrant agreements_in announced by_part changed_rows code_of ended guard_of
         joined journal_in keyed last_of last_told mark_of meant metrics_of
-        other_versions own_values parsed parted personal_values place_of private_folder
+        other_versions own_values own_versions parsed parted personal_values place_of private_folder
         read_agreement read_answers read_egress read_faults read_identity read_record
         request_header request_message require_sound run_of said_of scored stopping told
         understood update_of world_values
@@ -88,15 +88,16 @@ LENT = {
         study_in study_of write_run
     """,
     "runners": """
-        Site Worker drive link_in make_keys make_site_keys new_federation new_site noded
-        private public_key read_site run_link run_study serve simulate
+        ServerSection Site Worker drive is_known link_in make_keys make_site_keys
+        new_federation new_site noded private public_key read_site run_link run_study
+        serve simulate table_of
     """,
     "reports": """
         Figure Forecast Segment asked follow_flower foretold in_order megabytes
         parts_table stated told_of
     """,
     "sites": """
-        approvals_of rejoin serve_site
+        approvals_of examine rejoin screen serve_site write_lock
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""
