@@ -26,6 +26,7 @@ from fedplan.errors import FedplanError
 from fedplan.language.parser import parse
 from fedplan.models.catalog import params_of
 from fedplan.models.schema import written
+from fedplan.operation_commands import attach, logs, run, status, stop
 from fedplan.reports.asked import asked
 from fedplan.reports.explanation import parts_table
 from fedplan.reports.memory import Load
@@ -147,31 +148,8 @@ def _explain_study(file: Path, *, as_json: bool) -> None:
             Console(soft_wrap=True, highlight=False).print("\n" + statement.text(), markup=False)
 
 
-@app.command()
-def run(
-    study: Annotated[Path, typer.Argument(help="A study file (TOML), or the folder of a run.")],
-    change: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a field: train.rounds=5.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="Where the run is kept.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run.")] = False,
-    runner: Annotated[
-        str, typer.Option(help="local: on this machine; flower: by the sites of a federation.")
-    ] = "local",
-    server: Annotated[
-        Path, typer.Option(help="For flower: the folder of the federation's server.")
-    ] = Path("server"),
-) -> None:
-    """Run a study. Stop it at any moment: --resume goes on with the same bits."""
-    from fedplan.reports.progress import follow, follow_flower
-
-    with told():
-        if runner == "flower":
-            follow_flower(study, change or [], output, resume=resume, server=server)
-        elif runner == "local":
-            follow(study, change or [], output, resume=resume)
-        else:
-            raise FedplanError(f"--runner is local or flower, not {runner!r}")
+for command in (run, status, stop, attach, logs):
+    app.command()(command)
 
 
 @app.command()
@@ -197,12 +175,13 @@ def export(
     client: Annotated[str, typer.Option(help="Whose model; without it, the world's.")] = "",
     key: Annotated[Path | None, typer.Option(help="At a site: what opens its home.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="The best round, if it is kept.")] = False,
 ) -> None:
     """Write a model of a run as a folder that loads and predicts: safetensors and JSON."""
     from fedplan.studies.export import export_run
 
     with told():
-        how = export_run(folder, output, client, key, adapter=adapter)
+        how = export_run(folder, output, client, key, adapter=adapter, best=best)
     Console(soft_wrap=True).print(f"Written. Load it: {how}", markup=False, highlight=False)
 
 

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from fedplan.console import Json, told
+from fedplan.naming import allow_only
 
 if TYPE_CHECKING:
     from fedplan.sites.approvals import Approvals
@@ -155,4 +156,6 @@ def _approvals(folder: Path) -> Approvals:
     from fedplan.runners.site import read_site
     from fedplan.sites.desk import approvals_of
 
-    return approvals_of(read_site(folder))
+    site = read_site(folder)
+    allow_only(site.allow)
+    return approvals_of(site)

@@ -175,6 +175,30 @@ def grid(study: str) -> str:
                       *lines, ""])  # fmt: skip
 
 
+LIARS = "liars-digits"
+GONE = "gone"
+
+
+def liars() -> str:
+    """Accuracy under each defence and lie; the worst of a row, less two runs without the liar."""
+    runs = json.loads((RESULTS / f"{LIARS}.json").read_text())["runs"]
+    found = dict[str, dict[str, dict[int, float]]]()
+    for run in runs:
+        held = found.setdefault(run["defence"], {}).setdefault(run["lie"], {})
+        held[run["seed"]] = run["accuracy"]
+    mean = {d: {lie: statistics.mean(s.values()) for lie, s in r.items()} for d, r in found.items()}
+    base, lies = next(iter(mean.values()))[GONE], [lie for lie in mean["mean"] if lie != GONE]
+    heads = ["accuracy", "liar gone", *lies, "worst less its own gone", "worst less mean gone"]
+    lines = list[str]()
+    for defence, row in mean.items():
+        worst = min(row[lie] for lie in lies)
+        cells = [f"{row[lie]:.3f}" for lie in (GONE, *lies)]
+        cells += [f"{worst - row[GONE]:+.3f}", f"{worst - base:+.3f}"]
+        lines.append(f"| {' | '.join([defence, *cells])} |")
+    return "\n".join([f"### {LIARS}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|",
+                      *lines, ""])  # fmt: skip
+
+
 def _short(held: list[float], usual: int) -> str:
     return f" ({len(held)})" if len(held) < usual else ""
 
@@ -186,7 +210,15 @@ def _seeds(study: str, variant: str) -> dict[int, Result]:
 
 def main() -> None:
     asked = sys.argv[1:] or [name for name in (*TABLES, *GRIDS) if (RESULTS / name).is_dir()]
-    print("\n".join(grid(name) if name in GRIDS else table(name) for name in asked), end="")
+    asked += [LIARS] if not sys.argv[1:] and (RESULTS / f"{LIARS}.json").is_file() else []
+    print("\n".join(shown(name) for name in asked), end="")
+
+
+def shown(name: str) -> str:
+    """The table of a study, by what its variants are."""
+    if name == LIARS:
+        return liars()
+    return grid(name) if name in GRIDS else table(name)
 
 
 if __name__ == "__main__":

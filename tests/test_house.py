@@ -24,21 +24,22 @@ ORDER = (
     *("errors", "seeds", "faces", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports", "sites"),
-    *("parts", "testing", "console", "server_commands", "site_commands", "cli", "__init__"),
+    *("parts", "testing", "console", "operation_commands", "server_commands"),
+    *("site_commands", "cli", "__init__"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
 LENT = {
     "tensors": """
-        AUTO DTYPES Digests GRID HOST JSON LARGEST_VALUE PIECES at_rest autocast beside
-        brought checksum deterministic device_named device_of device_text device_word
-        forked integers is_rider nbytes numbers param_of plain rider riders_of scaler
-        settled split_riders widest
+        AUTO DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE PIECES at_rest
+        autocast beside brought checksum deterministic device_named device_of
+        device_text device_word forked integers is_rider nbytes numbers param_of plain
+        rider riders_of scaler settled split_riders widest
     """,
     "storage": """
-        BrokenChain ChainFile Claim Generation Head Read a_study_name alone claimed
-        client_names explained folder_named head_file home_of keep_file mark_of_file
-        put_file reach read_chain read_lines synced
+        BrokenChain ChainFile Claim Entry Generation Head Process Read a_study_name
+        alone claimed client_names explained folder_named head_file home_of keep_file
+        mark_of_file now put_file reach read_chain read_lines synced this_process
     """,
     "models": """
         ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts
@@ -71,21 +72,24 @@ LENT = {
         capped counted derived needed read_secret require_pace secret_of
     """,
     "federation": """
-        AGREEMENT ANSWERS APPROVAL Account Callback Closed DELTA EarlyStopping Egress
-        Fare FaultLog HELLO Identity KEY KINDS LEDGER LOWER Limits METRICS Metrics
-        Patience PlainSum ROLES RUN Record RecordError SMALL STUDY TRACKER_NAMES WORLD
-        Warrant agreements_in announced by_part changed_rows code_of ended guard_of
-        joined journal_in keyed last_of last_told mark_of meant metrics_of
-        other_versions own_values own_versions parsed parted personal_values place_of private_folder
-        read_agreement read_answers read_egress read_faults read_identity read_record
-        request_header request_message require_sound run_of said_of scored stopping told
-        understood update_of world_values
+        AGREEMENT ANSWERS APPROVAL Account BEST Callback Closed DELTA Disclosure
+        EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity KEY KINDS Kept
+        LEDGER LIVE LOWER Limits METRICS Metrics Patience PlainSum ROLES RULES RUN
+        Record RecordError RunState RunStatus SMALL STUDY Scores Scoring SiteState
+        SiteStatus Status TRACKER_NAMES WORLD Warrant agreements_in announced
+        ask_to_stop by_part by_senders caps_of changed_rows code_of cut drifts_of ended
+        evaluate guard_of joined journal_in keyed last_of last_told mark_of meant
+        metrics_of other_versions own_values own_versions parsed parted personal_values place_of
+        private_folder question read_agreement read_answers read_egress read_faults
+        read_identity read_record read_status request_header request_message
+        require_sound run_of said_of scored scores_of state_said stopping together told
+        understood update_of warnings_of world_values
     """,
     "studies": """
-        Count DeviceName Given Section agreed_run as_fault flat found_in guarantee_of
-        laid_over looked_at method_of note_task odd opened_run outline_of
-        participation_of placed read_toml require_fitting require_free shares_of
-        study_in study_of write_run
+        Count DeviceName Given Section WentOn agreed_run as_fault exam_of flat found_in
+        guarantee_of laid_over looked_at method_of note_task odd opened_run outline_of
+        participation_of placed read_toml require_fitting require_free scoring_of
+        shares_of study_in study_of write_run
     """,
     "runners": """
         ServerSection Site Worker drive is_known link_in make_keys make_site_keys
@@ -93,8 +97,8 @@ LENT = {
         serve simulate table_of
     """,
     "reports": """
-        Figure Forecast Segment asked follow_flower foretold in_order megabytes
-        parts_table stated told_of
+        Figure Forecast Segment asked follow_flower foretold in_order log_line megabytes
+        moment parts_table screen stated told_of
     """,
     "sites": """
         approvals_of examine rejoin screen serve_site write_lock

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.record import ROLES, Record, RoundRecord, TurnRecord, parted, read_record
+from fedplan.federation.robust import by_senders, caps_of, cut
+from fedplan.federation.warnings import drifts_of, warnings_of
 from fedplan.language.plan import Role
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
@@ -37,6 +39,7 @@ class _Checker:
         self.settled: dict[str, int] = {}
         self.scores: tuple[int, Any] = (0, None)
         self.round, self.turns = 0, dict[str, TurnRecord]()
+        self.drifts = drifts_of(())
 
     def check(self, line: object) -> Iterator[str]:
         """The faults of one line."""
@@ -140,3 +143,35 @@ class _Checker:
             yield f"{where}: {line.up} bytes went up in all, and its turns say another number"
         if any(turn.phase != line.phase for turn in turns.values()):
             yield f"{where}: its turns are of another phase"
+        yield from self._defended(where, line, turns)
+        if line.warnings != warnings_of(line, turns.values(), self.drifts):
+            yield f"{where}: its warnings are not those that follow from its numbers"
+        self.drifts.append(line.drift)
+
+    def _defended(
+        self, where: str, line: RoundRecord, turns: Mapping[str, TurnRecord]
+    ) -> Iterator[str]:
+        """What a defence did: weights are worked out again, of values only who and how far."""
+        defence, done = self.agreement.defence, line.defence
+        if (done is not None) != defence.active:
+            yield f"{where}: it tells of a defence that was not agreed, or does not tell of one"
+        if done is None:
+            return
+        if done.capped != self._capped([turns[c] for c in line.counted if c in turns]):
+            yield f"{where}: other weights were capped than the defence says"
+        for client in sorted({*done.clipped, *done.left, *done.far} - set(line.counted)):
+            yield f"{where}, {client}: the defence tells of it, and it was not counted"
+        for client, (came, left) in done.clipped.items():
+            if not (defence.change_bound and left < came):
+                yield f"{where}, {client}: its change was shortened, and there was no reason to"
+
+    def _capped(self, turns: list[TurnRecord]) -> dict[str, tuple[int, int]]:
+        """Whose weights the defence cuts, of those who were counted."""
+        agreed, params = self.agreement, self.agreement.params
+        said = {turn.client: turn.weight for turn in turns}
+        sent = {
+            turn.client: [p.key for p, x in zip(params, turn.roles, strict=False) if x == "S"]
+            for turn in turns
+        }
+        caps = caps_of(agreed.defence, said, by_senders(sent), absent=agreed.method.absent)
+        return cut(agreed.defence, said, caps.values())

@@ -57,6 +57,7 @@ def _verified(run: Run) -> tuple[list[str], str]:
     faults = [*found.values(), *run.identity_faults()]
     faults += verify_lines(run.agreement, run.lines, run.identity.marks)
     faults += _world_faults(run, [each for each in records if isinstance(each, RoundRecord)])
+    faults += _best_faults(run, [each for each in records if isinstance(each, RoundRecord)])
     faults += _charge_faults(run)
     if run.identity.rows:
         faults += _home_faults(run, turns)
@@ -97,6 +98,24 @@ def _world_faults(run: Run, rounds: list[RoundRecord]) -> list[str]:
         f"the world's {key} is not what the ledger says"
         for key, mark in last.items()
         if key not in held or digest(held[key]) != mark
+    ]
+
+
+def _best_faults(run: Run, rounds: list[RoundRecord]) -> list[str]:
+    """The best world that is kept must be what the ledger said of each value by then."""
+    if not run.has_best:
+        return []
+    try:
+        best = run.best
+    except FedplanError as error:
+        return [f"the best world: {error}"]
+    told = {
+        key: mark for each in rounds if each.round <= best.round for key, mark in each.moved.items()
+    }
+    return [
+        f"the best world's {key} is not what the ledger says of round {best.round}"
+        for key, mark in told.items()
+        if key not in best.values or digest(best.values[key]) != mark
     ]
 
 

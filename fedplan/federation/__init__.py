@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from fedplan.federation.aggregation import Aggregation, Plain, Private
     from fedplan.federation.agreement import Agreement
     from fedplan.federation.client import Client
+    from fedplan.federation.defence import Defence
     from fedplan.federation.endpoint import Endpoint
     from fedplan.federation.messages import Lacking, Refused, Rejected, Request, Update
     from fedplan.federation.participation import Participation
@@ -23,6 +24,7 @@ __all__ = [
     "Aggregation",
     "Agreement",
     "Client",
+    "Defence",
     "Endpoint",
     "Lacking",
     "Participation",
@@ -50,6 +52,7 @@ __getattr__, __dir__ = face(
         "aggregation": "Aggregation Plain Private",
         "agreement": "Agreement",
         "client": "Client",
+        "defence": "Defence",
         "endpoint": "Endpoint",
         "messages": "Lacking Refused Rejected Request Update",
         "participation": "Participation",

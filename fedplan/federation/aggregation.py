@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aggregation: what becomes of all updates of a round: begun, added to one by one, closed once.
 
-A way of aggregating is one class here, with its open sum: `Plain` sums updates as they are, and
-`Private` clips and hides each of them. A round does not know which it is, and a server asks only
-whether it hides who was there.
+A way of aggregating is one class here, with its open sums: `Plain` sums updates as they are, or
+holds all of them where a defence asks for that, and `Private` clips and hides each of them. A round
+does not know which it is, and a server asks only whether it hides who was there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import fsum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -18,18 +18,20 @@ import torch
 from torch import Tensor
 
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.drift import Drift
+from fedplan.federation.defence import MEAN
+from fedplan.federation.drift import Drift, around
 from fedplan.federation.messages import Rejected
 from fedplan.federation.participation import Participation
 from fedplan.federation.products import Errors, ProductSum
-from fedplan.federation.record import LARGEST_SCORE
+from fedplan.federation.record import LARGEST_SCORE, Defended
+from fedplan.federation.robust import Values, bounded, by_senders, caps_of, cut, made_by
 from fedplan.federation.world import World
 from fedplan.models.params import Block
 from fedplan.privacy.guard import ServerGuard
 from fedplan.privacy.mechanisms.clipping import capped
 from fedplan.privacy.mechanisms.gaussian import Mechanism
 from fedplan.tensors.named import Tensors
-from fedplan.tensors.sums import ExactSum
+from fedplan.tensors.sums import LARGEST_SUM, ExactSum
 
 Polled = Mapping[str, Mapping[Block, float]]
 """What each client would choose."""
@@ -40,7 +42,8 @@ class Outcome:
     """What a round has made: each param's mean, the changes of riders, and how far all were apart.
 
     `clip` is the bound of the next round, where one follows the clients' changes; `products` how
-    far the product of LoRA's mean sides was from the mean product, where clients share both.
+    far the product of LoRA's mean sides was from the mean product, where clients share both;
+    `defence` what was done against bad weights and values, if there is a defence.
     """
 
     means: dict[str, Tensor]
@@ -48,6 +51,7 @@ class Outcome:
     drift: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     clip: float = 0.0
     products: Errors | None = None
+    defence: Defended | None = None
 
 
 class OpenSum(Protocol):
@@ -56,8 +60,8 @@ class OpenSum(Protocol):
     def require(self, values: Tensors, riders: Tensors, weight: int) -> None:
         """Refuse what cannot be added, and change nothing."""
 
-    def add(self, values: Tensors, riders: Tensors, weight: int) -> None:
-        """Add one update: all of it, or none of it and an error."""
+    def add(self, client: str, values: Tensors, riders: Tensors, weight: int) -> None:
+        """Add one client's update: all of it, or none of it and an error."""
 
     def close(self) -> Outcome:
         """What the round has made."""
@@ -119,14 +123,18 @@ class Plain:
         """The sum of what was polled."""
         return summed(polled)
 
-    def begin(self, world: World, shared: Callable[[], Tensors], roster: int) -> PlainSum:
-        """Open the sum of a round."""
-        return PlainSum(self.agreement, world.values, roster)
+    def begin(self, world: World, shared: Callable[[], Tensors], roster: int) -> PlainSum | HeldSum:
+        """Open the sum of a round; where a defence needs all updates at once, they are held."""
+        kind = HeldSum if self.agreement.defence.holds else PlainSum
+        return kind(self.agreement, world.values, roster)
 
 
 @dataclass
 class PlainSum:
-    """A round's exact sums of values, weighted, and of riders, each client's alike."""
+    """A round's exact sums of values, weighted, and of riders, each client's alike.
+
+    A cap that is a number needs nothing but the update at hand: `capped` are those above it.
+    """
 
     agreement: Agreement
     base: Tensors
@@ -135,6 +143,7 @@ class PlainSum:
     riders: ExactSum = field(default_factory=ExactSum)
     drift: Drift = field(default_factory=Drift)
     weight: int = 0
+    capped: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     products: ProductSum = field(init=False)
 
     def __post_init__(self) -> None:
@@ -150,8 +159,9 @@ class PlainSum:
             if not bool((self.base[key] + change).isfinite().all()):
                 raise Rejected(f"{key!r} is too large to be added to what it was")
 
-    def add(self, values: Tensors, riders: Tensors, weight: int) -> None:
+    def add(self, client: str, values: Tensors, riders: Tensors, weight: int) -> None:
         """Add values, products and riders: only the first of the additions can refuse anything."""
+        said, weight = weight, min(weight, self.agreement.defence.weight_cap or weight)
         products = self.products.of(values)
         self.products.total.require(products, weight)
         self.values.add(values, weight)
@@ -160,20 +170,85 @@ class PlainSum:
         if riders:
             self.riders.add(riders, 1)
         self.weight += weight
+        self.capped |= {client: (said, weight)} if weight < said else {}
 
     def close(self) -> Outcome:
         """The mean of each param; of riders, the sum of the changes over the whole roster."""
-        means, weights = self.values.mean(), self.values.weights()
-        drift = self.drift.by_kind(self.agreement.params, self.base, means, weights)
+        means, weights, agreed = self.values.mean(), self.values.weights(), self.agreement
+        drift = self.drift.by_kind(agreed.params, self.base, means, weights)
         made, errors = self.products.close(means, weights)
         means |= made
-        for key in means if self.agreement.method.absent else ():
+        for key in means if agreed.method.absent else ():
             # Those who did not send it count as not having changed it.
             if weights[key] < self.weight:
                 part = weights[key] / self.weight
                 means[key] = torch.lerp(self.base[key], means[key], part)
         over = dict.fromkeys(self.riders.weights(), self.roster)
-        return Outcome(means, self.riders.mean(over), drift, products=errors)
+        done = Defended(dict(sorted(self.capped.items()))) if agreed.defence.active else None
+        return Outcome(means, self.riders.mean(over), drift, products=errors, defence=done)
+
+
+@dataclass
+class HeldSum:
+    """All updates of a round until it closes: what a defence does with one follows from the others.
+
+    So its memory is that of every update at once. All are taken in the order of the clients' names.
+    """
+
+    agreement: Agreement
+    base: Tensors
+    roster: int
+    values: dict[str, Tensors] = field(default_factory=dict[str, Tensors])
+    riders: dict[str, Tensors] = field(default_factory=dict[str, Tensors])
+    weights: dict[str, int] = field(default_factory=dict[str, int])
+
+    def require(self, values: Tensors, riders: Tensors, weight: int) -> None:
+        """Refuse what cannot be summed, also if all others were as large: in any order the same."""
+        plain = self._plain()
+        plain.require(values, riders, weight)
+        products = plain.products.of(values) if self.agreement.defence.rule == MEAN else {}
+        for tensors, times in ((values, weight), (riders, 1), (products, weight)):
+            for key, peak in ExactSum().require(tensors, times).items():
+                if peak * times * self.roster >= LARGEST_SUM:
+                    raise Rejected(f"{key!r} is too large to be added to what others may send")
+
+    def add(self, client: str, values: Tensors, riders: Tensors, weight: int) -> None:
+        """Hold one client's update."""
+        self.values[client], self.riders[client] = values, riders
+        self.weights[client] = weight
+
+    def close(self) -> Outcome:
+        """Shorten what is too long, and have the rule make one value of all."""
+        defence = self.agreement.defence
+        values, clipped = bounded(self.values, self.base, defence.change_bound)
+        outcome, done = self._mean(values) if defence.rule == MEAN else self._ruled(values)
+        return replace(outcome, defence=replace(done, clipped=clipped))
+
+    def _plain(self) -> PlainSum:
+        return PlainSum(self.agreement, self.base, self.roster)
+
+    def _mean(self, values: Values) -> tuple[Outcome, Defended]:
+        """The exact mean, by weights that were capped among those who sent the same."""
+        total, groups, absent = self._plain(), by_senders(values), self.agreement.method.absent
+        caps = caps_of(self.agreement.defence, self.weights, groups, absent=absent)
+        for group, keys in groups.items():
+            for client in group:
+                part = {key: values[client][key] for key in keys}
+                total.add(client, part, {}, caps[group][client])
+        for riders in filter(None, self.riders.values()):
+            total.riders.add(riders, 1)
+        total.weight = sum(next(iter(caps.values()), {}).values()) if absent else 0
+        return total.close(), Defended(cut(self.agreement.defence, self.weights, caps.values()))
+
+    def _ruled(self, values: Values) -> tuple[Outcome, Defended]:
+        """What a rule makes of all, each client alike."""
+        agreed, made = self.agreement, made_by(self.agreement.defence, values)
+        drift, means = around(agreed.params, self.base, made.means, made.squares), dict(made.means)
+        for group, keys in by_senders(values).items() if agreed.method.absent else ():
+            part = len(group) / len(values)
+            means |= {k: torch.lerp(self.base[k], means[k], part) for k in keys if part < 1}
+        done = Defended(left=made.left, far=made.far, thin=made.thin)
+        return Outcome(means, drift=drift), done
 
 
 @dataclass(frozen=True)
@@ -225,7 +300,7 @@ class PrivateSum:
         if riders:
             raise Rejected(f"{min(riders)!r} cannot be hidden")
 
-    def add(self, values: Tensors, riders: Tensors, weight: int) -> None:
+    def add(self, client: str, values: Tensors, riders: Tensors, weight: int) -> None:
         """Add one clipped change: all clients weigh alike."""
         change = {k: value.double() - self.base[k].double() for k, value in values.items()}
         self.within += self.mechanism.add(self.changes, change)

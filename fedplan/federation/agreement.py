@@ -6,9 +6,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from fedplan.federation.defence import Defence, require_defence
 from fedplan.federation.fare import Fare
 from fedplan.federation.products import require_layers, shared_layers
 from fedplan.language.plan import Best, Role
@@ -45,8 +46,10 @@ class Agreement:
     study: str = ""
     start: str = ""
     run: str = ""
+    defence: Defence = field(default_factory=Defence)
 
     def __post_init__(self) -> None:
+        require_defence(self.defence, self.method, self.guarantee)
         if not self.method.product.apart:
             plan, params = self.method.plan, self.params
             moving = set(touched(plan, params, Role.SHARE, Role.KEEP, Role.HOLD))
@@ -62,6 +65,7 @@ class Agreement:
         of a function that somebody wrote for himself.
         """
         said = {
+            **({"defence": self.defence.text} if self.defence.active else {}),
             "pace": text_of(self.pace),
             "guarantee": text_of(self.guarantee),
             "study": text_of(self.study),
@@ -156,6 +160,10 @@ class Agreement:
         words += [f"beside each shared param rides {', '.join(riders)}"] if riders else []
         folded = frozenset(p.key for p in self.folded)
         words += [f"the server folds into {len(folded)} weights, which come down"] if folded else []
+        held = sum(p.nbytes for p in self.movable) * (1 + len(riders)) / 1e6
+        words += (
+            [f"{self.defence.words} (up to {held:.1f} MB a client)"] if self.defence.holds else []
+        )
         return Fare(self.up, len(riders), "; ".join(words), folded)
 
     @property

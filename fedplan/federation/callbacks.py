@@ -58,6 +58,9 @@ def stopping(callbacks: Iterable[Callback], closed: Closed) -> str:
 WORLD = "world."
 """How the names of the common test's scores begin."""
 
+SPREADS = ("personal.", "sites.spread.")
+"""How the names begin that tell how the task's own score lies over clients."""
+
 LOWER = ("loss", "perplexity", "error", "mae", "mse", "rmse")
 """Words at the end of a metric's name of which less is better."""
 
@@ -121,5 +124,5 @@ class EarlyStopping:
         """Upward, unless it is a loss; what is told of clients goes by the task's own score."""
         if self.higher is not None:
             return self.higher
-        own = self.metric.startswith("personal.") and closed.higher is not None
+        own = self.metric.startswith(SPREADS) and closed.higher is not None
         return bool(closed.higher) if own else not self.metric.endswith(LOWER)

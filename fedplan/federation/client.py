@@ -15,6 +15,7 @@ from fedplan import seeds
 from fedplan.data.examples import Examples, Loss
 from fedplan.federation.account import Account, Answer
 from fedplan.federation.agreement import Agreement, basis
+from fedplan.federation.exams import Disclosure, Exam
 from fedplan.federation.marks import joint, mark_of, model_mark
 from fedplan.federation.messages import Lacking, Refused, Request
 from fedplan.federation.record import spelled
@@ -41,6 +42,7 @@ class Client:
     `account` is of all that it has answered, in other studies too; a simulated client has none.
     With `deterministic` its device gives the same bits each time, or an error where it cannot. With
     `mute` it tells nobody the loss of its rows.
+    `exam` is what its models are tested on, and `disclosure` says which scores may leave it.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Client:
     account: Account | None = None
     deterministic: bool = False
     mute: bool = False
+    exam: Exam | None = None
+    disclosure: Disclosure = field(default_factory=Disclosure)
     marked: tuple[Examples, str] | None = None
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from math import fsum, isfinite
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from fedplan.models.params import Params
 
 STEPS = 2**80
 """Squares are summed as whole numbers of this part of one: in any order, the same sum."""
+
+Squares = Mapping[str, Mapping[str, float]]
+"""The squared length of something of each client, param by param."""
 
 DIGITS = 6
 """Significant digits that are told: those that no number of threads changes."""
@@ -52,6 +55,19 @@ class Drift:
                 before = found.get(p.kind, (0.0, 0.0))
                 found[p.kind] = (before[0] + apart, before[1] + step)
         return {kind: (_short(apart), _short(step)) for kind, (apart, step) in found.items()}
+
+
+def around(
+    params: Params, base: Mapping[str, Tensor], made: Mapping[str, Tensor], squares: Squares
+) -> dict[str, tuple[float, float]]:
+    """The same where the middle of the changes is no mean: by each client's distances from it."""
+    found: dict[str, tuple[float, float]] = {}
+    for p in params:
+        if p.key in made:
+            held = [each[p.key] for each in squares.values() if p.key in each]
+            before, step = found.get(p.kind, (0.0, 0.0)), _square(made[p.key], base[p.key])
+            found[p.kind] = (before[0] + fsum(held) / len(held), before[1] + step)
+    return {kind: (_short(apart), _short(step)) for kind, (apart, step) in found.items()}
 
 
 def _square(one: Tensor, other: Tensor) -> float:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedplan.errors import FedplanError
-from fedplan.federation.codes import said_of
+from fedplan.federation.codes import APPROVAL, said_of
 from fedplan.storage.chain import ChainFile, Head, head_file, read_chain
 from fedplan.storage.errors import explained
 from fedplan.tensors.message import Message
@@ -25,6 +27,11 @@ SCORES, UPDATE, EVALUATION = "scores", "update", "evaluation"
 """What leaves, by kind; beside these are hello, and refused, failed and lacking with a code."""
 GUESSED = (SCORES, EVALUATION)
 """A few numbers of the site's rows: a plain digest of them could be guessed at."""
+
+UNDECIDED = (APPROVAL, "refused-here", "policy")
+"""The codes of a study that is not let in: its server greets the site again and again."""
+SOON, MOST = 600.0, 1000
+"""Seconds in which such a refusal is not written again; refusals that are kept in mind."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Leaving:
     """One answer that is about to leave: of what kind, in which run, to which request.
 
     `up` are the bytes of the model's parts, `said` all others, `down` those of the request. Of a
-    refusal or a failure there is the code.
+    refusal or a failure there is the code, and how many `times` it was told since its last line.
     """
 
     kind: str
@@ -58,18 +65,30 @@ class Leaving:
     said: int = 0
     down: int = 0
     parts: Mapping[str, int] = field(default_factory=dict[str, int])
+    times: int = 1
+
+
+class _Alike(NamedTuple):
+    """What two refusals have in common that one line tells of."""
+
+    kind: str
+    code: str
+    run: str
+    warrant: Warrant
 
 
 class Egress:
     """The record of a home. A line is on disk before its bytes leave; none is ever taken back.
 
-    Several processes may write it.
+    Several processes may write it. A server asks a site that waits for a person every few seconds,
+    for days: the same refusal again is counted, and told by the next line of it.
     """
 
     def __init__(self, home: Path) -> None:
         with explained(f"{home} cannot be made", "name a folder that you may write to"):
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._chain = ChainFile(home / RECORD)
+        self._told = dict[_Alike, tuple[float, int]]()
 
     @property
     def head(self) -> Head:
@@ -78,7 +97,23 @@ class Egress:
 
     def note(self, leaving: Leaving, warrant: Warrant | None = None) -> None:
         """Write down what is about to leave, and by whose word."""
-        self._chain.append({**asdict(leaving), **asdict(warrant or Warrant())})
+        by = warrant or Warrant()
+        if leaving.code in UNDECIDED:
+            times = self._again(leaving, by)
+            if not times:
+                return
+            leaving = replace(leaving, times=times)
+        self._chain.append({**asdict(leaving), **asdict(by)})
+
+    def _again(self, leaving: Leaving, warrant: Warrant) -> int:
+        """How many times a code was told that no line says yet; none if it is too soon for one."""
+        now, alike = time.monotonic(), _Alike(leaving.kind, leaving.code, leaving.run, warrant)
+        last, count = self._told.get(alike, (-inf, 0))
+        soon = now - last < SOON
+        if not soon and len(self._told) >= MOST:
+            self._told.clear()
+        self._told[alike] = (last, count + 1) if soon else (now, 0)
+        return 0 if soon else count + 1
 
 
 def ended(code: str, answer: Message, *, site: str, experiment: str = "", run: str = "") -> Leaving:

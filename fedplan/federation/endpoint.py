@@ -19,6 +19,7 @@ from fedplan.federation.client import Client
 from fedplan.federation.codes import said_of
 from fedplan.federation.egress import (
     AGREEMENT,
+    EVALUATION,
     GUESSED,
     SCORES,
     UPDATE,
@@ -28,6 +29,7 @@ from fedplan.federation.egress import (
     content_mark,
     ended,
 )
+from fedplan.federation.evaluation import evaluate, scores_said
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.identity import is_id
 from fedplan.federation.messages import (
@@ -52,7 +54,7 @@ from fedplan.tensors.named import nbytes
 from fedplan.tensors.riders import param_of
 from fedplan.tensors.serialization import JSON, packed
 
-HELLO, POLL, TRAIN = "hello", "poll", "train"
+HELLO, POLL, TRAIN, EVALUATE = "hello", "poll", "train", "evaluate"
 
 
 class Endpoint:
@@ -84,6 +86,7 @@ class Endpoint:
     def answer(self, kind: str, message: Message) -> Message:
         """The answer to a request. Of what goes wrong a code leaves, and the text stays here."""
         turns = {HELLO: self._hello, POLL: self._poll, TRAIN: self._train}
+        turns |= {EVALUATE: self._evaluate}
         try:
             if kind not in turns:
                 raise Refused(f"{self.site.name} knows no {kind[:40]!r}").coded("request")
@@ -110,6 +113,7 @@ class Endpoint:
             "start": self.agreement.start,
             "run": self.agreement.run,
             "traits": dict(self.site.traits),
+            "record": self.egress.head.sha256,
             "versions": dict(own_versions()),
         }
         if self.agreement.run and (run := run_of(message)) != self.agreement.run:
@@ -130,6 +134,13 @@ class Endpoint:
         update = local(self.agreement, self.site, request)
         self._remember(before)
         return self._leave(update_message(update), UPDATE, request, self._parts(update))
+
+    def _evaluate(self, message: Message) -> Message:
+        request, before = request_of(message), self.site.held
+        scores = evaluate(self.agreement, self.site, request)
+        self._remember(before)
+        answer = packed({}, {"scores": scores_said(scores)})
+        return self._leave(answer, EVALUATION, request, {})
 
     def _parts(self, update: Update) -> dict[str, int]:
         found = dict[str, int]()

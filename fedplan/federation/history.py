@@ -49,6 +49,8 @@ def row_of(whole: RoundRecord, turns: Sequence[TurnRecord], scores: Mapping[str,
     mean = {"loss": sum(loss * each for loss, each in told) / weight} if weight else {}
     counts = {"counted": len(whole.counted), "rejected": len(whole.rejected)}
     said = {"round": whole.round, **mean, "up": whole.up, "down": whole.down, **counts}
+    if whole.warnings:
+        said["warnings"] = len(whole.warnings)
     if whole.products is not None:
         said |= dict(zip(("product_error", "product_error_left"), whole.products, strict=True))
     return said | dict(_numbers("", {k: v for k, v in scores.items() if k != "round"}))

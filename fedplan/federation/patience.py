@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class Patience:
     """Seconds that a server waits: for sites to come, answers, absentees, and between two looks.
 
-    A site that fails to answer is asked `tries` times.
+    A site that fails to answer is asked `tries` times. `scores` is how long it waits for those of a
+    round: who is slower than that is left out of them.
     """
 
     sites: float = 600.0
@@ -18,3 +19,4 @@ class Patience:
     absent: float = 300.0
     look: float = 0.5
     tries: int = 5
+    scores: float = 600.0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -22,6 +22,9 @@ ROLES = {letter: role for role, letter in LETTERS.items()}
 VERSION = 1
 
 TURN, ROUND = "turn", "round"
+
+UNSAID: dict[str, object] = {"attention": None, "products": None, "defence": None, "warnings": []}
+"""Fields that the line of a round may lack, and what they then say."""
 
 LARGEST = 2**53
 """Whole numbers in a record are below it: every reader of JSON has them exactly."""
@@ -82,6 +85,23 @@ class TurnRecord:
 
 
 @dataclass(frozen=True)
+class Defended:
+    """What a defence did in a round, by client.
+
+    `capped` are weights, as they were said and as they counted at the least; `clipped` are lengths
+    of changes, as they came and as they counted; `left` is for how many params a rule took nothing
+    of a client; `far` is how many times as far as is usual a client lay from what a rule made.
+    `thin` is how many params came from too few clients for the rule to bear a liar among them.
+    """
+
+    capped: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    clipped: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    left: dict[str, int] = field(default_factory=dict[str, int])
+    far: dict[str, float] = field(default_factory=dict[str, float])
+    thin: int = 0
+
+
+@dataclass(frozen=True)
 class RoundRecord:
     """One round, as the server says it.
 
@@ -89,6 +109,8 @@ class RoundRecord:
     by kind of param; `attention`, if it was looked at, how far each block's moved; `products`, if
     clients shared both sides of LoRA, how far the product of the mean sides lay from the mean of
     the products, and how far what the world then has: both over the length of the latter.
+    `defence` is what was done against bad weights and values, if the study has a defence;
+    `warnings` are what a person should look at, in words that follow from the rest.
     """
 
     round: int
@@ -101,12 +123,14 @@ class RoundRecord:
     down: int
     attention: Scores | None = None
     products: tuple[float, float] | None = None
+    defence: Defended | None = None
+    warnings: tuple[str, ...] = ()
 
     def json(self) -> dict[str, Any]:
-        """It as a line of the ledger."""
+        """It as a line of the ledger; what there is nothing to say of is left out."""
         said = asdict(self)
-        for name in ("attention", "products"):
-            if said[name] is None:
+        for name in UNSAID:
+            if said[name] is None or said[name] == ():
                 del said[name]
         return cast(
             "dict[str, Any]", json.loads(json.dumps({"kind": ROUND, "version": VERSION, **said}))
@@ -158,7 +182,9 @@ def read_round(line: object) -> RoundRecord:
     """The round that a line says, if it has every field of one and no other."""
     names = {f.name for f in fields(RoundRecord)}
     given = _object(line, "a line")
-    said = _fields({"attention": None, "products": None, **given}, ROUND, names)
+    if idle := [name for name, none in UNSAID.items() if name in given and given[name] == none]:
+        raise RecordError(f"{idle[0]} says nothing: such a line leaves it out")
+    said = _fields({**UNSAID, **given}, ROUND, names)
     drift = {
         kind: (_number(one, "drift"), _number(other, "drift"))
         for kind, (one, other) in _pairs(said, "drift").items()
@@ -177,6 +203,26 @@ def read_round(line: object) -> RoundRecord:
         down=_count(said, "down"),
         attention=None if said["attention"] is None else _scores(said, "attention"),
         products=None if said["products"] is None else _errors(said, "products"),
+        defence=None if said["defence"] is None else _defended(said["defence"]),
+        warnings=tuple(_typed(each, str, "warnings") for each in _list(said, "warnings")),
+    )
+
+
+def _defended(found: object) -> Defended:
+    said = _object(found, "defence")
+    if said.keys() != (names := {f.name for f in fields(Defended)}):
+        raise RecordError(f"defence has other fields than {', '.join(sorted(names))}")
+    weights, lengths = _pairs(said, "capped"), _pairs(said, "clipped")
+    left, far = _object(said["left"], "left"), _object(said["far"], "far")
+    return Defended(
+        {c: (_whole(one, "capped"), _whole(two, "capped")) for c, (one, two) in weights.items()},
+        {
+            c: (_number(one, "clipped"), _number(two, "clipped"))
+            for c, (one, two) in lengths.items()
+        },
+        {client: _whole(each, "left") for client, each in left.items()},
+        {client: _number(each, "far") for client, each in far.items()},
+        _count(said, "thin"),
     )
 
 
@@ -233,10 +279,14 @@ def _list(said: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _count(said: Mapping[str, Any], name: str, least: int = 0) -> int:
-    found = _typed(said[name], int, name)
-    if not least <= found < LARGEST:
-        raise RecordError(f"{name} is {_short(found)}: it is a whole number from {least}")
-    return found
+    return _whole(said[name], name, least)
+
+
+def _whole(found: object, name: str, least: int = 0) -> int:
+    number = _typed(found, int, name)
+    if not least <= number < LARGEST:
+        raise RecordError(f"{name} is {_short(number)}: it is a whole number from {least}")
+    return number
 
 
 def _number(found: object, name: str) -> float:

@@ -14,7 +14,7 @@ from fedplan.federation.agreement import Agreement, basis
 from fedplan.federation.claims import require_marks, require_turn
 from fedplan.federation.messages import Rejected, Request, Update
 from fedplan.federation.products import Errors
-from fedplan.federation.record import TurnRecord, read_turn
+from fedplan.federation.record import Defended, TurnRecord, read_turn
 from fedplan.federation.world import World
 from fedplan.language.plan import Role
 from fedplan.language.resolution import certain, permitted
@@ -65,7 +65,8 @@ class Tally:
     """An open round: its sum, and who was counted or rejected, with the reason.
 
     `vain` are bytes that went down to sites that could not use them; `marks` are the digests of
-    what the model starts with; `products` are the errors of LoRA's mean sides, once it is closed.
+    what the model starts with; `products` are the errors of LoRA's mean sides, and `defence` what
+    was done against bad weights and values, once it is closed.
     """
 
     cohort: dict[str, Request]
@@ -78,6 +79,7 @@ class Tally:
     rejected: dict[str, str] = field(default_factory=dict[str, str])
     lines: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
     products: Errors | None = None
+    defence: Defended | None = None
 
     def choose(self, scores: Mapping[Block, float]) -> None:
         """Have all clients of the round choose by the same scores."""
@@ -105,7 +107,7 @@ def pull(
     try:
         sound = _checked(agreement, world, tally, update)
         if not late:
-            tally.total.add(sound.values, sound.riders, update.weight)
+            tally.total.add(client, sound.values, sound.riders, update.weight)
     except FedplanError as error:
         reason = str(error).splitlines()[0][:300]
         tally.rejected.setdefault(client, f"late, and {reason}" if late else reason)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -24,7 +25,9 @@ from fedplan.federation.participation import Participation
 from fedplan.federation.record import RoundRecord, TurnRecord, joined, read_records, read_round
 from fedplan.federation.remains import require_newest, require_secrets
 from fedplan.federation.rounds import Tally, announced, close, pull, push
+from fedplan.federation.warnings import Drifts, drifts_of, warnings_of
 from fedplan.federation.world import (
+    BEST,
     LEDGER,
     METRICS,
     WORLD,
@@ -44,6 +47,8 @@ from fedplan.storage.lines import Lines, read_lines
 from fedplan.storage.store import Store
 from fedplan.tensors.named import Digests, digests
 from fedplan.training.probes import public_look
+
+log = logging.getLogger("fedplan")
 
 STUDY = "study.json"
 
@@ -203,7 +208,7 @@ class Server:
         """Close a round with what has come; `commit` makes it last."""
         reach("round.before_close")
         outcome, later = tally.total.close(), self._later(self.world.round + 1)
-        tally.products = outcome.products
+        tally.products, tally.defence = outcome.products, outcome.defence
         self.world = close(self.agreement, self.world, tally, outcome, later=later)
 
     def _later(self, number: int) -> set[str]:
@@ -254,6 +259,7 @@ class Server:
         """
         so_far, turns = self.history, tuple(tally.lines[name] for name in sorted(tally.lines))
         whole = read_round({**self._whole(tally).json(), **(signs or {})})
+        whole = replace(whole, warnings=warnings_of(whole, turns, self._drifts))
         self.ledger.append([*(turn.json() for turn in turns), whole.json()])
         reach("round.ledger_written")
         self.metrics.append([{"round": self.world.round, **scores}] if scores else [])
@@ -263,12 +269,45 @@ class Server:
         self.store.write(tensors, meta, number=self.world.round)
         reach("round.committed")
         so_far.append(row_of(whole, turns, scores or {}))
+        self._drifts.append(whole.drift)
+        for each in whole.warnings:
+            log.warning("round %d: %s", whole.round, each)
         return Closed(self.rounds, whole, turns, scores or {}, Metrics(so_far))
 
-    @cached_property
+    def score(self, closed: Closed, scores: Mapping[str, Any]) -> Closed:
+        """Write down the scores of the last round, which were asked for once it was committed.
+
+        A kill before this line leaves a round without scores, which may be asked for again.
+        """
+        self.metrics.append([{"round": closed.round, **scores}])
+        if (found := self.store.newest()) is not None:
+            files = found.meta["files"] | {METRICS: self.metrics.mark}
+            self.store.amend(found.meta | {"files": files}, number=found.number)
+        self.history[-1] = row_of(closed.whole, closed.turns, scores)
+        return replace(closed, scores=scores, metrics=Metrics(self.history))
+
+    def keep_best(self, number: int) -> None:
+        """Keep the world beside the run, if this is the number of its round: it is the best yet."""
+        if number == self.world.round and number:
+            store, world = Store(self.folder / BEST, keep=1), replace(self.world, memory={})
+            if number not in store.numbers():
+                tensors, meta = world.saved()
+                store.write(tensors, meta | {"run": self.identity.id}, number=number)
+
+    @property
     def history(self) -> Metrics:
         """The metrics of every round that was committed."""
-        return metrics_of(read_records(self.ledger.file), read_lines(self.metrics.file))
+        return self._past[0]
+
+    @property
+    def _drifts(self) -> Drifts:
+        return self._past[1]
+
+    @cached_property
+    def _past(self) -> tuple[Metrics, Drifts]:
+        """The metrics of all rounds and the drift of the last ones, from one reading."""
+        records = read_records(self.ledger.file)
+        return metrics_of(records, read_lines(self.metrics.file)), drifts_of(records)
 
     def last(self) -> Closed | None:
         """The last round that was committed, as it was told when it was."""
@@ -296,6 +335,7 @@ class Server:
             up=sum(record.up for record in tally.lines.values()),
             down=tally.vain + down,
             products=tally.products,
+            defence=tally.defence,
         )
 
     def _files(self) -> dict[str, list[int | str]]:

@@ -18,8 +18,8 @@ from fedplan.models.params import Block
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.riders import param_of, riders_of
 
-WORLD, LEDGER, METRICS = "world", "ledger.jsonl", "metrics.jsonl"
-"""What a run's folder holds of its rounds."""
+WORLD, LEDGER, METRICS, BEST = "world", "ledger.jsonl", "metrics.jsonl", "best"
+"""What a run's folder holds of its rounds: the last world, and the best, if it is kept."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,24 @@ if TYPE_CHECKING:
     from fedplan.reports.figure import draw
     from fedplan.reports.forecasts import forecast
     from fedplan.reports.memory import Load
+    from fedplan.reports.operation import Operation
     from fedplan.reports.progress import follow
+    from fedplan.reports.status import RunLook, attach, status_of, stop_run, watch
 
-__all__ = ["Explanation", "Load", "draw", "explain", "follow", "forecast"]
+__all__ = [
+    "Explanation",
+    "Load",
+    "Operation",
+    "RunLook",
+    "attach",
+    "draw",
+    "explain",
+    "follow",
+    "forecast",
+    "status_of",
+    "stop_run",
+    "watch",
+]
 
 __getattr__, __dir__ = face(
     __name__,
@@ -21,6 +36,8 @@ __getattr__, __dir__ = face(
         "figure": "draw",
         "forecasts": "forecast",
         "memory": "Load",
+        "operation": "Operation",
         "progress": "follow",
+        "status": "RunLook attach status_of stop_run watch",
     },
 )

@@ -14,7 +14,13 @@ from rich.text import Text
 
 from fedplan.errors import FedplanError
 from fedplan.federation.account import ANSWERS, DELTA, read_answers
-from fedplan.federation.egress import agreements_in, by_part, read_agreement, read_egress
+from fedplan.federation.egress import (
+    AGREEMENT,
+    agreements_in,
+    by_part,
+    read_agreement,
+    read_egress,
+)
 from fedplan.privacy.accounting.budget import Budget
 from fedplan.privacy.guard import CHARGES
 
@@ -42,7 +48,7 @@ class SiteRecord:
         return 62 + 11 * len(by_part(self.lines))
 
     def __rich__(self) -> RenderableType:
-        up, said = (sum(line[what] for line in self.lines) for what in ("up", "said"))
+        up, said = (_sum(self.lines, what) for what in ("up", "said"))
         return Group(
             *self._heading(),
             self._table(),
@@ -81,11 +87,12 @@ class SiteRecord:
         for line, repeated in zip(self.lines, again, strict=True):
             number = str(line["round"]) if line["round"] else ""
             answer = f"{line['kind']}{' again' if repeated and number else ''} {line['code']}"
+            answer += f" ({line['times']} times)" if line["times"] > 1 else ""
             sent = (str(line["parts"].get(part, "")) for part in parts)
             told = (str(line["said"]), str(line["down"]))
             table.add_row(line["time"][:19], number, answer.strip(), *sent, *told)
         totals = by_part(self.lines)
-        counts = (str(sum(line[what] for line in self.lines)) for what in ("said", "down"))
+        counts = (str(_sum(self.lines, what)) for what in ("said", "down"))
         table.add_section()
         sums = (str(totals[part]) for part in parts)
         table.add_row("", "", "all", *sums, *counts, style="bold")
@@ -138,7 +145,7 @@ def told_of(home: Path) -> list[SiteRecord | Balance]:
 
 
 AGREED: dict[str, type] = dict.fromkeys(("site", "experiment", "plan", "fingerprint", "model"), str)
-COUNTS: dict[str, type] = dict.fromkeys(("round", "up", "said", "down"), int)
+COUNTS: dict[str, type] = dict.fromkeys(("round", "up", "said", "down", "times"), int)
 WORDS: dict[str, type] = dict.fromkeys(
     ("kind", "time", "request", "run", "study", "experiment", "code", "server", "approver"), str
 )
@@ -154,6 +161,11 @@ def _records(home: Path) -> Iterator[SiteRecord]:
     for (study, run), lines in groups.items():
         experiments = [line["experiment"] for line in lines if line["experiment"]]
         held = agreed.get((experiments[0], run), {}) if experiments else {}
+        if not held and any(not line["code"] for line in lines):
+            raise FedplanError(
+                f"{home} does not say what it agreed to in the run {run or 'of no id'}: put a copy "
+                f"of its {AGREEMENT} back"
+            )
         yield SiteRecord(study, run, held, lines)
 
 
@@ -168,6 +180,10 @@ def _agreements(home: Path) -> dict[tuple[str, str], dict[str, Any]]:
             )
         found[agreed["experiment"], str(agreed.get("run", ""))] = agreed
     return found
+
+
+def _sum(lines: list[dict[str, Any]], what: str) -> int:
+    return sum(line["times"] * line[what] for line in lines)
 
 
 def _again(lines: list[dict[str, Any]]) -> list[bool]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -11,19 +10,34 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedplan.federation.callbacks import Closed
+from fedplan.federation.status import Status
+from fedplan.reports.lines import HEADING, line_of, line_of_sites
+from fedplan.reports.operation import Operation, operated
 from fedplan.reports.preview import state
-from fedplan.reports.units import megabytes, millions
+from fedplan.reports.units import millions
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.continuation import require_free
 from fedplan.studies.folder import study_in
 from fedplan.studies.schema import ConfigError, Study, laid_over, placed, read_study, study_of
 
 
-def follow(file: Path, changes: list[str], output: Path | None, *, resume: bool) -> None:
+def follow(
+    file: Path,
+    changes: list[str],
+    output: Path | None,
+    *,
+    resume: bool,
+    operation: Operation | None = None,
+) -> None:
     """Run a study, or go on with one, and tell its rounds as they close."""
     study, folder = _opened(file, changes, output, resume=resume)
+    with operated(folder, operation or Operation()) as status:
+        _follow(study, folder, status)
+
+
+def _follow(study: Study, folder: Path, status: Status) -> None:
     console = Console(highlight=False)
-    simulation = Simulation(study, folder)
+    simulation = Simulation(study, folder, status=status)
     console.print(f"{_opening(simulation, folder)}\n\n[bold]{HEADING}[/bold]")
     bar = Progress(
         TextColumn("round {task.completed}/{task.total}"),
@@ -40,7 +54,7 @@ def follow(file: Path, changes: list[str], output: Path | None, *, resume: bool)
         try:
             for closed in simulation.rounds():
                 bar.update(shown, completed=closed.round)
-                console.print(_told(closed, simulation.federation.spent))
+                console.print(line_of(closed.row, simulation.federation.spent))
         except KeyboardInterrupt:
             done = simulation.federation.world.round
             again = f"fedplan run --resume {folder}"
@@ -57,7 +71,13 @@ def follow(file: Path, changes: list[str], output: Path | None, *, resume: bool)
 
 
 def follow_flower(
-    file: Path, changes: list[str], output: Path | None, *, resume: bool, server: Path
+    file: Path,
+    changes: list[str],
+    output: Path | None,
+    *,
+    resume: bool,
+    server: Path,
+    operation: Operation | None = None,
 ) -> None:
     """Carry a study to the sites of a federation, and tell its rounds as they close."""
     from fedplan.runners.flower.driver import drive
@@ -67,22 +87,18 @@ def follow_flower(
     console = Console(highlight=False)
 
     def tell(closed: Closed) -> None:
-        whole = closed.whole
-        missing = ", ".join(f"{name} ({why})" for name, why in whole.rejected.items())
-        loss = f"  loss {closed.row['loss']:.3f}" if "loss" in closed.row else ""
-        console.print(
-            f"round {closed.round:3d}{loss}  {len(whole.counted)} counted  "
-            f"{megabytes(whole.up)} MB up  {megabytes(whole.down)} MB down"
-            + (f"  not counted: {missing}" if missing else ""),
-            markup=False,
-        )
+        console.print(line_of_sites(closed.whole, closed.row))
 
     console.print(f"{study.name}: study {study.whole[:12]}, in {folder}", markup=False)
     try:
-        drive(link_in(server), study, folder, [tell])
+        with operated(folder, operation or Operation()) as status:
+            drive(link_in(server), study, folder, [tell], status)
     except KeyboardInterrupt:
         console.print("Stopped. Go on with it: the same command with --resume", markup=False)
         raise SystemExit(130) from None
+    if status.stopped:
+        console.print(f"Stopped after round {status.now.round}: {status.stopped}.", markup=False)
+        return
     console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
 
 
@@ -115,33 +131,3 @@ def _opening(simulation: Simulation, folder: Path) -> str:
         f"{sizes[0]} to {sizes[-1]} rows, seed {simulation.study.seed}, in {escape(str(folder))}"
         + "".join(f"\n{escape(note)}" for note in simulation.shares.notes)
     )
-
-
-HEADING = "round    loss  world   own ± spread   worst   MB up  MB down"
-"""World: the score on the common test. Own: each client's model on its own rows, mean and worst."""
-
-
-def _told(closed: Closed, spent: float | None) -> str:
-    """One round in one line under the heading."""
-    row, own = closed.row, closed.scores.get("personal")
-    rejected = len(closed.whole.rejected)
-    words = (
-        f"{closed.round:5d}",
-        f"{row['loss']:6.3f}" if "loss" in row else "     -",
-        _score(closed.scores.get("world", {})),
-        f"{own['mean']:.3f} ± {own['std']:.3f}  {own['worst']:.3f}" if own else " " * 20,
-        f"{megabytes(closed.whole.up):>6}  {megabytes(closed.whole.down):>7}",
-        f"  [yellow]{rejected} not counted[/yellow]" if rejected else "",
-        f"  epsilon {spent:.3f}" if spent is not None else "",
-    )
-    return "  ".join(words)
-
-
-KNOWN_BY = ("perplexity", "rmse", "f1_micro", "accuracy")
-"""Of each kind of task, the score that it is known by; a line has no task."""
-
-
-def _score(scores: Mapping[str, float]) -> str:
-    """The one score that a task is known by."""
-    found = [scores[name] for name in KNOWN_BY if name in scores]
-    return f"{found[0]:5.3f}" if found else "     "

@@ -20,3 +20,14 @@ def megabytes(count: int) -> str:
 def percent(share: float) -> str:
     """A share as 12.3 %."""
     return f"{100 * share:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """A time as 4 s, 12 min, 3 h 5 min or 2 d 4 h."""
+    for size, word, less, rest in ((86400, "d", 3600, "h"), (3600, "h", 60, "min")):
+        if seconds >= size:
+            whole, left = divmod(int(seconds), size)
+            return f"{whole} {word} {left // less} {rest}"
+    if seconds >= 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

@@ -14,11 +14,16 @@ from fedplan.data.examples import Examples, Loss
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.callbacks import Closed
 from fedplan.federation.client import Client, guard_of
-from fedplan.federation.messages import Lacking, Request
+from fedplan.federation.codes import meant
+from fedplan.federation.evaluation import Scores, evaluate, question
+from fedplan.federation.exams import Exam
+from fedplan.federation.messages import Lacking, Refused, Request
 from fedplan.federation.participation import Participation
 from fedplan.federation.polls import poll
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
+from fedplan.federation.states import SiteState
+from fedplan.federation.status import Status
 from fedplan.federation.turns import local
 from fedplan.federation.world import World, personal_values
 from fedplan.language.turn import Turn
@@ -34,9 +39,10 @@ Said = TypeVar("Said")
 class Federation:
     """A server and its clients in one process; `marks` are the digests of the clients' rows.
 
-    `names` are all who may take part; those without rows never answer. `faults` says who drops out
+    `names` are all who may take part; those without rows never answer. `exams` are what clients'
+    models are tested on. `faults` says who drops out
     and who is late. The model is moved to the `device`, if one is said; all values stay in host
-    memory.
+    memory. `status` is told of each client's turn.
     """
 
     def __init__(
@@ -56,7 +62,10 @@ class Federation:
         marks: Mapping[str, str] | None = None,
         device: torch.device | None = None,
         deterministic: bool = Client.deterministic,
+        exams: Mapping[str, Exam | None] | None = None,
+        status: Status | None = None,
     ) -> None:
+        self.status = status or Status()
         start = take(model, agreement.params)
         self.model = settled(model.eval(), device) if device else model.eval()
         self.faults = faults or Faults()
@@ -82,6 +91,7 @@ class Federation:
                 digests=self.server.digests,
                 traits=roster[name],
                 deterministic=deterministic,
+                exam=(exams or {}).get(name),
                 guard=guard_of(self.agreement, folder / "privacy" / home_of(folder, name).name),
             )
             for name, held in rows.items()
@@ -109,11 +119,35 @@ class Federation:
         absent = tally.cohort.keys() - self.clients.keys()
         tally.rejected |= {name: "no answer" for name in absent}
         for name in [name for name in tally.cohort if name in self.clients]:
+            self.status.beat()
+            self.status.site(name, SiteState.ASKED)
             update = self._asked(local, tally, name)
             reach("round.answered")
             self.server.take(tally, update, late=name in late)
+            self.status.site(name, SiteState.ANSWERED)
         self.server.end(tally)
         return tally
+
+    def evaluate(self) -> tuple[dict[str, Scores], dict[str, str]]:
+        """What each client says of the models of the last round; who says nothing, and why."""
+        said, silent = dict[str, Scores](), dict[str, str]()
+        for name in self.server.roster:
+            try:
+                if name in self.clients:
+                    said[name] = self._scored(name)
+                else:
+                    silent[name] = "no answer"
+            except Refused as error:
+                silent[name] = meant("refused", error.code)
+        return said, silent
+
+    def _scored(self, name: str) -> Scores:
+        agreement, client = self.agreement, self.clients[name]
+        asked = agreement, self.world, name, client.traits
+        try:
+            return evaluate(agreement, client, question(*asked))
+        except Lacking:
+            return evaluate(agreement, client, question(*asked, anew=True))
 
     def commit(
         self,

@@ -21,9 +21,12 @@ from fedplan.data.own import Collate, Measure, Own, model_loss, named_columns
 from fedplan.data.tasks import Task
 from fedplan.federation.callbacks import LOWER, Callback, Closed, EarlyStopping, stopping
 from fedplan.federation.client import Client
+from fedplan.federation.evaluation import together
 from fedplan.federation.history import Metrics
 from fedplan.federation.participation import Participation
+from fedplan.federation.patience import Patience
 from fedplan.federation.server import STUDY
+from fedplan.federation.status import Status
 from fedplan.language.plan import Plan
 from fedplan.methods.method import Method
 from fedplan.models.attention import moved
@@ -35,7 +38,13 @@ from fedplan.studies.folder import agreed_run, opened_run, study_in
 from fedplan.studies.given import Given
 from fedplan.studies.run import open_run
 from fedplan.studies.schema import ConfigError, Study, read_study, study_of
-from fedplan.studies.stage import participation_of, require_fitting, stage_of
+from fedplan.studies.stage import (
+    exam_of,
+    participation_of,
+    require_fitting,
+    scoring_of,
+    stage_of,
+)
 from fedplan.tensors.devices import AUTO, device_named
 from fedplan.tensors.named import Tensors
 
@@ -44,7 +53,8 @@ class Simulation:
     """A study that runs in a folder, and goes on from where the folder says it stopped.
 
     `given` is what came from Python in place of files. Callbacks are told of each round that is
-    committed; `stopped` is what one of them said to stop the run before its last round.
+    committed; `stopped` is why the run ended before its last round: what one of them said, or that
+    an operator asked for it. `status` is told how it goes.
     """
 
     def __init__(
@@ -54,11 +64,13 @@ class Simulation:
         given: Given | None = None,
         *,
         callbacks: Sequence[Callback] = (),
+        status: Status | None = None,
     ) -> None:
         if not study.gathered:
             raise ConfigError("data.path: each site of this study has its own: --runner flower")
         self.study, self.folder, self.given = study, folder, given
         self.callbacks, self.stopped = (*callbacks, *study.evaluate.callbacks), ""
+        self.status = status or Status()
         self._open()
 
     def _open(self) -> None:
@@ -72,6 +84,7 @@ class Simulation:
                 there = ", ".join(names)
                 raise ConfigError(f"{what}: there is no client {min(strange)!r}; there are {there}")
         require_fitting(stage, study.train.batch)
+        self.scoring = scoring_of(study, self.shares)
         self.claim = opened_run(self.folder, study, agreement.params, self.shares)
         self.federation = Federation(
             agreement,
@@ -87,6 +100,8 @@ class Simulation:
             marks=self.shares.marks,
             device=device_named(study.device),
             deterministic=study.deterministic,
+            exams={name: exam_of(study, self.shares, name) for name in names},
+            status=self.status,
         )
         agreed_run(self.federation.server, study, self.shares)
 
@@ -101,17 +116,25 @@ class Simulation:
 
         Callbacks are told first. Whoever asks for no more has the run wait there.
         """
-        federation, callbacks = self.federation, self._listeners()
-        server = federation.server
-        last = server.last()
-        self.stopped = self._told(callbacks, self._directed(last)) if last else ""
+        callbacks, server = self._listeners(), self.federation.server
+        patience = Patience(**self.study.patience.model_dump())
+        with self.status.driving(server, self.study.name, patience):
+            yield from self._rounds(callbacks)
+        self.stopped = self.status.stopped
+
+    def _rounds(self, callbacks: Sequence[Callback]) -> Iterator[Closed]:
+        federation, status = self.federation, self.status
+        server, last = federation.server, federation.server.last()
+        server.keep_best(self.scoring.best(server.history))
+        self.stopped = status.halted(self._told(callbacks, self._directed(last)) if last else "")
         while (
             server.world.round < server.rounds
             and not self.stopped
             and self.federation is federation  # else it was resumed meanwhile
         ):
             closed = self._directed(self._played())
-            self.stopped = self._told(callbacks, closed)
+            status.round(closed)
+            self.stopped = status.halted(self._told(callbacks, closed))
             yield closed
 
     def _told(self, callbacks: Sequence[Callback], closed: Closed) -> str:
@@ -127,7 +150,10 @@ class Simulation:
         own = (self.study.stop.callback,) if self.study.stop else ()
         personal = self.study.evaluate.personal and bool(self.shares.own)
         kinds = {"world"} if self.shares.test is not None else set[str]()
-        kinds |= {"personal", "clients"} if personal else set()
+        if self.scoring.sites:
+            kinds |= {"sites"}
+        elif personal:
+            kinds |= {"personal", "clients"}
         for each in (*self.callbacks, *own):
             if isinstance(each, EarlyStopping):
                 each.require_measured(kinds)
@@ -138,9 +164,10 @@ class Simulation:
     def _played(self) -> Closed:
         before = self.federation.world_values()
         tally = self.federation.round()
-        number = self.federation.world.round
-        due = number == self.study.train.rounds or number % self.study.evaluate.every == 0
-        return self.federation.commit(tally, self.scores() if due else {}, self.signs(before))
+        due = self.scoring.due(self.federation.world.round, self.study.train.rounds)
+        closed = self.federation.commit(tally, self.scores() if due else {}, self.signs(before))
+        self.federation.server.keep_best(self.scoring.best(closed.metrics))
+        return closed
 
     def resume(
         self, rounds: int | None = None, *, callbacks: Sequence[Callback] | None = None
@@ -181,7 +208,10 @@ class Simulation:
         return model.eval()
 
     def scores(self) -> dict[str, Any]:
-        """How good the models are: the world on the common test, each client on its own rows."""
+        """How good the models are: the world on the common test, each client on its own rows.
+
+        With `evaluate.sites` clients are asked as sites are, and tell of both models.
+        """
         model, evaluate = self.federation.model, self.study.evaluate
         trainable = self.federation.agreement.trainable
         put(model, self.federation.world_values(), trainable)
@@ -189,7 +219,9 @@ class Simulation:
         if self.shares.test is not None:
             score = self.shares.task.score(model, self.shares.test, batch_size=evaluate.batch)
             found["world"] = score
-        if evaluate.personal and self.shares.own:
+        if evaluate.sites:
+            found["sites"] = together(*self.federation.evaluate(), self.scoring)
+        elif evaluate.personal and self.shares.own:
             found["clients"] = {name: self._personal(name) for name in self.shares.own}
             key, higher = self.shares.task.primary, self.shares.task.higher
             own = {n: s[key] for n, s in found["clients"].items() if key in s}
@@ -226,7 +258,7 @@ def run_study(
     made = study if isinstance(study, Study) else read_study(Path(study))
     place = Path(folder or Path("runs") / made.name)
     require_free(place, made, resume=resume)
-    return Simulation(made, place, callbacks=callbacks).run()
+    return Simulation(made, place, callbacks=callbacks, status=Status(place)).run()
 
 
 def simulate(
@@ -247,6 +279,7 @@ def simulate(
     traits: Mapping[str, Mapping[str, str]] | None = None,
     evaluate: Mapping[str, Any] | None = None,
     privacy: Mapping[str, Any] | None = None,
+    defence: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
     device: str = AUTO,
     deterministic: bool = Client.deterministic,
@@ -262,9 +295,9 @@ def simulate(
     a length and `batch`. `test` are rows for the federation's model, `own` for each client's. With
     a `task` rows are tables that it prepares; else `loss`, `collate` and `metrics` are functions,
     the loss that of the model itself unless it is given, and clients are compared by `primary`.
-    `train`, `evaluate` and `privacy` are what a study file says under these names. It computes on
-    the `device`: the best there is, or the one that is named. Without a `folder` the run is kept as
-    long as this process lives.
+    `train`, `evaluate`, `privacy` and `defence` are what a study file says under these names. It
+    computes on the `device`: the best there is, or the one that is named. Without a `folder` the
+    run is kept as long as this process lives.
     With `run=False` nothing is played yet: `for closed in simulation.rounds()` does, one by one.
     """
     if not isinstance(method, Method | Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -292,9 +325,11 @@ def simulate(
         clients={"share": share, "traits": {str(k): dict(v) for k, v in (traits or {}).items()}},
         **({"evaluate": dict(evaluate)} if evaluate else {}),
         **({"privacy": dict(privacy)} if privacy else {}),
+        **({"defence": dict(defence)} if defence else {}),
     )
     require_free(place, study, resume=resume)
-    made = Simulation(study, place, given, callbacks=callbacks)
+    status = Status(place) if folder else None
+    made = Simulation(study, place, given, callbacks=callbacks, status=status)
     return made.run() if run else made
 
 

@@ -18,6 +18,7 @@ from fedplan.federation.client import Client, guard_of
 from fedplan.federation.codes import said_of
 from fedplan.federation.egress import Egress
 from fedplan.federation.endpoint import Endpoint, journal_in, place_of
+from fedplan.federation.exams import Disclosure
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.messages import run_of
 from fedplan.naming import allowing
@@ -25,7 +26,7 @@ from fedplan.runners.site import Site
 from fedplan.storage.names import folder_named
 from fedplan.studies.folder import note_task, write_run
 from fedplan.studies.schema import ConfigError, Study
-from fedplan.studies.stage import stage_of
+from fedplan.studies.stage import exam_of, stage_of
 from fedplan.tensors.devices import device_named, settled
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import packed
@@ -40,7 +41,7 @@ class Worker:
     What it writes only its owner may read; with a key, what tells of rows is sealed. The study came
     over a network: of the code that it names, only that is imported which the site has installed
     for fedplan, or which it allows. `egress` is where all that leaves is written down; with `mute`
-    no loss does.
+    no loss does, and of scores what `disclosure` says.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class Worker:
         *,
         egress: Egress | None = None,
         mute: bool = False,
+        disclosure: Disclosure | None = None,
     ) -> None:
+        self.disclosure = disclosure or Disclosure()
         with private(), allowing(site.allow):
             self.site, self.study, self.seal = site, study, site.seal
             name = site.name
@@ -103,6 +106,8 @@ def _endpoint_in(worker: Worker, run: str) -> Endpoint:
         account=account,
         deterministic=study.deterministic,
         mute=worker.mute,
+        exam=exam_of(study, stage.shares, name),
+        disclosure=worker.disclosure,
     )
     write_run(place, study, agreement.params)
     note_task(place, stage.shares)

@@ -70,12 +70,12 @@ class Approvals:
         self.offer(study, server=server)
         if (found := self.of(study)) is not None:
             return found.approver
-        whole, against = study.whole[:12], self.against(study)
+        whole, against = self._whole(study)[:12], self.against(study)
         if against:
             raise Refused(f"the study {whole} is against the policy: {'; '.join(against)}").coded(
                 "policy"
             )
-        if self.word(study.whole) == REFUSED:
+        if self.word(self._whole(study)) == REFUSED:
             raise Refused(f"the study {whole} was refused here").coded("refused-here")
         raise Refused(
             f"the study {whole} waits for approval: fedplan site show {whole}, then approve or "
@@ -84,7 +84,7 @@ class Approvals:
 
     def of(self, study: Study) -> Approval | None:
         """The approval of a study, if it has one that holds."""
-        whole = study.whole
+        whole = self._whole(study)
         line = self._last(whole)
         if line is None or line["word"] != APPROVED or self.against(study):
             return None
@@ -97,7 +97,7 @@ class Approvals:
 
         One within the policy is approved by rule where the policy says so, and nobody said no.
         """
-        whole = study.whole
+        whole = self._whole(study)
         lines = [line for line in self._lines() if line["study"] == whole]
         # What was offered stays in the chain; a file that somebody took away comes back.
         if self.inbox.put(study, server=server) or not lines:
@@ -148,7 +148,7 @@ class Approvals:
             return f"approved by {found.approver}"
         if self.against(study):
             return "against the policy"
-        word = self.word(study.whole)
+        word = self.word(self._whole(study))
         return "waits for approval" if word in (OFFERED, APPROVED) else word
 
     def listed(self, whole: str) -> dict[str, str]:
@@ -175,7 +175,7 @@ class Approvals:
 
     def last_approved(self, study: Study) -> Offer | None:
         """The study that was approved last before this one: of its name, or else any."""
-        found = list(self._approved_before(study.whole))
+        found = list(self._approved_before(self._whole(study)))
         named = [offer for offer in found if offer.study.name == study.name]
         return next(iter(named or found), None)
 
@@ -190,7 +190,7 @@ class Approvals:
     def against(self, study: Study) -> list[str]:
         """What of a study is against the policy, in sentences."""
         policy = self.policy
-        key = study.whole, policy.digest
+        key = self._whole(study), policy.digest
         if key not in self._judged:
             if len(self._judged) >= _KEPT:
                 self._judged.clear()
@@ -203,6 +203,11 @@ class Approvals:
                 return judged(policy, study, outline_of(study), self._in(study))
         except FedplanError as error:
             return [f"it cannot be judged: {error}"]
+
+    def _whole(self, study: Study) -> str:
+        """The digest of a study; to find the code that it names is to import it."""
+        with allowing(self._allow):
+            return study.whole
 
     def _in(self, study: Study) -> Turn | None:
         """The site as the plan of a study sees it: the study may say traits of it too."""
@@ -235,7 +240,7 @@ class Approvals:
         self._chain.append(
             {
                 "word": word,
-                "study": study.whole,
+                "study": self._whole(study),
                 "name": study.name,
                 "approver": approver,
                 "policy": self.policy.digest,

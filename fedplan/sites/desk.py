@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedplan.errors import FedplanError
-from fedplan.federation.codes import said_of
+from fedplan.federation.codes import KINDS, said_of, told
 from fedplan.federation.egress import Egress, Warrant, ended
 from fedplan.federation.endpoint import HELLO, Endpoint
+from fedplan.federation.exams import Disclosure
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.messages import Refused, run_of
 from fedplan.language.turn import Turn
@@ -27,10 +28,12 @@ from fedplan.runners.worker import Worker, private
 from fedplan.sites.approvals import Approvals
 from fedplan.sites.policy import Policy
 from fedplan.storage.files import put_file
+from fedplan.storage.logs import Log
 from fedplan.studies.schema import ConfigError, Study, study_of
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import packed, unpacked
 
+REQUESTS = ("hello", "poll", "train", "evaluate")
 RUNS, REJOIN = "runs", "rejoin"
 """In a home: which run is of which study; which runs may go on from a home that was put back."""
 
@@ -62,6 +65,7 @@ class Desk:
         self.home = Path(site.home)
         with private():
             self.faults, self.egress = FaultLog(self.home, site.seal), Egress(self.home)
+        self.log = Log(self.home)
         self._worker: tuple[tuple[str, str], Worker] | None = None
         self._greeted = ""
 
@@ -72,8 +76,25 @@ class Desk:
             try:
                 worker = self._admitted(kind, message)
             except Exception as error:
-                return self._ended(self.faults.note(error), message)
-            return worker.answer(kind, message)
+                answer = self._ended(self.faults.note(error), message)
+            else:
+                answer = worker.answer(kind, message)
+            self._note(kind, message, answer)
+            return answer
+
+    def _note(self, kind: str, message: Message, answer: Message) -> None:
+        """Say in the log what was asked and how it ended: by a code, and no more."""
+        said = _heard(answer)
+        code = next((told(str(said[word])) for word in KINDS if word in said), "")
+        number = _heard(message).get("round")
+        self.log.note(
+            f"{kind if kind in REQUESTS else 'request'} {'ended' if code else 'answered'}",
+            code,
+            level="warning" if code else "info",
+            run=_run_in(message),
+            round=number if type(number) is int else 0,
+            site=self.site.name,
+        )
 
     def _ended(self, code: str, message: Message) -> Message:
         """A code, written down as all that leaves; a record that cannot be written lets it pass."""
@@ -145,7 +166,14 @@ class Desk:
         if self._worker is None or self._worker[0] != known:
             self._worker = None
             mute = "loss" not in policy.metrics
-            worker = Worker(self.site, study, policy.bounds, egress=self.egress, mute=mute)
+            worker = Worker(
+                self.site,
+                study,
+                policy.bounds,
+                egress=self.egress,
+                mute=mute,
+                disclosure=Disclosure(frozenset(policy.metrics), policy.least_rows),
+            )
             self._worker = (known, worker)
         return self._worker[1]
 
@@ -192,6 +220,13 @@ def _run_in(message: Message) -> str:
         return run_of(message)
     except FedplanError:
         return ""
+
+
+def _heard(message: Message) -> dict[str, Any]:
+    try:
+        return unpacked(Message(message.header))[1]
+    except FedplanError:
+        return {}
 
 
 def _offered_in(message: Message) -> str:

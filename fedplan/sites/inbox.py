@@ -45,7 +45,8 @@ class Inbox:
 
     def put(self, study: Study, *, server: str = "") -> bool:
         """Keep a study as it came; whether it is new here."""
-        file = self._file(study.whole)
+        with allowing(self.allow):
+            file = self._file(study.whole)
         if file.exists():
             return False
         time = datetime.now(UTC).isoformat(timespec="seconds")

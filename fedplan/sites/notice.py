@@ -23,7 +23,7 @@ from fedplan.reports.explanation import in_order
 from fedplan.reports.forecasts import forecast
 from fedplan.reports.units import megabytes
 from fedplan.reports.views import Forecast, Segment
-from fedplan.sites.policy import Policy
+from fedplan.sites.policy import Policy, seen_in
 from fedplan.studies.names import found_in
 from fedplan.studies.plain import flat
 from fedplan.studies.schema import Study
@@ -128,7 +128,7 @@ def shown(
 
 
 def _forecast(study: Study, agreement: Agreement, site: Turn | None) -> Forecast:
-    announce = agreement.method.announce
+    announce, site = agreement.method.announce, seen_in(study, site)
     return forecast(
         agreement.method.plan,
         agreement.params,

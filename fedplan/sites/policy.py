@@ -130,11 +130,19 @@ def judged(
 
     `site` is the site as plans see it, by its name and its traits; without it, any client is meant.
     """
+    site = seen_in(study, site)
     return [
         *_never_shared(policy, study, agreement, site),
-        *_past_limits(policy.limits, study, agreement, site),
+        *_past_limits(policy.limits, study, agreement),
         *_unhidden(policy, study, agreement),
     ]
+
+
+def seen_in(study: Study, site: Turn | None) -> Turn | None:
+    """A site as the plan of a study sees it: with what the study says of it, and its own words."""
+    if site is None:
+        return None
+    return replace(site, traits={**study.clients.traits.get(site.client, {}), **site.traits})
 
 
 def shared_in(agreement: Agreement, rounds: int, site: Turn | None = None) -> dict[Param, Turn]:
@@ -205,9 +213,7 @@ def _when(turn: Turn) -> str:
     return f" from round {turn.round} on{phase}" if turn.round else " in some round"
 
 
-def _past_limits(
-    limits: LimitsSection, study: Study, agreement: Agreement, site: Turn | None
-) -> Iterator[str]:
+def _past_limits(limits: LimitsSection, study: Study, agreement: Agreement) -> Iterator[str]:
     rounds, guarantee = study.train.rounds, agreement.guarantee
     if limits.rounds and rounds > limits.rounds:
         yield f"it has {rounds} rounds, and limits.rounds is {limits.rounds}"

@@ -10,6 +10,7 @@ import ssl
 import threading
 from pathlib import Path
 
+from fedplan.naming import allow_only
 from fedplan.runners.flower.executor import serve
 from fedplan.runners.flower.node import noded
 from fedplan.runners.site import Site, read_site
@@ -21,16 +22,23 @@ def serve_site(folder: Path) -> None:
     """Serve the site of a folder until TERM or INT."""
     site, over = read_site(folder), threading.Event()
     os.umask(0o077)
+    allow_only(site.allow)
     # What stands on this machine is not asked for by way of a proxy.
     os.environ["NO_PROXY"] = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))
+
+    def end(number: int, frame: object) -> None:
+        over.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: over.set())
+        signal.signal(number, end)
     home = Path(site.home)
     home.mkdir(parents=True, exist_ok=True)
     claim = claimed(home)
     desk = desk_of(site)
+    desk.log.note("site begun", site=site.name)
     with noded(site, over) as door:
         serve(door, desk.answer, over)
+    desk.log.note("site ended", site=site.name)
     del claim
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from fedplan.errors import FedplanError
 from fedplan.storage.errors import explained
@@ -162,15 +162,16 @@ def _follows(file: Path, head: Head, line: bytes) -> dict[str, Any]:
         said = json.loads(line)
     except (ValueError, RecursionError):
         said = None
-    if type(said) is not dict:
+    if not isinstance(said, dict):
         raise BrokenChain(f"{file} is broken at line {number}, which was edited: put a copy back")
-    if said.get("before") != head.sha256:
+    found = cast("dict[str, Any]", said)
+    if found.get("before") != head.sha256:
         raise BrokenChain(
             f"{file} is broken at line {number}, which does not follow the line before: one of "
             "them was edited, or lines were removed, inserted or put in another order; put a copy "
             "of it back"
         )
-    return said
+    return found
 
 
 def _short(file: Path, head: Head, lines: int | None = None) -> BrokenChain:

@@ -115,6 +115,31 @@ class Store:
                 with suppress(OSError):
                     self._remove(_TEMPORARY)
 
+    def amend(self, meta: Meta, *, number: int) -> None:
+        """Give the generation of a number another meta, at once or not at all.
+
+        Its tensors stay as they are, and are not read: so it takes no longer than the meta does.
+        """
+        require_same(meta, self._seal)
+        if self._reading:
+            raise StoreError(f"{self._folder} was opened for reading: nothing is written")
+        with (
+            explained(
+                f"the meta of generation {number} was not finished in {self._folder}",
+                "the last good one is untouched; free space or mend the disk, then write it again",
+            ),
+            alone(self._folder),
+        ):
+            try:
+                manifest = self._manifest(number)
+            except Unfit as error:
+                raise StoreError(f"generation {number} of {self._folder}: {error}") from error
+            try:
+                self._write_manifest(replace(manifest, meta=dict(meta)))
+            finally:
+                with suppress(OSError):
+                    self._remove(_TEMPORARY)
+
     def read(self) -> Generation | None:
         """The newest good generation, None if there never was one; `skipped` has the others."""
         return self.find(lambda _: True)

@@ -61,18 +61,23 @@ def export_run(
     key: Path | None = None,
     *,
     adapter: bool = False,
+    best: bool = False,
 ) -> str:
     """Write a model, and say how it is loaded: the world's, or one client's own.
 
     The folder is a run's, or that of a site's experiment: then the model is the site's own, and
     `key` opens what it keeps. With `adapter` only the adapter is written, as peft loads it; else
-    the whole model in floats, its adapter merged into it. Beside it stand what makes inputs ready,
-    a card, and a test vector: `check_export` computes it again.
+    the whole model in floats, its adapter merged into it. With `best` it is the world of the round
+    that scored best, where the study has it kept. Beside it stand what makes inputs ready, a card,
+    and a test vector: `check_export` computes it again.
     """
     folder, out = Path(folder), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty: name another folder")
-    held = _of_site(folder, key) if (folder / AGREEMENT).exists() else _of_run(folder, client)
+    of_site = (folder / AGREEMENT).exists()
+    if best and (client or of_site):
+        raise ConfigError("the best that is kept is the world's, and no client's own")
+    held = _of_site(folder, key) if of_site else _of_run(folder, client, best=best)
     held.model.eval()
     with quiet():
         return _adapter_written(held, out) if adapter else _written(held, out)
@@ -137,32 +142,33 @@ def _require_inputs(folder: Path, vector: Vector) -> None:
             raise ConfigError(f"{folder} makes another {name} of its test vector: export it again")
 
 
-def _of_run(folder: Path, client: str) -> _Held:
-    run, world, home = looked_at(folder, lambda run: _held(run, client))
+def _of_run(folder: Path, client: str, *, best: bool = False) -> _Held:
+    run, world, home = looked_at(folder, lambda run: _held(run, client, best=best))
     require_files(run.study)
     stage = _staged(run.study, run.agreement, run.labels)
     values = world_values(run.agreement, world, stage.start)
     if client:
         turn = Turn(run.round, client, world.phase, run.study.clients.traits.get(client, {}))
         values = personal_values(run.agreement, world, stage.start, turn, home)
-    return _filled(stage, values, _card(run, own=bool(client)))
+    return _filled(stage, values, _card(run, world.round, own=bool(client)))
 
 
-def _card(run: Run, *, own: bool) -> Card:
+def _card(run: Run, number: int, *, own: bool) -> Card:
     study, guarantee = run.study, guarantee_of(run.study)
     clients = run.clients or list(study.clients.names)
-    last = run.metrics[-1] if guarantee is None and not own and run.metrics else {}
+    told = guarantee is None and not own
+    row = next((row for row in run.metrics if told and row["round"] == number), {})
     return Card(
         study,
         run.agreement,
-        run.round,
+        number,
         len(clients),
         own=own,
         statement=Statement.of(guarantee, study.train.rounds, run.folder) if guarantee else None,
         # How many rows the test has is told to nobody.
         scores={
             name.removeprefix(TESTED): value
-            for name, value in last.items()
+            for name, value in row.items()
             if name.startswith(TESTED) and not name.endswith("examples")
         },
         secret=secrets_of(study, clients),
@@ -180,9 +186,9 @@ def _filled(stage: Stage, values: Tensors, card: Card) -> _Held:
     return _Held(stage.model, stage.shares.task, tuple(moved), card)
 
 
-def _held(run: Run, client: str) -> tuple[Run, World, dict[str, Tensor]]:
+def _held(run: Run, client: str, *, best: bool) -> tuple[Run, World, dict[str, Tensor]]:
     """The run with its world, and what a client kept of it, of one round."""
-    return run, run.world, run.home(client)[0] if client else {}
+    return run, run.best if best else run.world, run.home(client)[0] if client else {}
 
 
 def _of_site(folder: Path, key: Path | None) -> _Held:

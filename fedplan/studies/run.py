@@ -16,7 +16,7 @@ from fedplan.federation.history import Metrics, metrics_of
 from fedplan.federation.identity import RUN, Identity, read_identity
 from fedplan.federation.record import Record, parsed, read_record
 from fedplan.federation.server import STUDY
-from fedplan.federation.world import LEDGER, METRICS, WORLD, World
+from fedplan.federation.world import BEST, LEDGER, METRICS, WORLD, World
 from fedplan.models.params import Params
 from fedplan.models.schema import read
 from fedplan.privacy.guard import CHARGES
@@ -97,6 +97,21 @@ class Run:
                 f"{self.folder / WORLD} is damaged ({reasons}): put a copy of it back"
             )
         return World.loaded(found.tensors, found.meta)
+
+    @cached_property
+    def best(self) -> World:
+        """The federation's values of the round that scored best, if the study has it kept."""
+        found = Store(self.folder / BEST, reading=True).read()
+        if found is None or found.meta["run"] != self.identity.id:
+            raise ConfigError(
+                f"{self.folder} keeps no best round: say evaluate.keep_best before a run begins"
+            )
+        return World.loaded(found.tensors, found.meta)
+
+    @property
+    def has_best(self) -> bool:
+        """Whether a best round is kept."""
+        return bool(Store(self.folder / BEST, reading=True).numbers())
 
     @cached_property
     def lines(self) -> list[object]:

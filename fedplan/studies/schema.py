@@ -25,6 +25,7 @@ from fedplan.studies.plain import flat, odd, read_toml, value_of
 from fedplan.studies.sections import (
     ClientsSection,
     DataSection,
+    DefenceSection,
     EvaluateSection,
     MethodSection,
     PatienceSection,
@@ -75,6 +76,7 @@ class Study(Section):
     patience: PatienceSection = PatienceSection()
     stop: StopSection | None = None
     privacy: PrivacySection | None = None
+    defence: DefenceSection = DefenceSection()
 
     @property
     def digest(self) -> str:
@@ -124,6 +126,18 @@ class Study(Section):
         parts = {"model": self.model.given, "task": self.task.given, "method": self.method.given}
         if odd := [name for name, said in parts.items() if bool(said) != self.data.given]:
             raise ValueError(f"{odd[0]}.given is for what came from Python: all of it did, or none")
+        return self
+
+    @model_validator(mode="after")
+    def _scores(self) -> Study:
+        said = self.evaluate
+        if self.privacy and (said.sites or said.keep_best == "own"):
+            raise ValueError(
+                'evaluate.sites and evaluate.keep_best = "own" tell of clients\' rows, and nobody '
+                "pays for that under privacy: leave them out, or test on a common test"
+            )
+        if said.sites and not (self.data.own_test or self.data.given):
+            raise ValueError("evaluate.sites needs rows that clients hold out: raise data.own_test")
         return self
 
     @model_validator(mode="after")

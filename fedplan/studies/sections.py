@@ -11,6 +11,9 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
 from fedplan.federation.callbacks import TRACKER_NAMES, Callback, EarlyStopping
+from fedplan.federation.defence import RULES, Defence
+from fedplan.federation.evaluation import Kept, Scoring
+from fedplan.federation.exams import Exam
 from fedplan.federation.participation import Participation
 from fedplan.federation.patience import Patience
 from fedplan.methods.method import Method
@@ -35,6 +38,7 @@ from fedplan.studies.words import (
     TaskKind,
     WrapName,
     as_fault,
+    one_of,
 )
 from fedplan.training.fit import Pace
 from fedplan.training.optimisers import DECAY, MOMENTUM, ClientOptimiser, optimiser_named
@@ -218,26 +222,35 @@ class PatienceSection(Section):
     """How many seconds a server of real sites waits.
 
     `sites` is for those that a round needs to come, `answers` for the answers of a round, `absent`
-    for a site that went away; `look` is the time between two looks.
+    for a site that went away, `scores` for the scores of a round; `look` is the time between two
+    looks.
     """
 
     sites: Annotated[float, Field(gt=0)] = Patience.sites
     answers: Annotated[float, Field(gt=0)] = Patience.answers
     absent: Annotated[float, Field(ge=0)] = Patience.absent
     look: Annotated[float, Field(gt=0)] = Patience.look
+    scores: Annotated[float, Field(gt=0)] = Patience.scores
 
 
 class EvaluateSection(Section):
     """When and on what the models are tested.
+
+    With `sites` each client scores the world and its own model on the rows that it holds out
+    (`data.own_test`), wherever it is, and lets leave of that what it allows; `personal` says that
+    clients' own models are scored. `keep_best` keeps the world of the round whose score of the
+    `world`, or of the clients' `own` models, was best.
 
     `attention` is on how many of the common test's rows each round's move of the attention maps is
     measured; 0 is not at all. `metrics` are measured beside those of the task. `trackers` are
     callbacks, by name, of whoever runs the study: no site needs them.
     """
 
-    every: Positive = 1
+    every: Positive = Scoring.every
     batch: Positive = 128
-    personal: bool = True
+    personal: bool = Exam.personal
+    sites: bool = Scoring.sites
+    keep_best: Kept = Scoring.keep_best
     attention: Count = 0
     metrics: list[MetricName] = []
     trackers: list[str] = []
@@ -266,6 +279,33 @@ class StopSection(Section):
         """The same as a callback."""
         higher = self.better == "higher" if self.better else None
         return EarlyStopping(self.metric, self.patience, self.least, higher)
+
+
+class DefenceSection(Section):
+    """What a server does against weights and values that a client may have made up.
+
+    `weight_cap` is the most rows that a client may weigh, `share_cap` the largest share of the
+    weight of all who sent a param. A change longer than `change_bound` times what is usual in the
+    round is shortened to that. `rule` makes one value of all that came, and all but the mean count
+    each client alike; it is told how many `liars` there may be.
+    """
+
+    rule: Annotated[str, AfterValidator(one_of("rule", RULES))] = Defence.rule
+    liars: Positive = Defence.liars
+    weight_cap: Count = Defence.weight_cap
+    share_cap: Annotated[float, Field(ge=0, lt=1)] = Defence.share_cap
+    change_bound: Annotated[float, Field(ge=0)] = Defence.change_bound
+
+    @property
+    def made(self) -> Defence:
+        """The same as a value."""
+        return Defence(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _sound(self) -> DefenceSection:
+        with as_fault():
+            _ = self.made
+        return self
 
 
 class PrivacySection(Section):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,8 @@ from fedplan.data.examples import Examples
 from fedplan.data.foresight import require_sight
 from fedplan.data.own import OWN
 from fedplan.federation.agreement import Agreement, require_sound
+from fedplan.federation.evaluation import Scoring
+from fedplan.federation.exams import Exam
 from fedplan.federation.participation import Participation
 from fedplan.federation.record import joined
 from fedplan.language.crowds import phases_in
@@ -167,6 +169,26 @@ def _require_taken(stage: Stage, whose: str, rows: Examples, count: int) -> None
         ) from error
 
 
+def exam_of(study: Study, shares: Shares, name: str) -> Exam | None:
+    """What a client's models are tested on, if it holds rows out."""
+    said, rows = study.evaluate, shares.own.get(name)
+    score = partial(shares.task.score, batch_size=said.batch)
+    return Exam(rows, score, said.personal) if rows is not None else None
+
+
+def scoring_of(study: Study, shares: Shares) -> Scoring:
+    """What a study measures, and when; to keep the best of what nobody measures is refused."""
+    said, task = study.evaluate, shares.task
+    measured = {"world": shares.test is not None or said.sites, "own": said.personal and said.sites}
+    measured["own"] |= said.personal and bool(shares.own)
+    if said.keep_best and not measured[said.keep_best]:
+        raise ConfigError(
+            f"evaluate.keep_best is {said.keep_best!r}, and nobody measures that: say "
+            "evaluate.sites, or give the study rows to test on"
+        )
+    return Scoring(said.every, said.sites, said.keep_best, task.primary, task.higher)
+
+
 def participation_of(study: Study) -> Participation:
     """Who takes part in a study's rounds."""
     return Participation(study.clients.share)
@@ -215,7 +237,15 @@ def agreement_of(study: Study, params: Params, given: Method | None = None) -> A
     # One that is only told of was judged when it ran.
     if guarantee is not None and not isinstance(made, Told):
         require_sound(guarantee, made)
-    return Agreement(f"{study.name}/{study.seed}", params, made, pace, guarantee, study.digest)
+    return Agreement(
+        f"{study.name}/{study.seed}",
+        params,
+        made,
+        pace,
+        guarantee,
+        study.digest,
+        defence=study.defence.made,
+    )
 
 
 @cache

@@ -66,7 +66,7 @@ def closed(agreement: Agreement, model: nn.Module, updates: list[dict[str, Tenso
     total = PlainSum(agreement, world.values, len(updates))
     for i, update in enumerate(updates):
         total.require(update, {}, i + 1)
-        total.add(update, {}, i + 1)
+        total.add(f"client-{i}", update, {}, i + 1)
     return total.close()
 
 
@@ -150,7 +150,7 @@ def test_the_order_of_clients_changes_no_bit(rule: str) -> None:
     for order in permutations(range(3)):
         total = PlainSum(agreement, world.values, 3)
         for i in order:
-            total.add(sent(agreement, i), {}, i + 1)
+            total.add(f"client-{i}", sent(agreement, i), {}, i + 1)
         outcome = total.close()
         found.add(str((sorted(digests(outcome.means).items()), outcome.products)))
     assert len(found) == 1
@@ -206,9 +206,9 @@ def test_a_product_too_large_to_add_leaves_the_sum_as_it_was() -> None:
     agreement = agreed(model, by_svd())
     world = World.start(agreement, take(model, agreement.params))
     total = PlainSum(agreement, world.values, 2)
-    total.add(sent(agreement, 0), {}, 1)
+    total.add("a", sent(agreement, 0), {}, 1)
     with pytest.raises(FedplanError):
-        total.add({k: v * 2.0**30 for k, v in sent(agreement, 1).items()}, {}, 1)
+        total.add("b", {k: v * 2.0**30 for k, v in sent(agreement, 1).items()}, {}, 1)
     alone = closed(agreement, model, [sent(agreement, 0)])
     assert digests(total.close().means) == digests(alone.means)
 

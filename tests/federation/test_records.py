@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fedplan.federation.identity import read_identity
 from fedplan.federation.messages import request_message
-from fedplan.federation.record import RecordError, RoundRecord, TurnRecord, read_record
+from fedplan.federation.record import Defended, RecordError, RoundRecord, TurnRecord, read_record
 from fedplan.federation.rounds import push
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.carrier import carry_study
@@ -150,6 +150,11 @@ def test_all_that_changes_a_result_is_in_the_fingerprint(here: Path) -> None:
 
 TURN = TurnRecord(1, "a", "", {}, "SK", "0" * 32, "1" * 32, 0, 0, 1, 1, 0.5, None, False)
 ROUND = RoundRecord(1, "", ("a",), {"b": "late"}, {"k": "0" * 16}, {"mlp": (0.5, 0.25)}, 0, 0)
+GUARDED = replace(
+    ROUND,
+    defence=Defended({"a": (9, 3)}, {"a": (2.5, 0.5)}, {"a": 4}, {"a": 7.5}, 2),
+    warnings=("a says 0.900 of the round's weight",),
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
@@ -166,7 +171,7 @@ def test_anything_that_is_no_record_is_told(said: Any) -> None:
         read_record(said)
 
 
-@given(st.sampled_from([TURN, ROUND]), st.data(), JSON)
+@given(st.sampled_from([TURN, ROUND, GUARDED]), st.data(), JSON)
 @settings(max_examples=50)
 def test_a_record_with_any_field_changed_is_told_or_reads_as_it_says(
     record: TurnRecord | RoundRecord, data: st.DataObject, said: Any

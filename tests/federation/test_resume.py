@@ -20,6 +20,7 @@ from often import first
 
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.defence import Defence
 from fedplan.federation.participation import Participation
 from fedplan.methods.registry import method_named
 from fedplan.models.description import describe
@@ -41,13 +42,20 @@ PACES = {
     "cloaked": replace(PACE, schedule=RATES),
 }
 """Ways to train that a kill must not change: what a turn's rates are, and what a step is."""
+DEFENCES = {
+    "capped": Defence(share_cap=0.4, change_bound=1.1),
+    "krummed": Defence(rule="multi-krum", change_bound=1.1),
+}
 
 
 def federation(folder: Path, name: str, *, replies: bool) -> Federation:
     model, guarantee, rows = zoo.build("bert"), GUARANTEES.get(name), few("bert", 3)
-    made = method_named("safl", {"k": 1, "together": True}) if guarantee else method_named(name)
-    pace = PACES.get(name, PACE)
-    agreement = Agreement("kill", describe(model), made, pace, guarantee, run=RUN)
+    published = "fedavg" if name in DEFENCES else name
+    made = (
+        method_named("safl", {"k": 1, "together": True}) if guarantee else method_named(published)
+    )
+    pace, defence = PACES.get(name, PACE), DEFENCES.get(name, Defence())
+    agreement = Agreement("kill", describe(model), made, pace, guarantee, run=RUN, defence=defence)
     know_secrets(folder, rows)
     return Federation(
         agreement,
@@ -127,6 +135,22 @@ def test_killed_at_a_failpoint(point: str, time_: int, replies: bool, tmp_path: 
     assert ended == -signal.SIGKILL
     assert played(tmp_path, name, replies=replies) == 0
     assert left(tmp_path, name, replies=replies) == expected(name, replies)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "point"),
+    [
+        ("capped", "round.before_commit"),
+        ("krummed", "round.pulled"),
+        pytest.param("capped", "round.pulled", marks=pytest.mark.nightly),
+        pytest.param("krummed", "round.before_close", marks=pytest.mark.nightly),
+    ],
+)
+def test_killed_under_a_defence(name: str, point: str, tmp_path: Path) -> None:
+    ended = played(tmp_path, name, replies=True, failpoint=f"{point}:kill@3")
+    assert ended == -signal.SIGKILL
+    assert played(tmp_path, name, replies=True) == 0
+    assert left(tmp_path, name, replies=True) == expected(name, True)[0]
 
 
 KILLED = ("fedper", "scaffold", "fedadam", "veiled", "cloaked")

@@ -36,6 +36,9 @@ dropped = 0.1
 attention = 4
 """
 
+TIMES = ("status.json", "log.jsonl")
+"""Files of a run that say when something happened: in two runs they are never the same."""
+
 
 def run(*args: str) -> tuple[int, str]:
     result = CliRunner(env={"COLUMNS": "100"}).invoke(app, list(args))

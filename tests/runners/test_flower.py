@@ -28,6 +28,7 @@ from fedplan.federation import messages
 from fedplan.federation.account import Account, Limits
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client, guard_of
+from fedplan.federation.defence import Defence
 from fedplan.federation.egress import by_part, read_egress
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.identity import read_identity
@@ -44,7 +45,7 @@ from fedplan.models.params import Block
 from fedplan.models.values import take
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.calls import Calls
-from fedplan.runners.flower.carrier import Carrier
+from fedplan.runners.flower.carrier import Carrier, hello_of
 from fedplan.runners.flower.records import message_in, records_of
 from fedplan.runners.local import Federation
 from fedplan.storage.journal import Journal, home_of
@@ -70,6 +71,12 @@ METHODS: dict[str, Method] = {
     ),
 }
 HIDDEN = {name: method_named("safl", {"k": 1, "together": True}) for name in GUARANTEES}
+PARTS = 'chain(freeze(), by("site", {"a": share(blocks(0))}, share(blocks(0) | blocks(1))))'
+GUARDED = {"ruled": Method(parse(PARTS)), "bounded": Method(parse(PARTS))}
+DEFENCES = {
+    "ruled": Defence(rule="trimmed-mean", change_bound=1.01),
+    "bounded": Defence(share_cap=0.4, change_bound=1.01),
+}
 TRAITS = {"client-1": {"site": "a"}}
 SOON = Patience(sites=2.0, answers=60.0, absent=1.0, look=0.01)
 
@@ -82,8 +89,9 @@ def model_of(made: Method) -> nn.Module:
 
 def agreement_of(made: Method) -> Agreement:
     guarantee = next((GUARANTEES[name] for name, each in HIDDEN.items() if each is made), None)
-    run = RUN if guarantee else ""
-    return Agreement("flower", describe(model_of(made)), made, PACE, guarantee, run=run)
+    defence = next((DEFENCES[name] for name, each in GUARDED.items() if each is made), Defence())
+    run, params = RUN if guarantee else "", describe(model_of(made))
+    return Agreement("flower", params, made, PACE, guarantee, run=run, defence=defence)
 
 
 def endpoint(
@@ -309,9 +317,9 @@ def test_no_number_of_rows_is_in_any_message(name: str, tmp_path: Path) -> None:
         assert not any(pattern in whole for pattern in (str(count).encode(), *kinds))
 
 
-@pytest.mark.parametrize("name", [*METHODS, *HIDDEN])
+@pytest.mark.parametrize("name", [*METHODS, *HIDDEN, *GUARDED])
 def test_the_same_bits_as_in_one_process(name: str, tmp_path: Path) -> None:
-    made = (METHODS | HIDDEN)[name]
+    made = (METHODS | HIDDEN | GUARDED)[name]
     for where in ("local", "flower"):
         know_secrets(tmp_path / where, NAMES)
     whole = Federation(
@@ -387,7 +395,9 @@ def test_a_server_that_asks_for_more_is_refused(
 def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     held = endpoint(METHODS["fedavg"], tmp_path, "client-0", run="0" * 16)
     grid = InProcess(client_app(lambda _, kind, message: held.answer(kind, message)), [{}])
-    calls = Calls(grid, ["client-0", "client-1"], replace(SOON, sites=0.1), "0" * 16)
+    calls = Calls(
+        grid, ["client-0", "client-1"], replace(SOON, sites=0.1), hello_of("0" * 16, None)
+    )
     with pytest.raises(FedplanError, match="have not come: client-1"):
         calls.gather(2)
 
@@ -468,7 +478,7 @@ def test_a_node_that_takes_the_name_of_another_is_not_heard(
     run.grid = InProcess(client_app(run.answer), [*({"name": n} for n in NAMES), thief])
     run.carry()
     assert run.clean() and all(line["counted"] == list(NAMES) for line in run.rounds())
-    assert "says it is 'client-0', and so does node" in caplog.text
+    assert "says that it is 'client-0', as node" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,15 @@ def test_traits_are_those_of_the_site() -> None:
     assert not judged(policy, study, agreement, Turn(client="north", traits={"ward": "4"}))
 
 
+def test_a_trait_that_a_study_gives_a_site_counts_unless_the_site_says_otherwise() -> None:
+    study = offered('by("ward", {"3": share()}, keep())')
+    given = study.clients.model_copy(update={"traits": {"north": {"ward": "3"}}})
+    study = study.model_copy(update={"clients": given})
+    agreement, policy = outline_of(study), Policy(never_share=["head"])
+    assert judged(policy, study, agreement, Turn(client="north"))
+    assert not judged(policy, study, agreement, Turn(client="north", traits={"ward": "4"}))
+
+
 def test_rounds_without_end_are_judged_in_no_time() -> None:
     study = offered("chain(keep(), when(after(900000), share()))", rounds=10**9)
     assert judged(Policy(never_share=["head"]), study, outline_of(study))

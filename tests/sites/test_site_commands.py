@@ -11,14 +11,15 @@ from commands import run
 from sites import asked, site_of, study_text, world_of
 from studies import approvals_in, offered
 
-from fedplan.federation.egress import RECORD, Egress, Warrant, read_egress
+from fedplan.federation import egress
+from fedplan.federation.egress import RECORD, Egress, Warrant, ended, read_egress
 from fedplan.federation.endpoint import HELLO
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import push
 from fedplan.sites.approvals import user
 from fedplan.sites.notice import shown
 from fedplan.tensors.message import Message
-from fedplan.tensors.serialization import packed
+from fedplan.tensors.serialization import packed, unpacked
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_the_bytes_that_are_shown_are_those_that_leave(tmp_path: Path) -> None:
     text = study_text(privacy="", method="plan = 'chain(share(), keep(head))'", rounds=1)
     endpoint = site_of(tmp_path, text)
     asked(endpoint, world_of(endpoint))
-    (line,) = read_egress(endpoint.folder.parent)
+    (line,) = read_egress(tmp_path / "home")
     notice = shown(offered("chain(share(), keep(head))", rounds=1))
     assert line["parts"] == {each.part: each.total for each in notice.parts if each.total}
 
@@ -87,14 +88,12 @@ def test_a_site_without_a_file_is_told_so(tmp_path: Path) -> None:
 
 
 def test_one_record_has_all_studies_and_runs_refusals_and_failures(tmp_path: Path) -> None:
-    home, endpoints = tmp_path / "all", list[object]()
+    home = tmp_path / "home"
     for name in ("one", "two"):
         endpoint = site_of(tmp_path, study_text(name=name, privacy="", rounds=2), limit_rounds=1)
-        endpoint.egress = Egress(home)
         endpoint.warrant = Warrant(name * 16, "cd" * 32, "ada")
         endpoint.answer(HELLO, packed({}, {"run": endpoint.agreement.run}))
         asked(endpoint, world_of(endpoint))
-        endpoints.append(endpoint)
     endpoint.answer("nothing", Message(b""))
     lines = read_egress(home)
     said = [(line["study"][:3], line["kind"], line["code"]) for line in lines]
@@ -123,7 +122,7 @@ def test_the_same_answer_has_the_same_content_and_another_has_not(tmp_path: Path
     for _ in range(2):
         endpoint.answer("train", down)
     asked(endpoint, world_of(endpoint, round=2, scale=1.1))
-    one, again, other = (line["content"] for line in read_egress(endpoint.folder.parent))
+    one, again, other = (line["content"] for line in read_egress(tmp_path / "home"))
     assert one == again != other
 
 
@@ -133,3 +132,27 @@ def test_who_is_mute_tells_no_loss(tmp_path: Path) -> None:
     endpoint.site.mute = True
     _, silent = asked(endpoint, world_of(endpoint, round=2))
     assert said["line"]["loss"] is not None and silent["line"]["loss"] is None
+
+
+def test_a_refusal_that_is_told_again_and_again_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, record = [0.0], Egress(tmp_path)
+    monkeypatch.setattr(egress.time, "monotonic", lambda: now[0])
+    answer = packed({}, {"refused": "not-approved"})
+    for number in range(300):
+        now[0] = 5.0 * number
+        record.note(ended("not-approved", answer, site="north", run="0" * 16))
+    record.note(ended("limit-rounds", answer, site="north"))
+    record.note(ended("limit-rounds", answer, site="north"))
+    lines = read_egress(tmp_path)
+    told = [(line["code"], line["times"]) for line in lines]
+    assert told == [*(("not-approved", n) for n in (1, 120, 120)), *[("limit-rounds", 1)] * 2]
+
+
+def test_a_greeting_tells_how_the_record_ends(tmp_path: Path) -> None:
+    endpoint = site_of(tmp_path, study_text(privacy=""))
+    hello = packed({}, {"run": endpoint.agreement.run})
+    ends = [unpacked(endpoint.answer(HELLO, hello))[1]["record"] for _ in range(3)]
+    lines = read_egress(tmp_path / "home")
+    assert ends == [line["before"] for line in lines]

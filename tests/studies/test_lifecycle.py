@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers as hf
-from commands import STUDY, run
+from commands import STUDY, TIMES, run
 from flwr.app import Context
 from grids import InProcess
 from zoo import VISION
@@ -43,7 +43,7 @@ def one_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    found = (p for p in folder.rglob("*") if p.is_file())
+    found = (p for p in folder.rglob("*") if p.is_file() and p.name not in TIMES)
     return {str(p.relative_to(folder)): p.read_bytes() for p in found}
 
 

@@ -15,6 +15,8 @@ from datasets import Dataset
 from fedplan.data.partition import KINDS, Partition
 from fedplan.data.tables import DataError
 from fedplan.data.tasks import TASK_KINDS, Task, task
+from fedplan.federation.defence import RULES, Defence
+from fedplan.federation.evaluation import Scoring
 from fedplan.federation.participation import Participation
 from fedplan.federation.patience import Patience
 from fedplan.methods.method import Method
@@ -26,6 +28,8 @@ from fedplan.studies.schema import study_of
 from fedplan.studies.sections import (
     ClientsSection,
     DataSection,
+    DefenceSection,
+    EvaluateSection,
     MethodSection,
     PatienceSection,
     PrivacySection,
@@ -40,10 +44,12 @@ VALUES: dict[type[Section], type] = {
     TrainSection: Pace,
     PatienceSection: Patience,
     PrivacySection: Guarantee,
+    DefenceSection: Defence,
     ClientsSection: Participation,
     DataSection: Partition,
     TaskSection: Task,
     MethodSection: Method,
+    EvaluateSection: Scoring,
 }
 OTHER = {
     (DataSection, "clients"): "none is for Python to say, or all that a column names",
@@ -110,6 +116,7 @@ def test_every_task_can_be_loaded_prepared_and_said() -> None:
         ("data", "by", KINDS),
         ("method", "probe", ("", *PROBES)),
         ("privacy", "unit", ("client", "example")),
+        ("defence", "rule", RULES),
     ],
 )
 def test_a_study_says_all_names_there_are_and_no_other(
@@ -122,6 +129,7 @@ def test_a_study_says_all_names_there_are_and_no_other(
         "method": {"plan": "share()"},
         "train": {"steps": 1, "batch": 1},
         "privacy": {"unit": "example", "epsilon": 1.0, "size": 9},
+        "defence": {},
     }
     for word in words:
         made = study_of(said | {section: said[section] | {field: word}})

@@ -21,6 +21,8 @@ from flwr.serverapp import Grid
 from fedplan.errors import FedplanError
 from fedplan.federation.codes import APPROVAL, KINDS, meant, understood
 from fedplan.federation.patience import Patience
+from fedplan.federation.states import SiteState, state_said
+from fedplan.federation.status import Status
 from fedplan.runners.flower.records import message_in, records_of
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import packed, unpacked
@@ -82,6 +84,8 @@ class Calls:
         self._named: dict[int, str] = {}
         self._hellos: dict[str, int] = {}
         self._gone: dict[str, float] = {}
+        self.status = Status()
+        self._told: dict[str, tuple[str, str]] = {}
 
     def gather(self, enough: int) -> None:
         """Wait until all have come; when it is time, until enough have."""
@@ -121,7 +125,29 @@ class Calls:
                 self._gone.pop(name, None)
             else:
                 self._gone.setdefault(name, now)
+        self._tell()
         return there
+
+    def _tell(self) -> None:
+        """Tell how each site stands with the server, if that is new; it may be asked to stop."""
+        for name in self.names:
+            said = self._standing(name)
+            if self._told.get(name) != said:
+                self._told[name] = said
+                self.status.site(name, *said)
+        self.status.beat()
+
+    def _standing(self, name: str) -> tuple[str, str]:
+        if why := self.refusals.get(name):
+            return state_said(why), why
+        if name not in self.guests:
+            return SiteState.NOT_COME, ""
+        return (SiteState.AWAY, "") if self.away(name) else (SiteState.THERE, "")
+
+    @property
+    def absent(self) -> set[str]:
+        """Sites that have not come, or are gone for long."""
+        return {name for name in self.names if self.away(name)}
 
     def away(self, name: str) -> bool:
         """Whether a site is gone for longer than one waits for it."""
@@ -129,16 +155,26 @@ class Calls:
         missing = name not in self.guests
         return missing or (since is not None and time.monotonic() - since > self.patience.absent)
 
+    def present(self) -> list[str]:
+        """The sites that are there now."""
+        self.look()
+        return [name for name in self.guests if name not in self._gone]
+
     def ask(
-        self, kind: str, letters: dict[str, Letter], done: Callable[[], bool]
+        self,
+        kind: str,
+        letters: dict[str, Letter],
+        done: Callable[[], bool],
+        *,
+        wait: float | None = None,
     ) -> Iterator[tuple[str, Message | str]]:
         """Each site's answer as it comes, or in words why none came; who has not is left out.
 
         The caller may put another letter for a name into `letters`: it is then asked anew. All are
-        waited for until it is time, and then until `done`.
+        waited for until it is time, and then until `done`; `wait` says when it is time.
         """
         waiting = {name: _Open(letter) for name, letter in letters.items()}
-        until = time.monotonic() + self.patience.answers
+        until = time.monotonic() + (self.patience.answers if wait is None else wait)
         last = until + self.patience.sites
         while waiting:
             there = self.look()
@@ -185,6 +221,7 @@ class Calls:
         other = self.guests.get(name)
         if other is not None and other.node != node and other.node in self._there():
             return self._refused(node, "", f"says that it is {name!r}, as node {other.node} does")
+        log.info("%s has come; its record of what left ends with %s", name, said.get("record"))
         self.refusals.pop(name, None)
         self.guests[name] = Guest(node, agreed, start, run, traits, versions)
 
@@ -208,6 +245,7 @@ class Calls:
         message, arrays = request.letter()
         for number in self._push(guest.node, kind, message, arrays):
             request.numbers[number] = guest.node
+        self.status.site(name, SiteState.ASKED)
 
     def _push(
         self, node: int, kind: str, message: Message, arrays: ArrayRecord | None

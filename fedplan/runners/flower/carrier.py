@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,27 +15,41 @@ from flwr.serverapp import Grid
 from fedplan.errors import FedplanError
 from fedplan.federation.callbacks import Callback, Closed, stopping
 from fedplan.federation.codes import KINDS, meant
+from fedplan.federation.evaluation import Scoring, together
 from fedplan.federation.messages import Request, request_header, request_message, scored, update_of
 from fedplan.federation.patience import Patience
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
+from fedplan.federation.states import RunState, SiteState, state_said
+from fedplan.federation.status import Status
 from fedplan.federation.versions import other_versions
+from fedplan.models.values import put
 from fedplan.privacy.errors import PrivacyError
 from fedplan.runners.faults import Faults, faults_of
-from fedplan.runners.flower.calls import Calls, Guest, Letter
+from fedplan.runners.flower.calls import Calls, Guest, Letter, is_over
+from fedplan.runners.flower.evaluations import Evaluations
 from fedplan.runners.flower.records import arrays_of
 from fedplan.studies.continuation import require_free
 from fedplan.studies.folder import agreed_run, opened_run
 from fedplan.studies.schema import Study
-from fedplan.studies.stage import participation_of, stage_of
+from fedplan.studies.stage import Stage, participation_of, scoring_of, stage_of
+from fedplan.tensors.devices import device_named, settled
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import nbytes
+from fedplan.tensors.named import Tensors, nbytes
 from fedplan.tensors.serialization import JSON, packed, unpacked
 
 log = logging.getLogger("fedplan")
+Test = Callable[[Tensors], dict[str, float]]
+"""What is measured of the world's values on a common test."""
 
 
-def carry_study(grid: Grid, study: Study, folder: Path, callbacks: Sequence[Callback] = ()) -> None:
+def carry_study(
+    grid: Grid,
+    study: Study,
+    folder: Path,
+    callbacks: Sequence[Callback] = (),
+    status: Status | None = None,
+) -> None:
     """Carry a study, or go on with it from what its folder holds."""
     require_free(folder, study, resume=True)
     stage = stage_of(study)
@@ -54,9 +68,12 @@ def carry_study(grid: Grid, study: Study, folder: Path, callbacks: Sequence[Call
     patience = Patience(**study.patience.model_dump())
     quorum, faults = study.clients.quorum, faults_of(study)
     stop = study.stop.callback if study.stop else None
+    scoring, test = scoring_of(study, stage.shares), tester_of(study, stage)
     if stop is not None:
-        stop.require_measured(())  # the rows are at the sites, and so is every score
-    Carrier(
+        # The rows are at the sites, and so is every score but that of a common test.
+        stop.require_measured([*(["world"] if test else []), *(["sites"] if scoring.sites else [])])
+    told = status or Status(folder)
+    carrier = Carrier(
         grid,
         server,
         patience,
@@ -64,7 +81,12 @@ def carry_study(grid: Grid, study: Study, folder: Path, callbacks: Sequence[Call
         faults=faults,
         callbacks=[*callbacks, *study.evaluate.callbacks, *([stop] if stop else [])],
         study=study,
-    ).carry()
+        scoring=scoring,
+        test=test,
+        status=told,
+    )
+    with told.driving(server, study.name, patience, rows=False, passing=is_over):
+        carrier.carry()
     del claim
 
 
@@ -72,7 +94,9 @@ class Carrier:
     """A server and the grid that carries its rounds.
 
     A round waits for all until it is time, and closes with no fewer than `quorum`. A site that
-    agreed to another study, or starts from another model, is not asked; the others go on.
+    agreed to another study, or starts from another model, is not asked; the others go on. Once a
+    round is committed, those who are there are asked for the scores that `scoring` says, and `test`
+    scores the world here.
     """
 
     def __init__(
@@ -84,7 +108,10 @@ class Carrier:
         quorum: int = 1,
         faults: Faults | None = None,
         callbacks: Sequence[Callback] = (),
+        scoring: Scoring | None = None,
+        test: Test | None = None,
         study: Study | None = None,
+        status: Status | None = None,
     ) -> None:
         if server.aggregation.hides and quorum > 1:
             raise PrivacyError(
@@ -95,17 +122,25 @@ class Carrier:
         self.server, self.quorum = server, 0 if server.aggregation.hides else quorum
         hello = hello_of(server.agreement.run, study)
         self.calls = Calls(grid, server.roster, patience or Patience(), hello)
+        self.status = self.calls.status = status or Status()
         self.callbacks = tuple(callbacks)
         self.faults, self._late = faults or Faults(), set[str]()
         self._unfit: dict[str, str] = {}
         self._packed: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
+        self.scoring, self.test = scoring or Scoring(), test
+        self.evaluations = Evaluations(self.calls, server, self._arrays)
 
     def carry(self) -> None:
         """Play every round that is left, committing each before the next."""
         server, last = self.server, self.server.last()
-        stopped = stopping(self.callbacks, last) if last else ""
+        if last is not None:
+            if self._unscored(last):
+                self._gather()
+            last = self._scored(last)
+        stopped = stopping(self.callbacks, self._directed(last)) if last else ""
+        stopped = self.status.halted(stopped)
         if server.world.round < server.rounds and not stopped:
-            self.calls.gather(min(self.quorum, len(server.roster)))
+            self._gather()
         while server.world.round < server.rounds and not stopped:
             self._greet()
             tally = server.begin()
@@ -115,11 +150,42 @@ class Carrier:
             self._choose_together(tally)
             self._ask(tally)
             server.end(tally)
-            closed = server.commit(tally)
-            log.info("%s", _told(closed))
-            stopped = stopping(self.callbacks, closed)
+            closed = self._directed(self._scored(server.commit(tally)))
+            log.info("%s", _told(closed, self.scoring.primary))
+            self.status.round(closed)
+            stopped = self.status.halted(stopping(self.callbacks, closed))
         if stopped:
             log.info("stopped after round %d: %s", server.world.round, stopped)
+
+    def _gather(self) -> None:
+        self.status.become(RunState.WAITING)
+        self.calls.gather(min(self.quorum, len(self.server.roster)))
+        self.status.become(RunState.RUNNING)
+
+    def _unscored(self, closed: Closed) -> bool:
+        """Whether a round that was committed is still to be scored."""
+        asked = self.scoring.sites or self.test is not None
+        return asked and not closed.scores and self.scoring.due(closed.round, self.server.rounds)
+
+    def _scored(self, closed: Closed) -> Closed:
+        """A round with its scores, which are written down once: absent sites hold up no training.
+
+        If its world is the best so far, it is kept.
+        """
+        if self._unscored(closed):
+            scores = dict[str, Any]()
+            if self.test is not None:
+                scores["world"] = self.test(self.server.world_values())
+            if self.scoring.sites:
+                self._greet()
+                scores["sites"] = together(*self.evaluations.ask(self._unfit), self.scoring)
+            closed = self.server.score(closed, scores)
+        self.server.keep_best(self.scoring.best(closed.metrics))
+        return closed
+
+    def _directed(self, closed: Closed) -> Closed:
+        """A round with which way the task's own score is better; the server knows no task."""
+        return replace(closed, higher=self.scoring.higher)
 
     def _greet(self) -> None:
         """Hear who the sites are; one that agreed to something else has no part until it mends."""
@@ -128,6 +194,7 @@ class Carrier:
             if reason := self._unfit_for(name, guest):
                 if self._unfit.get(name) != reason:
                     log.warning("%s is not asked: it %s", name, reason)
+                self.status.site(name, SiteState.REFUSED, f"not asked: it {reason}")
                 self._unfit[name] = reason
             else:
                 self._unfit.pop(name, None)
@@ -164,12 +231,15 @@ class Carrier:
         for name, answer in self.calls.ask("train", letters, lambda: self._enough(tally)):
             if isinstance(answer, str):
                 tally.rejected.setdefault(name, answer.splitlines()[0])
+                self.status.site(name, SiteState.FAILED, tally.rejected[name])
             elif self._lacks(tally, name, answer):
                 letters[name] = self._letter(tally, name)
             else:
                 self._count(tally, name, answer)
         silent = tally.cohort.keys() - set(tally.heard) - tally.rejected.keys()
         tally.rejected |= {name: "no answer" for name in silent}
+        for name in silent - self.calls.absent:
+            self.status.site(name, SiteState.FAILED, "no answer in time")
         if not self._enough(tally):
             reasons = "; ".join(f"{n}: {why}" for n, why in sorted(tally.rejected.items()))
             raise FedplanError(
@@ -183,6 +253,7 @@ class Carrier:
     def _letter(self, tally: Tally, name: str) -> Letter:
         def letter() -> tuple[Message, ArrayRecord | None]:
             request = tally.cohort[name]
+            request = replace(request, values=self.evaluations.lacking(request))
             said = packed({}, request_header(request))
             return said, self._arrays(request)
 
@@ -208,6 +279,7 @@ class Carrier:
         if kind := next((kind for kind in KINDS if kind in said), ""):
             tally.rejected.setdefault(name, meant(kind, str(said[kind])))
             log.warning("%s %s", name, meant(kind, str(said[kind])))
+            self.status.site(name, state_said(tally.rejected[name]), tally.rejected[name])
             return
         limit = 2 * nbytes(self.server.world.values) + 2**22
         try:
@@ -218,8 +290,10 @@ class Carrier:
         except FedplanError as error:
             tally.rejected[name] = str(error).splitlines()[0]
             log.warning("%s is not counted: %s", name, tally.rejected[name])
+            self.status.site(name, SiteState.FAILED, tally.rejected[name])
             return
         self.server.take(tally, update, late=name in self._late)
+        self.status.site(name, SiteState.ANSWERED)
 
     def _choose_together(self, tally: Tally) -> None:
         voters = self.server.voters(tally)
@@ -258,10 +332,26 @@ def _said(answer: Message) -> dict[str, Any]:
         return {}
 
 
-def _told(closed: Closed) -> str:
+def tester_of(study: Study, stage: Stage) -> Test | None:
+    """What scores the world on the common test, where the study has one."""
+    task, rows, model = stage.shares.task, stage.shares.test, stage.model
+    if rows is None:
+        return None
+    settled(model, device_named(study.device))
+
+    def test(values: Tensors) -> dict[str, float]:
+        put(model, values, stage.agreement.trainable)
+        return task.score(model, rows, batch_size=study.evaluate.batch)
+
+    return test
+
+
+def _told(closed: Closed, primary: str) -> str:
     whole, loss = closed.whole, closed.row.get("loss", 0.0)
     missing = f", not counted: {', '.join(whole.rejected)}" if whole.rejected else ""
+    names = (f"{kind}.{primary}" for kind in ("world", "sites.world", "sites.own"))
+    scores = "".join(f"{name} {closed.row[name]:.3f}, " for name in names if name in closed.row)
     return (
-        f"round {closed.round} of {closed.rounds}: loss {loss:.3f}, "
+        f"round {closed.round} of {closed.rounds}: loss {loss:.3f}, {scores}"
         f"{len(whole.counted)} counted{missing}, {whole.up} bytes up, {whole.down} down"
     )

@@ -29,6 +29,7 @@ from flwr.superlink.grid.http_grid import HttpGrid
 
 from fedplan.errors import FedplanError
 from fedplan.federation.callbacks import Callback
+from fedplan.federation.status import Status
 from fedplan.runners.flower.calls import is_over
 from fedplan.runners.flower.carrier import carry_study
 from fedplan.runners.flower.link import Link
@@ -41,7 +42,13 @@ WITHIN = 120.0
 TRIES = 10
 
 
-def drive(link: Link, study: Study, folder: Path, callbacks: list[Callback]) -> None:
+def drive(
+    link: Link,
+    study: Study,
+    folder: Path,
+    callbacks: list[Callback],
+    status: Status | None = None,
+) -> None:
     """Carry a study to its end, or go on with it from what its folder holds.
 
     A run that Flower ends by itself, as after a long silence of its SuperLink, is begun anew.
@@ -49,7 +56,7 @@ def drive(link: Link, study: Study, folder: Path, callbacks: list[Callback]) -> 
     for left in reversed(range(TRIES)):
         try:
             with taken(link) as grid:
-                return carry_study(grid, study, folder, callbacks)
+                return carry_study(grid, study, folder, callbacks, status)
         except Exception as error:
             if not is_over(error) or not left:
                 raise

@@ -27,6 +27,7 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
+from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
@@ -53,7 +54,7 @@ class Door:
     certificate: Path | None = None
     secret: Path | None = None
 
-    def client(self, *interceptors: object) -> RuntimeHttpClient:
+    def client(self, *interceptors: ProtobufClientInterceptor) -> RuntimeHttpClient:
         """A line to it."""
         return RuntimeHttpClient.from_server_address(
             server_address=self.address,

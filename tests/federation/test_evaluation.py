@@ -1,0 +1,617 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores at sites: the same in one process and over messages, of no consequence for any turn."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import duals
+import pytest
+import torch
+from chat import chat_tokenizer, pairs, tiny_chat
+from clients import GUARANTEES, RUN
+from commands import STUDY
+from flwr.app import Context
+from flwr.app import Message as FlowerMessage
+from grids import InProcess
+from hypothesis import given
+from hypothesis import strategies as st
+from often import first
+
+from fedplan.audits.run import verify_run
+from fedplan.errors import FedplanError
+from fedplan.federation.account import Account, Limits, read_answers
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import Client
+from fedplan.federation.egress import read_egress
+from fedplan.federation.endpoint import Endpoint, journal_in, place_of
+from fedplan.federation.evaluation import Scores, Scoring, question, scores_of, scores_said
+from fedplan.federation.exams import Disclosure, Exam
+from fedplan.federation.history import Metrics
+from fedplan.federation.messages import Request, request_message, run_of
+from fedplan.federation.server import Server
+from fedplan.federation.world import World
+from fedplan.methods.registry import method_named
+from fedplan.models.description import describe
+from fedplan.models.values import put, take
+from fedplan.runners.flower.apps import client_app
+from fedplan.runners.flower.carrier import Carrier, carry_study
+from fedplan.runners.local import Federation
+from fedplan.runners.simulation import Simulation
+from fedplan.storage.lines import read_lines
+from fedplan.storage.store import Store
+from fedplan.studies.export import export_run
+from fedplan.studies.run import open_run
+from fedplan.studies.schema import ConfigError, Study, read_study
+from fedplan.studies.stage import Stage, exam_of, stage_of
+from fedplan.tensors.message import Message
+from fedplan.tensors.named import digests
+from fedplan.tensors.serialization import SerializationError, unpacked
+from fedplan.training.fit import Pace
+
+QUICK = "[patience]\nsites = 2.0\nanswers = 60.0\nabsent = 1.0\nlook = 0.01\nscores = 20.0\n"
+SITES = "sites = true\n"
+FEDPER = STUDY.replace("dropped = 0.1", "").replace("attention = 4", "")
+NUMBERS = """
+name = "numbers"
+[model]
+type = "bert"
+settings = {{ vocab_size = {size}, hidden_size = 16, num_hidden_layers = 1, num_attention_heads = 2, intermediate_size = 16 }}
+[task]
+kind = "regression"
+input = "prompt"
+label = "n"
+tokenizer = "chat"
+[data]
+path = "pairs.jsonl"
+clients = 2
+own_test = 0.4
+[method]
+plan = "chain(share(), keep(head))"
+[train]
+rounds = 3
+batch = 4
+rate = 0.01
+[evaluate]
+"""
+
+
+def write_numbers() -> str:
+    """Rows of a task of numbers beside its tokenizer; the study of them."""
+    tiny_chat(Path("chat"))
+    rows = [{**row, "n": i} for i, row in enumerate(pairs(24))]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return NUMBERS.format(size=len(chat_tokenizer()))
+
+
+def wrote(text: str, name: str = "study.toml", *, evaluate: str = SITES, more: str = "") -> Path:
+    """A study file; what is said of evaluation stands in its last section."""
+    file = Path(name)
+    file.write_text(text + evaluate + QUICK + more)
+    return file
+
+
+STAGES = dict[str, Stage]()
+"""What was built once: a study of the same words has the same rows in every test."""
+
+
+def staged(text: str, study: Study) -> Stage:
+    if text not in STAGES:
+        STAGES[text] = stage_of(study)
+    return STAGES[text]
+
+
+class Grid(InProcess):
+    """A grid on which messages of a kind to some nodes never arrive."""
+
+    lost: tuple[str, Iterable[int]] = ("", ())
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[FlowerMessage]:
+        kind, nodes = self.lost
+        found = [self.sent[n].metadata for n in message_ids if n in self.sent]
+        if any(m.message_type == kind and m.dst_node_id in nodes for m in found):
+            return []
+        return super().pull_messages(message_ids)
+
+
+class Sites:
+    """The sites of a study whose rows are here, each with a stage, a home and an account."""
+
+    def __init__(self, file: Path, folder: Path, **disclosures: Disclosure) -> None:
+        self.file, self.folder, self.disclosures = file, folder, disclosures
+        self.study = read_study(file)
+        self.stage = staged(file.read_text(), self.study)
+        self.names = list(self.stage.shares.train)
+        self.endpoints, self.asked = dict[str, Endpoint](), list[tuple[str, str]]()
+        self.broken: Callable[[str, str], None] = lambda name, kind: None
+        self.limits: Limits | None = None
+        nodes = [{"name": name} for name in reversed(self.names)]
+        self.grid = Grid(client_app(self.answer), nodes)
+
+    def answer(self, context: Context, kind: str, message: Message) -> Message:
+        name = str(context.node_config["name"])
+        self.asked.append((name, kind))
+        self.broken(name, kind)
+        return self.endpoint(name, run_of(message)).answer(kind, message)
+
+    def endpoint(self, name: str, run: str = RUN) -> Endpoint:
+        if name not in self.endpoints:
+            stage, folder = self.stage, self.folder / "sites" / name
+            client = Client(
+                name=name,
+                rows=stage.shares.train[name],
+                journal=journal_in(place_of(folder, run)),
+                model=copy.deepcopy(stage.model),
+                start=stage.start,
+                marks=stage.marks,
+                loss=stage.shares.task.loss,
+                account=Account(self.folder / "accounts" / name, self.limits),
+                exam=exam_of(self.study, stage.shares, name),
+                disclosure=self.disclosures.get(name.replace("-", "_"), Disclosure()),
+            )
+            client.__dict__["key"] = name.encode().ljust(32)
+            self.endpoints[name] = Endpoint(replace(stage.agreed, run=run), client, folder)
+        return self.endpoints[name]
+
+    def carry(self) -> Path:
+        run = self.folder / "run"
+        carry_study(self.grid, self.study, run)
+        return run
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return read_lines(run / "metrics.jsonl")
+
+
+def homes(sites: Sites) -> dict[str, dict[str, str]]:
+    return {n: digests(sites.endpoints[n].site.journal.home()[0]) for n in sites.names}
+
+
+def scored(model: Any, stage: Any, values: Any, rows: Any) -> dict[str, float]:
+    put(model, values, stage.agreement.trainable)
+    return stage.shares.task.score(model, rows, batch_size=128)
+
+
+@pytest.mark.parametrize("kind", ["kept head", "numbers"])
+def test_scores_over_messages_are_those_of_one_process(kind: str, here: Path) -> None:
+    text = FEDPER if kind == "kept head" else write_numbers()
+    file = wrote(text)
+    whole = Simulation(read_study(file), here / "local").run()
+    run = Sites(file, here / "there").carry()
+    assert (here / "local/metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+    assert open_run(run).metrics == whole.metrics
+    assert all(verify_run(folder)[0] == [] for folder in (run, here / "local"))
+    stage, last = staged(file.read_text(), read_study(file)), lines(run)[-1]["sites"]
+    model = copy.deepcopy(stage.model)
+    for name, rows in whole.shares.own.items():
+        obvious = {
+            "world": scored(model, stage, whole.federation.world_values(), rows),
+            "own": scored(model, stage, whole.federation.personal_values(name), rows),
+        }
+        assert last["by"][name] == obvious, "as the obvious way has it"
+    for model in ("world", "own"):
+        held, key = [each[model] for each in last["by"].values()], stage.shares.task.primary
+        total = sum(each["examples"] for each in held)
+        mean = sum(each[key] * each["examples"] for each in held) / total
+        assert last[model][key] == pytest.approx(mean) and last[model]["examples"] == total
+        pick = min if stage.shares.task.higher else max
+        assert last["spread"][model]["worst"] == pick(each[key] for each in held)
+    assert last["world"] != last["own"] and "loss" in whole.metrics[-1]
+
+
+class Pictures:
+    """A prompted method on tiny towers: four rows to train on and four to test on, for each."""
+
+    names = ("a", "bb", "ccc")
+
+    def __init__(self, name: str) -> None:
+        self.made = method_named(name, {"warmup": 1} if name == "pfeddc-held" else {})
+        self.rows = duals.pictures_of(*self.names)
+        self.tests = duals.pictures_of(*(4 * name for name in self.names))
+        score = partial(duals.ASKED.score, batch_size=2)
+        self.exams = {n: Exam(self.tests[4 * n], score) for n in self.names}
+
+    def model(self) -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = duals.build("clip")
+        return self.made.adapt(model) if self.made.adapt else model
+
+    def agreement(self) -> Agreement:
+        pace = Pace(rate=1e-2, batch=2, steps=2)
+        return Agreement("pictures", describe(self.model()), self.made, pace, run=RUN)
+
+
+@pytest.mark.parametrize("name", ["promptfl", "pfeddc"])
+def test_prompts_are_scored_alike_in_one_process_and_over_messages(
+    name: str, tmp_path: Path
+) -> None:
+    setting, scoring = Pictures(name), Scoring(sites=True, primary="accuracy", higher=True)
+    agreement, rows, loss = setting.agreement(), setting.rows, duals.ASKED.loss
+    whole = Federation(
+        agreement, setting.model(), rows, loss, tmp_path / "a", rounds=2, exams=setting.exams
+    )
+    told = list[tuple[dict[str, Scores], dict[str, str]]]()
+    for _ in range(2):
+        tally = whole.round()
+        told.append(whole.evaluate())
+        whole.commit(tally)
+    sites = dict[str, Endpoint]()
+    for client in setting.names:
+        model, folder = setting.model(), tmp_path / "sites" / client
+        start = take(model, agreement.params)
+        site = Client(
+            name=client,
+            rows=rows[client],
+            journal=journal_in(place_of(folder, RUN)),
+            model=model,
+            start=start,
+            marks=digests(start),
+            loss=loss,
+            exam=setting.exams[client],
+        )
+        sites[client] = Endpoint(agreement, site, folder)
+
+    def answer(context: Context, kind: str, message: Message) -> Message:
+        return sites[str(context.node_config["name"])].answer(kind, message)
+
+    (tmp_path / "b").mkdir()
+    start = take(setting.model(), agreement.params)
+    roster = {client: dict[str, str]() for client in setting.names}
+    server = Server(agreement, start, tmp_path / "b", rounds=2, roster=roster)
+    grid = InProcess(client_app(answer), [{"name": client} for client in setting.names])
+    Carrier(grid, server, scoring=scoring).carry()
+    assert [line["sites"]["by"] for line in lines(tmp_path / "b")] == [said for said, _ in told]
+    assert digests(server.world.values) == digests(whole.world.values)
+    assert not any(silent for _, silent in told)
+
+
+def test_no_turn_follows_from_scores_and_the_world_comes_down_once(here: Path) -> None:
+    found = dict[str, Any]()
+    for name, evaluate in (("with", SITES + 'keep_best = "own"\n'), ("without", "")):
+        sites = Sites(wrote(FEDPER, f"{name}.toml", evaluate=evaluate), here / name)
+        run = sites.carry()
+        egress = [line for n in sites.names for line in read_egress(here / name / "sites" / n)]
+        world = open_run(run).world
+        found[name] = {
+            "world": digests(world.values),
+            "known": (world.known, world.versions, world.settled, world.heard),
+            "ledger": (run / "ledger.jsonl").read_bytes(),
+            "homes": homes(sites),
+            "up": sum(line["up"] for line in egress),
+            "trained down": sum(line["down"] for line in egress if line["round"] <= 3),
+        }
+        asked = {kind for _, kind in sites.asked}
+        assert ("evaluate" in asked) == (name == "with")
+    # After the last round the world comes down for its scores alone.
+    extra = found["with"].pop("trained down") - found["without"].pop("trained down")
+    values = open_run(here / "with/run").world.values.values()
+    assert found["with"] == found["without"]
+    assert extra <= 3 * sum(v.numel() * v.element_size() for v in values)
+
+
+def test_who_is_away_or_slow_is_left_out_and_named(here: Path) -> None:
+    calm = Sites(wrote(FEDPER, "calm.toml", evaluate=""), here / "calm").carry()
+    file = wrote(FEDPER, "late.toml")
+    file.write_text(file.read_text().replace("scores = 20.0", "scores = 0.3"))
+    sites = Sites(file, here / "late")
+    first, second, third = sites.names
+    # Nodes stand in the reverse order of names: the first is the last node.
+    sites.grid.lost = ("evaluate", [102])
+
+    def broken(name: str, kind: str) -> None:
+        if (name, kind) == (second, "evaluate"):
+            raise RuntimeError("it has no memory left for rows of Mr Smith")
+
+    sites.broken = broken
+    began = time.monotonic()
+    run = sites.carry()
+    assert time.monotonic() - began < 10.0
+    for line in lines(run):
+        assert set(line["sites"]["by"]) == {third}
+        assert line["sites"]["silent"][first] == "no answer"
+        assert line["sites"]["silent"][second].startswith("no answer")
+    assert "Smith" not in (run / "metrics.jsonl").read_text()
+    assert digests(open_run(run).world.values) == digests(open_run(calm).world.values)
+
+
+def test_a_site_lets_leave_what_it_allows(here: Path) -> None:
+    file = wrote(FEDPER)
+    names = Sites(file, here / "names").names
+    words = [name.replace("-", "_") for name in names]
+    sites = Sites(
+        file,
+        here / "there",
+        **{
+            words[0]: Disclosure(frozenset({"accuracy"})),
+            words[1]: Disclosure(least_rows=10_000),
+            words[2]: Disclosure(frozenset({"nothing"})),
+        },
+    )
+    run = sites.carry()
+    last = lines(run)[-1]["sites"]
+    assert last["by"] == {names[0]: last["by"][names[0]]}
+    assert set(last["by"][names[0]]["own"]) == {"accuracy", "examples"} == set(last["own"])
+    assert last["silent"][names[1]].startswith("refused: few-rows")
+    assert last["silent"][names[2]].startswith("refused: undisclosed")
+    assert last["spread"]["own"]["count"] == 1.0 and "loss" not in last["world"]
+    # A simulation may say the same of its clients, and has the same bytes.
+    whole = Simulation(read_study(file), here / "local")
+    for name, word in zip(names, words, strict=True):
+        whole.federation.clients[name].disclosure = sites.disclosures[word]
+    whole.run()
+    assert (here / "local/metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+
+
+KILLS = ("before the line", "before the mark", "before it is kept")
+BEST = SITES + 'keep_best = "world"\n'
+
+
+@pytest.mark.parametrize("at", KILLS)
+@pytest.mark.parametrize("kill", first(1, [2, 1, 3]))
+def test_a_kill_between_a_round_and_its_scores_asks_again(
+    at: str, kill: int, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = Sites(wrote(FEDPER, "calm.toml", evaluate=BEST), here / "calm").carry()
+    place, name = {
+        "before the line": (Server, "score"),
+        "before the mark": (Store, "amend"),
+        "before it is kept": (Server, "keep_best"),
+    }[at]
+    true, left = getattr(place, name), [kill]
+
+    def killed(*said: Any, **more: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return true(*said, **more)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(place, name, killed)
+        Sites(Path("calm.toml"), here / "killed").carry()
+    run = Sites(Path("calm.toml"), here / "killed").carry()
+    assert (run / "metrics.jsonl").read_bytes() == (calm / "metrics.jsonl").read_bytes()
+    assert [line["round"] for line in lines(run)] == [1, 2, 3]
+    assert verify_run(run)[0] == []
+    kept = [open_run(each).best for each in (run, calm)]
+    assert kept[0].round == kept[1].round
+    assert digests(kept[0].values) == digests(kept[1].values)
+
+
+@pytest.mark.parametrize("by", ["world", "own"])
+def test_the_best_round_is_kept_exported_and_checked(by: str, here: Path) -> None:
+    more = f'[stop]\nmetric = "sites.{by}.accuracy"\npatience = 3\n'
+    text = FEDPER.replace("rounds = 3", "rounds = 6").replace("batch = 8", "batch = 8\nrate = 0.02")
+    text = text.replace('test_split = "test"\n', "")
+    file = wrote(text, evaluate=SITES + f'keep_best = "{by}"\n', more=more)
+    seen = dict[int, dict[str, str]]()
+    whole = Simulation(read_study(file), here / "local")
+    for closed in whole.rounds():
+        seen[closed.round] = digests(whole.federation.world.values)
+    run = Sites(file, here / "there").carry()
+    rows = open_run(run).metrics
+    scores = {row["round"]: row[f"sites.{by}.accuracy"] for row in rows}
+    best = max(scores, key=lambda number: (scores[number], -number))
+    for folder in (run, here / "local"):
+        found = open_run(folder)
+        assert found.best.round == best and found.round == len(scores) == whole.metrics[-1]["round"]
+        assert digests(found.best.values) == seen[best] and verify_run(folder)[0] == []
+    assert len(scores) == min(6, best + 3), "it stops when three rounds were no better"
+    export_run(here / "local", here / "out", best=True)
+    from safetensors.torch import load_file
+
+    written = digests(load_file(here / "out/model.safetensors"))
+    assert set(seen[best].values()) <= set(written.values())
+    with pytest.raises(ConfigError, match="no client's own"):
+        export_run(
+            here / "local",
+            here / "other",
+            whole.federation.server.last().turns[0].client,
+            best=True,
+        )  # type: ignore[union-attr]
+    shutil.rmtree(run / "best")
+    with pytest.raises(ConfigError, match="keeps no best round"):
+        export_run(run, here / "other", best=True)
+
+
+def test_verify_sees_a_best_world_that_was_changed(here: Path) -> None:
+    file = wrote(FEDPER, evaluate=SITES + 'keep_best = "world"\n')
+    Simulation(read_study(file), here / "run").run()
+    store = Store(here / "run/best", keep=1)
+    found = store.read()
+    assert found is not None
+    key = next(name for name in found.tensors if name.startswith("value/"))
+    store.write({**found.tensors, key: found.tensors[key] + 1}, found.meta, number=found.number)
+    faults, _ = verify_run(here / "run")
+    assert faults and all(fault.startswith("the best world's") for fault in faults)
+
+
+def asked(endpoint: Endpoint, request: Request) -> dict[str, Any]:
+    return unpacked(endpoint.answer("evaluate", request_message(request)))[1]
+
+
+def trained(sites: Sites, name: str, rounds: int) -> tuple[Endpoint, World]:
+    """A site that has taken turns, and the world that the last of them made."""
+    site = sites.endpoint(name)
+    world, agreement = World.start(site.agreement, site.site.start), site.agreement
+    for number in range(rounds):
+        request = question(agreement, replace(world, round=number + 1), name, {}, anew=True)
+        values, said = unpacked(site.answer("train", request_message(request)))
+        assert values, said
+        versions = world.versions | dict.fromkeys(values, number + 1)
+        world = replace(world, values=world.values | values, round=number + 1, versions=versions)
+        world = replace(world, heard={name: number + 1})
+    return site, world
+
+
+LIES: dict[str, tuple[Callable[[Request], Request], str]] = {
+    "another plan": (lambda r: replace(r, agreed="0" * 16), "another-study"),
+    "another name": (lambda r: replace(r, name=f"{r.name}0"), "another-study"),
+    "another run": (lambda r: replace(r, run="c" * 16), "refused"),
+    "an earlier round": (
+        lambda r: replace(r, name=r.name.replace("/2/", "/1/"), turn=replace(r.turn, round=1)),
+        "gone-on",
+    ),
+    "older values": (lambda r: replace(r, versions=dict.fromkeys(r.versions, 1)), "gone-on"),
+    "what is kept": (
+        lambda r: replace(r, values=r.values | {"classifier.weight": torch.zeros(1)}),
+        "values",
+    ),
+    "another shape": (
+        lambda r: replace(r, values={k: v.double() for k, v in r.values.items()}),
+        "values",
+    ),
+}
+
+
+def test_lies_of_a_server_change_nothing_and_the_truth_has_one_answer(here: Path) -> None:
+    sites = Sites(wrote(FEDPER), here)
+    name = sites.names[0]
+    site, world = trained(sites, name, 2)
+    truth = question(site.agreement, world, name, {}, anew=True)
+    said = asked(site, truth)
+    assert set(said["scores"]) == {"world", "own"}
+    held, home = dict(site.site.held), digests(site.site.journal.home()[0])
+    for lie, (change, code) in LIES.items():
+        assert asked(site, change(truth)) == {"refused": code}, lie
+    assert asked(site, truth) == said and site.site.held == held
+    assert digests(site.site.journal.home()[0]) == home
+    # It starts again: the same question has the same answer.
+    del sites.endpoints[name]
+    assert asked(sites.endpoint(name), truth) == said
+    counted = read_answers(here / "accounts" / name)
+    told = {line["content"] for line in counted if line["answer"] == "evaluation"}
+    assert len(told) == 1, "the same answer is counted once"
+
+
+def test_limits_of_a_site_hold_for_scores(here: Path) -> None:
+    file = wrote(FEDPER)
+    for limits, code in (
+        (Limits(epsilon=1.0), "unhidden"),
+        (Limits(bytes=100), "limit-bytes"),
+    ):
+        sites = Sites(file, here / code)
+        sites.limits = limits
+        site = sites.endpoint(name := sites.names[0])
+        world = replace(World.start(site.agreement, site.site.start), round=1)
+        truth = question(site.agreement, world, name, {}, anew=True)
+        assert asked(site, truth) == {"refused": code}
+
+
+@pytest.mark.parametrize("name", GUARANTEES)
+def test_under_a_guarantee_no_scores_leave(name: str, here: Path) -> None:
+    sites = Sites(wrote(FEDPER), here)
+    site = sites.endpoint(client := sites.names[0])
+    site.agreement = replace(site.agreement, guarantee=GUARANTEES[name])
+    world = replace(World.start(site.agreement, site.site.start), round=1)
+    truth = question(site.agreement, world, client, {}, anew=True)
+    assert asked(site, truth) == {"refused": "uncharged"}
+    assert not site.site.seen and not read_answers(here / "accounts" / client)
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "more", "words"),
+    [
+        (SITES, '[privacy]\nunit = "client"\nepsilon = 9.0\n', "nobody pays for that"),
+        ('keep_best = "own"\n', '[privacy]\nunit = "client"\nepsilon = 9.0\n', "nobody pays"),
+        (SITES, "[data_]\n", "data_"),
+    ],
+)
+def test_a_study_that_asks_for_too_much_is_refused(
+    evaluate: str, more: str, words: str, here: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_study(wrote(FEDPER, evaluate=evaluate, more=more))
+
+
+def test_what_nobody_measures_is_neither_kept_nor_stopped_by(here: Path) -> None:
+    bare = FEDPER.replace('test_split = "test"\n', "own_test = 0.0\n")
+    with pytest.raises(ConfigError, match="rows that clients hold out"):
+        read_study(wrote(bare))
+    file = wrote(bare, evaluate='keep_best = "world"\n')
+    with pytest.raises(ConfigError, match="nobody measures that"):
+        Simulation(read_study(file), here / "a")
+    stop = '[stop]\nmetric = "sites.own.accuracy"\n'
+    for runner in (lambda f: Simulation(read_study(f), here / "b").run(), partial(_carried, here)):
+        with pytest.raises(FedplanError, match="measures no sites scores"):
+            runner(wrote(FEDPER, evaluate="", more=stop))
+
+
+def _carried(here: Path, file: Path) -> None:
+    Sites(file, here / "c").carry()
+
+
+def test_a_site_that_has_lost_the_world_is_sent_it_for_its_scores(here: Path) -> None:
+    calm = Sites(wrote(FEDPER), here / "calm").carry()
+    sites = Sites(Path("study.toml"), here / "lost")
+
+    def broken(name: str, kind: str) -> None:
+        if kind == "evaluate" and name == sites.names[1] and name in sites.endpoints:
+            with suppress(FileNotFoundError):
+                shutil.rmtree(sites.endpoints.pop(name).folder / "seen")
+
+    sites.broken = broken
+    run = sites.carry()
+    assert (run / "metrics.jsonl").read_bytes() == (calm / "metrics.jsonl").read_bytes()
+    assert digests(open_run(run).world.values) == digests(open_run(calm).world.values)
+    assert verify_run(run)[0] == []
+
+
+def test_every_so_many_rounds_and_after_the_last(here: Path) -> None:
+    file = wrote(FEDPER, evaluate=SITES + "every = 2\npersonal = false\n")
+    run = Sites(file, here / "there").carry()
+    whole = Simulation(read_study(file), here / "local").run()
+    assert [line["round"] for line in lines(run)] == [2, 3]
+    assert all("own" not in each for line in lines(run) for each in line["sites"]["by"].values())
+    assert open_run(run).metrics == whole.metrics
+
+
+WORDS = st.sampled_from(["world", "own", "loss", "examples", "other", "x" * 65, ""])
+JSON = st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.lists(WORDS, max_size=2)
+
+
+@given(JSON | st.dictionaries(WORDS, st.dictionaries(WORDS, JSON | st.integers(1, 9)) | JSON))
+def test_whatever_a_site_says_it_is_scores_or_an_error(said: Any) -> None:
+    try:
+        found = scores_of(said)
+    except SerializationError:
+        return
+    assert scores_of(scores_said(found)).keys() == found.keys()
+    assert all(each["examples"] >= 1 for each in found.values())
+
+
+ROWS = st.lists(st.none() | st.floats(-2, 2) | st.just(float("nan")), min_size=1, max_size=8)
+
+
+@given(ROWS, st.booleans())
+def test_the_best_round_is_the_first_that_none_is_better_than(
+    told: list[float | None], higher: bool
+) -> None:
+    rows = [{"round": float(n + 1)} | ({"sites.own.x": t} if t is not None else {})
+            for n, t in enumerate(told)]  # fmt: skip
+    found = Scoring(keep_best="own", primary="x", higher=higher).best(Metrics(rows))
+    good = {n + 1: t for n, t in enumerate(told) if t is not None and t == t}
+    if not good:
+        assert found == 0
+        return
+    edge = (max if higher else min)(good.values())
+    assert found == min(n for n, t in good.items() if t == edge)
+
+
+def test_a_study_is_the_same_with_and_without_scores(here: Path) -> None:
+    """Scores change no turn: a run may begin to ask for them, and go on."""
+    plain: Study = read_study(wrote(FEDPER, evaluate=""))
+    asking = read_study(wrote(FEDPER))
+    assert plain.digest == asking.digest
+    first = plain.model_copy(update={"train": plain.train.model_copy(update={"rounds": 2})})
+    Simulation(first, here / "run").run()
+    Simulation(asking, here / "run").run()
+    assert [set(line) - {"round"} for line in lines(here / "run")][-1] >= {"sites"}

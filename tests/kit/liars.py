@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that lie: their updates and records fit each other, and nothing that they trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import Client
+from fedplan.federation.messages import Request, Update
+from fedplan.federation.record import joined, parted
+from fedplan.federation.turns import local
+from fedplan.runners import local as runner
+from fedplan.tensors.named import digests
+
+Lie = Callable[[Tensor], Tensor]
+
+
+def lied(agreement: Agreement, update: Update, lie: Lie, weight: int = 0) -> Update:
+    """An update with other values or another weight, and a record that says the same."""
+    values = {key: lie(value) for key, value in update.values.items()}
+    weight = weight or update.weight
+    after = parted(agreement.params, update.line["after"]) | digests(values)
+    line: dict[str, Any] = {**update.line, "after": joined(agreement.params, after)}
+    return replace(update, values=values, weight=weight, line={**line, "weight": weight})
+
+
+def let_lie(patch: pytest.MonkeyPatch, names: set[str], lie: Lie, weight: int = 0) -> None:
+    """Have some clients of the local runner lie from now on."""
+
+    def turn(agreement: Agreement, client: Client, request: Request) -> Update:
+        update = local(agreement, client, request)
+        return lied(agreement, update, lie, weight) if client.name in names else update
+
+    patch.setattr(runner, "local", turn)

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A status tells how a run stands, whatever became of its driver; a stop costs no bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from commands import STUDY, TIMES, run
+from often import first
+from rich.console import Console
+
+from fedplan.errors import FedplanError
+from fedplan.federation import identity
+from fedplan.federation.codes import KINDS, meant
+from fedplan.federation.states import (
+    ASKED,
+    STATUS,
+    RunState,
+    RunStatus,
+    SiteState,
+    SiteStatus,
+    ask_to_stop,
+    read_asked,
+    read_status,
+    state_said,
+)
+from fedplan.federation.status import Status
+from fedplan.privacy.mechanisms import secret
+from fedplan.reports.status import DEAD, RunLook, attach, status_of, stop_run, watch
+from fedplan.runners.simulation import Simulation, run_study
+from fedplan.storage import failpoints
+from fedplan.storage.failpoints import POINTS, VARIABLE
+from fedplan.storage.logs import Entry, read_log
+from fedplan.storage.processes import Process, this_process
+from fedplan.studies.run import open_run
+from fedplan.studies.schema import read_study
+
+REACHED = sorted((p for p in POINTS if not p.startswith("budget")), key=lambda p: p[:5] != "round")
+"""Points that a run without a promise of privacy comes by, those of the server's round first."""
+ROUNDS = 3
+
+
+@pytest.fixture(autouse=True)
+def one_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The id of a run and its keys are drawn: all that differs between two runs of one study."""
+    monkeypatch.setattr(identity, "token_hex", lambda count: "0" * 2 * count)
+    fixed = SimpleNamespace(**{**vars(os), "urandom": lambda count: bytes(range(count))})
+    monkeypatch.setattr(secret, "os", fixed)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = (p for p in folder.rglob("*") if p.is_file() and p.name not in TIMES)
+    return {str(p.relative_to(folder)): p.read_bytes() for p in found}
+
+
+def played(failpoint: str) -> int:
+    """Run the study in a process of its own, which a failpoint kills. How it ended."""
+    child = os.fork()
+    if child == 0:
+        try:
+            failpoints.forget()
+            os.environ[VARIABLE] = failpoint
+            run_study("study.toml", "out")
+        except BaseException:
+            os._exit(3)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("at", first(6, [(p, t) for t in (3, 1, 7) for p in REACHED]), ids=str)
+def test_a_killed_driver_is_told_as_dead_after_the_round_that_it_committed(
+    here: Path, at: tuple[str, int]
+) -> None:
+    """And a run that goes on says so from then on."""
+    point, time = at
+    if point.startswith("round") and point not in ("round.answered", "round.pulled"):
+        time = min(time, ROUNDS)
+    assert played(f"{point}:kill@{time}") == -signal.SIGKILL
+    if not (here / "out" / STATUS).exists():  # before the run was begun
+        return
+    found = status_of("out")
+    assert found.state == DEAD and not found.live
+    assert found.round == open_run("out").round and found.told.round in (
+        found.round,
+        found.round - 1,
+    )
+    with pytest.raises(FedplanError, match="is not running"):
+        stop_run("out")
+    again = run_study("study.toml", "out", resume=True)
+    found = status_of("out")
+    assert (found.state, found.round, found.told.round) == (RunState.DONE, ROUNDS, ROUNDS)
+    assert again.federation.world.round == ROUNDS
+    assert len(read_log(Path("out"))) > 3
+
+
+def once(event: str, round: int, do: Callable[[], None]) -> Callable[[Entry], None]:
+    """Something that is done at an event of a round, while the run goes on."""
+
+    def listen(entry: Entry) -> None:
+        if (entry.event, entry.round) == (event, round):
+            do()
+
+    return listen
+
+
+WHEN = [(2, False), (1, True), (3, True), (1, False), (3, False), (2, True)]
+"""In which round a run is asked to stop, and whether at once."""
+
+
+@pytest.mark.parametrize("when", first(3, WHEN), ids=str)
+def test_stopped_and_resumed_has_the_bits_of_a_run_that_was_never_stopped(
+    here: Path, when: tuple[int, bool]
+) -> None:
+    number, at_once = when
+    run_study("study.toml", "whole")
+    event = "site answered" if at_once else "site asked"
+    status = Status(Path("out"), [once(event, number, lambda: asked(at_once))])
+    stopped = Simulation(read_study(Path("study.toml")), Path("out"), status=status).run()
+    done = number - at_once
+    assert stopped.federation.world.round == done
+    found = status_of("out")
+    assert found.state == (RunState.STOPPED if done < ROUNDS else RunState.DONE)
+    assert found.round == done and bool(stopped.stopped) == (done < ROUNDS)
+    if done < ROUNDS:
+        assert "an operator asked" in found.told.why
+    run_study("study.toml", "out", resume=done > 0)
+    assert status_of("out").state == RunState.DONE and not read_asked(Path("out"))
+    (here / "out" / ASKED).unlink(missing_ok=True)
+    assert files(here / "out") == files(here / "whole")
+    assert run("verify", "out")[0] == 0
+
+
+def asked(at_once: bool) -> None:
+    assert stop_run("out", at_once=at_once).live
+
+
+def test_a_run_that_fails_says_so_by_a_code_alone(here: Path) -> None:
+    def broken(_: object) -> str:
+        raise FedplanError("a row says 4711").coded("data")
+
+    with pytest.raises(FedplanError):
+        run_study("study.toml", "out", callbacks=[broken])
+    found = status_of("out")
+    assert (found.state, found.told.why, found.round) == (RunState.FAILED, "failed: data", 1)
+    told = (here / "out" / STATUS).read_text() + (here / "out/log.jsonl").read_text()
+    assert "4711" not in told
+
+
+def test_who_asks_for_no_more_rounds_has_stopped_the_run(here: Path) -> None:
+    status = Status(Path("out"))
+    rounds = Simulation(read_study(Path("study.toml")), Path("out"), status=status).rounds()
+    next(rounds)
+    assert status_of("out").state == RunState.RUNNING
+    rounds.close()
+    assert status_of("out").state == RunState.STOPPED
+
+
+def test_a_run_that_nobody_told_of_is_known_by_its_folder(here: Path) -> None:
+    Simulation(read_study(Path("study.toml")), Path("out")).run()
+    assert not (here / "out" / STATUS).exists()
+    assert (status_of("out").state, status_of("out").round) == (RunState.DONE, ROUNDS)
+    assert run("status", "out")[0] == 0
+    assert run("status", "nowhere")[0] == 2
+
+
+def test_a_status_is_what_its_file_says(tmp_path: Path) -> None:
+    sites = {"north": SiteStatus(SiteState.ANSWERED, "", "2026-01-01T00:00:00+00:00", 3, up=4)}
+    told = RunStatus(study="s", driver=this_process(), sites=sites, loss=0.5)
+    (tmp_path / STATUS).write_text(json.dumps(told.json()))
+    assert read_status(tmp_path) == told
+    assert read_status(tmp_path / "nowhere") is None
+    for broken in ("", "{}", "[]", '{"sites": {}, "driver": 3}', '{"sites": 1, "driver": {}}'):
+        (tmp_path / STATUS).write_text(broken)
+        with pytest.raises(FedplanError, match="cannot be read"):
+            read_status(tmp_path)
+    for words, said in ((b"", "round"), (b"\xff", "round"), (b'{"stop": "now"}', "now")):
+        (tmp_path / ASKED).write_bytes(words)
+        assert read_asked(tmp_path) == said
+    ask_to_stop(tmp_path)
+    assert read_asked(tmp_path) == "round"
+
+
+def test_every_code_of_a_site_makes_a_state_of_it() -> None:
+    for kind, codes in KINDS.items():
+        for code in codes:
+            wanted = (
+                SiteState.FAILED
+                if kind == "failed"
+                else SiteState.APPROVAL
+                if code == "not-approved"
+                else SiteState.REFUSED
+            )
+            assert state_said(meant(kind, code)) == wanted, code
+
+
+# What a person sees --------------------------------------------------------------------------
+
+
+def shown(told: RunStatus, state: str, number: int, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(RunLook(Path("RUN"), told, state, number))
+    return console.export_text()
+
+
+def test_a_screen_says_who_is_in_trouble_first_and_what_to_do() -> None:
+    when = "2026-01-01T00:00:00+00:00"
+    sites = {
+        "east": SiteStatus(SiteState.ANSWERED, "", when, 12, up=12_100_000, down=80_000_000),
+        "south": SiteStatus(SiteState.APPROVAL, "refused: not-approved", when),
+        "north": SiteStatus(
+            SiteState.FAILED, "failed: disk [x]", when, 11, "failed: disk [x]", when
+        ),
+        "west": SiteStatus(SiteState.AWAY, "", when, 3),
+    }
+    told = RunStatus(
+        "heart", "0" * 16, Process(1), when, when, RunState.RUNNING, round=12, rounds=40
+    )
+    told = RunStatus(
+        **{**told.__dict__, "sites": sites, "loss": 0.5, "seconds": 41.0, "left": 1148.0}
+    )
+    text = shown(told, RunState.RUNNING, 12)
+    for words in (
+        "round 12 of 40",
+        "loss 0.500",
+        "41 s a round",
+        "19 min left",
+        "failed: disk [x]",
+    ):
+        assert words in text, text
+    assert "4 sites: 1 failed, 1 away, 1 waits for approval, 1 answered" in text
+    places = [text.index(f"\n{name}") for name in ("north", "west", "south", "east")]
+    assert places == sorted(places)
+    assert "south: a person there approves" in text and "fedplan stop RUN" in text
+    assert "--resume" in shown(told, DEAD, 12) and "verify RUN" in shown(told, RunState.DONE, 40)
+    many = {f"s{n:03d}": SiteStatus() for n in range(500)}
+    assert "and 460 more" in shown(RunStatus(sites=many), RunState.RUNNING, 0)
+
+
+def test_the_commands_tell_of_a_run(here: Path) -> None:
+    Path("study.toml").write_text(STUDY.replace("attention = 4", "personal = true"))
+    code, out = run("run", "study.toml", "--output", "out")
+    assert code == 0, out
+    rounds = [line.split()[:2] for line in out.splitlines() if line[:5].strip().isdigit()]
+    code, told = run("attach", "out")
+    assert code == 0 and "It is done, after round 3." in told
+    assert [line.split()[:2] for line in told.splitlines() if line[:5].strip().isdigit()] == rounds
+    assert len(rounds) == 3
+    code, told = run("status", "out")
+    assert code == 0 and "round 3 of 3" in told and "3 sites" in told, told
+    found = json.loads(run("status", "out", "--json")[1])
+    assert (found["state"], found["round"], len(found["sites"])) == (RunState.DONE, 3, 3)
+    assert run("status", "out", "--watch")[0] == 0
+    code, told = run("logs", "out", "--site", "client-01")
+    assert code == 0 and "client-01" in told and "client-02" not in told
+    lines = run("logs", "out", "--since", "1h", "--json")[1].splitlines()
+    assert [json.loads(line) for line in lines][-1]["event"] == "run done"
+    assert run("logs", "out", "--since", "3d")[0] == 0
+    assert run("logs", "out", "--since", "soon")[0] == 2
+    code, told = run("stop", "out")
+    assert code == 2 and "not running" in told
+
+
+def test_it_is_watched_until_it_ends(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedplan.reports.status.LOOK", 0.0)
+    status = Status(Path("out"))
+    rounds = Simulation(read_study(Path("study.toml")), Path("out"), status=status).rounds()
+    next(rounds)
+    seen, told = list[int](), list[str]()
+    for found in watch("out"):
+        seen.append(found.round)
+        next(rounds, None)
+    assert seen == [1, 2, 3, 3]
+    assert attach("out", told.append).state == RunState.DONE and len(told) == 4

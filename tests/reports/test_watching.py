@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who watches from outside never delays a run, and hears no row, no value and no hidden client."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from canaries import casts, hits, plant
+from commands import STUDY
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedplan.errors import FedplanError
+from fedplan.federation.patience import Patience
+from fedplan.federation.states import RunState, RunStatus, SiteState, SiteStatus
+from fedplan.federation.status import Status
+from fedplan.reports.monitoring import exposition, served
+from fedplan.reports.operation import Operation, expiries, operated, tell_expiries
+from fedplan.reports.webhooks import MOST, TOLD, Webhooks
+from fedplan.runners.flower.keys import make_keys
+from fedplan.runners.simulation import Simulation, simulate
+from fedplan.storage.logs import Entry
+from fedplan.studies.schema import read_study
+
+NOW = "2026-01-01T00:00:00+00:00"
+
+
+@contextmanager
+def receiver(hang: float = 0.0, broken: int = 0) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """An address, and what was sent to it; it may hang, or be broken a few times first."""
+    heard, left = list[dict[str, Any]](), [broken]
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers["Content-Length"]))
+            time.sleep(hang)
+            left[0] -= 1
+            if left[0] < 0:
+                heard.append(json.loads(content))
+            self.send_response(200 if left[0] < 0 else 500)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", heard
+    server.shutdown()
+    server.server_close()
+
+
+def entry(event: str, site: str = "", text: str = "") -> Entry:
+    return Entry(NOW, "warning", "0" * 16, 3, site, event, text)
+
+
+# Webhooks ------------------------------------------------------------------------------------
+
+
+def test_an_address_that_hangs_delays_nobody() -> None:
+    with receiver(hang=30.0) as (slow, _), receiver() as (quick, heard):
+        hooks = Webhooks([slow, quick], timeout=0.5, tries=2)
+        began = time.monotonic()
+        for _ in range(10 * MOST):
+            hooks(entry("site away", "north"))
+        assert time.monotonic() - began < 1.0
+        began = time.monotonic()
+        hooks.close(within=1.0)
+        assert time.monotonic() - began < 2.0
+        assert len(heard) >= MOST
+
+
+def test_an_address_is_tried_again_and_only_told_what_matters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fedplan.reports.webhooks.AGAIN", 0.01)
+    with receiver(broken=2) as (url, heard):
+        hooks = Webhooks([url])
+        for event in ("site asked", "round closed", "site failed", "run running", "run done"):
+            hooks(entry(event, "north" if event.startswith("site") else ""))
+        hooks.close()
+    assert [said["event"] for said in heard] == ["site failed", "run done"]
+    assert heard[0].keys() == {"source", "time", "level", "run", "round", "site", "event", "text"}
+
+
+def test_nobody_there_is_no_error_and_other_schemes_are_refused() -> None:
+    hooks = Webhooks(["http://127.0.0.1:9/x"], timeout=0.2, tries=1)
+    hooks(entry("run failed"))
+    hooks.close()
+    for url in ("file:///etc/passwd", "ftp://x", "alerts.example.org"):
+        with pytest.raises(FedplanError, match="http"):
+            Webhooks([url])
+
+
+# What leaves ---------------------------------------------------------------------------------
+
+
+class Tower(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.roof = torch.nn.Linear(32, 32), torch.nn.Linear(32, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.roof(torch.relu(self.body(x)))
+
+
+def test_nothing_of_rows_or_values_is_in_what_is_told(tmp_path: Path) -> None:
+    """Not in the log, the status, the metrics or what an address hears."""
+    planted = plant({f"rows{n}": torch.ones(16, 32) for n in range(2)}, seed=3)
+    rows = {
+        f"client-{n}": torch.utils.data.TensorDataset(planted[f"rows{n}"], torch.arange(16) % 2)
+        for n in range(2)
+    }
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(batch["inputs"]), batch["labels"])
+
+    from fedplan.language.plan import share
+
+    folder = tmp_path / "run"
+    made = simulate(share(), Tower(), rows, loss, rounds=2, folder=folder, run=False)
+    heard = list[Entry]()
+    made.status = made.federation.status = Status(folder, [heard.append])
+    made.run()
+    values = {k: v for k, v in made.federation.world_values().items()}
+    patterns = casts({**planted, **values})
+    places = [folder / "log.jsonl", folder / "status.json"]
+    page = exposition(made.status.now, healthy=True).encode()
+    assert heard and not hits(patterns, [*places, page, repr(heard).encode()])
+    losses = {f"{row['loss']:.6f}"[:5] for row in made.metrics}
+    assert not any(loss in each.text for each in heard for loss in losses)
+
+
+CLIENTS = '[privacy]\nunit = "client"\nepsilon = 900.0\ndelta = 1e-5\nclip = 1.0\nnoise = 1.0\n'
+
+
+def test_where_clients_are_hidden_nobody_outside_hears_of_one(here: Path) -> None:
+    study = STUDY[: STUDY.index("[clients]")] + "[evaluate]\npersonal = false\n" + CLIENTS
+    Path("study.toml").write_text(study)
+    heard = list[Entry]()
+    status = Status(Path("out"), [heard.append])
+    Simulation(read_study(Path("study.toml")), Path("out"), status=status).run()
+    assert [each.event for each in heard][-1] == "run done"
+    assert not any(each.site or "client-0" in each.text for each in heard)
+    page = exposition(status.now, healthy=True)
+    assert "client-0" not in page and "fedplan_epsilon_spent" in page
+    assert status.now.spent and status.now.promised == 900.0
+
+
+def test_most_of_a_budget_is_told_once_and_all_of_it_once(here: Path) -> None:
+    calibrated = CLIENTS.replace("noise = 1.0\n", "").replace("900.0", "8.0")
+    study = STUDY[: STUDY.index("[clients]")] + "[evaluate]\npersonal = false\n" + calibrated
+    Path("study.toml").write_text(study.replace("rounds = 3", "rounds = 6\nsteps = 1"))
+    heard = list[Entry]()
+    status = Status(Path("out"), [heard.append])
+    Simulation(read_study(Path("study.toml")), Path("out"), status=status).run()
+    said = [each.text for each in heard if each.event == "budget"]
+    assert said == ["80% of epsilon is spent", "100% of epsilon is spent"]
+
+
+# Metrics and health --------------------------------------------------------------------------
+
+SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\[\\"n])*",?)*)\})? (\S+)')
+LABEL = re.compile(r'([a-z_]+)="((?:[^"\\\n]|\\[\\"n])*)"')
+ESCAPED = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
+
+
+def samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """A page of Prometheus's text format, read by its grammar; what does not fit it fails."""
+    found, kinds, last = dict[Any, float](), dict[str, str](), ""
+    for line in page.removesuffix("\n").split("\n"):
+        if line.startswith("# "):
+            _, what, name, text = line.split(" ", 3)
+            assert what in ("HELP", "TYPE") and text
+            if what == "TYPE":
+                assert name not in kinds and text in ("gauge", "counter")
+                kinds[name], last = text, name
+            continue
+        read = SAMPLE.fullmatch(line)
+        assert read is not None, line
+        assert read[1] == last, "the samples of a name stand together, after its type"
+        labels = tuple(
+            (name, re.sub(r"\\.", lambda m: ESCAPED[m[0]], value))
+            for name, value in LABEL.findall(read[2] or "")
+        )
+        assert (read[1], labels) not in found
+        found[read[1], labels] = float(read[3])
+    assert all(name.endswith("_total") == (kind == "counter") for name, kind in kinds.items())
+    return found
+
+
+@given(
+    st.dictionaries(st.text(max_size=12), st.sampled_from(tuple(SiteState)), max_size=4), st.text()
+)
+def test_what_is_shown_is_read_by_the_grammar_of_prometheus(
+    states: dict[str, str], study: str
+) -> None:
+    sites = {name: SiteStatus(state, up=3) for name, state in states.items()}
+    told = RunStatus(study=study, state=RunState.RUNNING, round=3, rounds=9, loss=0.25, sites=sites)
+    page = exposition(replace(told, scores={"world.accuracy": 0.5}), healthy=True)
+    found = samples(page)
+    assert found["fedplan_round", ()] == 3 and found["fedplan_loss", ()] == 0.25
+    assert found["fedplan_run_info", (("study", study), ("run", ""))] == 1
+    for name, state in states.items():
+        shown = {
+            k[1][1][1]: v
+            for k, v in found.items()
+            if k[0] == "fedplan_site_state" and k[1][0] == ("site", name)
+        }
+        assert shown == {each: float(each == state) for each in tuple(SiteState)}
+        assert found["fedplan_site_up_bytes_total", (("site", name),)] == 3
+    try:
+        from prometheus_client.parser import text_string_to_metric_families  # type: ignore
+    except ImportError:
+        return
+    read = {s.name for family in text_string_to_metric_families(page) for s in family.samples}
+    assert read == {name for name, _ in found}
+
+
+def got(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_metrics_and_health_are_answered_while_a_run_goes_on(here: Path) -> None:
+    seen = list[tuple[tuple[int, str], tuple[int, str]]]()
+    with operated(Path("out"), Operation(metrics_port=0)) as status, served(status, 0) as port:
+        simulation = Simulation(read_study(Path("study.toml")), Path("out"), status=status)
+        for _ in simulation.rounds():
+            seen.append((got(port, "/health"), got(port, "/metrics")))
+        assert got(port, "/health")[0] == 503  # nobody drives it any more
+        assert got(port, "/etc/passwd")[0] == 404
+        with pytest.raises(FedplanError, match="--metrics-port"), served(status, port):
+            pass
+    assert [health[0] for health, _ in seen] == [200, 200, 200]
+    rounds = [samples(page)["fedplan_round", ()] for _, (_, page) in seen]
+    assert rounds == [1, 2, 3]
+    assert samples(seen[0][1][1])["fedplan_healthy", ()] == 1
+
+
+def test_a_driver_that_gets_no_further_is_not_well(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, clock = Status(Path("out")), [time.monotonic()]
+    rounds = Simulation(read_study(Path("study.toml")), Path("out"), status=status).rounds()
+    next(rounds)
+    assert status.healthy
+    patience = Patience()
+    monkeypatch.setattr("fedplan.federation.status.time.monotonic", lambda: clock[0])
+    clock[0] += patience.answers + patience.sites + 60
+    assert not status.healthy
+    status.site("client-00", SiteState.AWAY)
+    assert not status.healthy
+    next(rounds)
+    assert status.healthy
+
+
+# Certificates --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("days", "told"), [(20, ["server.crt"]), (40, []), (2, ["ca.crt", "server.crt"])]
+)
+def test_a_certificate_that_ends_within_thirty_days_is_told(
+    tmp_path: Path, days: int, told: list[str]
+) -> None:
+    make_keys(tmp_path / "fed", ["localhost"], [], days)
+    assert expiries(tmp_path / "fed").keys() == {"ca.crt", "server.crt"}
+    until = expiries(tmp_path / "fed")["server.crt"]
+    assert abs(until - datetime.now(UTC) - timedelta(days=days)) < timedelta(days=1)
+    heard = list[Entry]()
+    tell_expiries(Status(None, [heard.append]), tmp_path / "fed")
+    assert [each.text.split()[0] for each in heard] == told
+    assert {each.event for each in heard} <= TOLD
+    assert expiries(tmp_path) == {}
+    (tmp_path / "fed/ca.crt").write_text("nothing")
+    tell_expiries(Status(None, [heard.append]), tmp_path / "fed")
+    assert "cannot be read" in heard[-1].text
+
+
+def test_a_site_in_trouble_is_told_once(tmp_path: Path) -> None:
+    heard = list[Entry]()
+    status = Status(tmp_path, [heard.append])
+    for _ in range(3):
+        status.site("north", SiteState.FAILED, "failed: disk")
+    status.site("north", SiteState.AWAY)
+    assert [(each.event, each.site) for each in heard] == [
+        ("site failed", "north"),
+        ("site away", "north"),
+    ]
+    assert status.now.sites["north"].fault == "away"

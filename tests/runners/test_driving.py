@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A driver of real sites says how each of them does, and stops when it is asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zoo
+from clients import few, loss
+from flwr.app import Context
+from grids import InProcess
+
+from fedplan.errors import FedplanError
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import Client
+from fedplan.federation.endpoint import Endpoint
+from fedplan.federation.patience import Patience
+from fedplan.federation.server import Server
+from fedplan.federation.states import RunState, RunStatus, SiteState, ask_to_stop, read_status
+from fedplan.federation.status import Status
+from fedplan.methods.registry import method_named
+from fedplan.models.description import describe
+from fedplan.models.values import take
+from fedplan.runners.flower.apps import client_app
+from fedplan.runners.flower.carrier import Carrier
+from fedplan.storage.journal import Journal, home_of
+from fedplan.storage.logs import Entry, read_log
+from fedplan.tensors.message import Message
+from fedplan.tensors.named import digests
+from fedplan.tensors.serialization import packed
+from fedplan.training.fit import Pace
+
+NAMES = ("client-0", "client-1", "client-2")
+SOON = Patience(sites=0.3, answers=0.2, absent=0.05, look=0.005)
+ROUNDS = 3
+
+Say = Callable[[str, str], str]
+"""The code that a site gives in place of an answer of a kind; nothing if it answers."""
+
+
+class Driven:
+    """A federation on a grid of one process, of which some are there."""
+
+    def __init__(self, folder: Path, there: tuple[str, ...], say: Say = lambda *_: "") -> None:
+        self.folder, self.heard = folder, list[Entry]()
+        agreement = Agreement(
+            "driven",
+            describe(zoo.build("bert")),
+            method_named("fedavg"),
+            Pace(batch=2, steps=1),
+            start="one",
+        )
+        start = take(zoo.build("bert"), agreement.params)
+        roster: dict[str, dict[str, str]] = {name: {} for name in NAMES}
+        self.server = Server(agreement, start, folder, rounds=ROUNDS, roster=roster)
+        sites = {name: self._endpoint(name) for name in there}
+
+        def answer(context: Context, kind: str, message: Message) -> Message:
+            name = str(context.node_config["name"])
+            if code := say(name, kind):
+                return packed({}, {"client": name, code.split(":")[0]: code.split(":")[1]})
+            return sites[name].answer(kind, message)
+
+        self.grid = InProcess(client_app(answer), [{"name": name} for name in there])
+        self.status = Status(folder, [self.heard.append])
+
+    def _endpoint(self, name: str) -> Endpoint:
+        model = zoo.build("bert")
+        start = take(model, self.server.agreement.params)
+        journal = Journal(home_of(self.folder, name), replies=True)
+        rows = few("bert", 3)[name]
+        site = Client(
+            name=name,
+            rows=rows,
+            journal=journal,
+            model=model,
+            start=start,
+            marks=digests(start),
+            loss=loss,
+        )
+        return Endpoint(self.server.agreement, site, self.folder / "sites" / name)
+
+    def drive(self, quorum: int = 1) -> RunStatus:
+        carrier = Carrier(self.grid, self.server, SOON, quorum=quorum, status=self.status)
+        with self.status.driving(self.server, "driven", SOON, rows=False):
+            carrier.carry()
+        found = read_status(self.folder)
+        assert found is not None
+        return found
+
+    def events(self, name: str) -> list[str]:
+        return [each.event for each in self.heard if each.site == name]
+
+
+def test_each_site_is_told_as_it_is(tmp_path: Path) -> None:
+    """One answers, one fails at each turn, and one never comes."""
+
+    def say(name: str, kind: str) -> str:
+        return "failed:disk" if (name, kind) == ("client-1", "train") else ""
+
+    driven = Driven(tmp_path, NAMES[:2], say)
+    found = driven.drive()
+    assert (found.state, found.round, found.rounds) == (RunState.DONE, ROUNDS, ROUNDS)
+    well, broken, away = (found.sites[name] for name in NAMES)
+    assert (well.state, well.round, well.fault) == (SiteState.ANSWERED, ROUNDS, "")
+    assert well.up > 0 and well.down > 0
+    assert broken.state == SiteState.FAILED and broken.fault.startswith("failed: disk")
+    assert (away.state, away.round) == (SiteState.NOT_COME, 0)
+    assert driven.events(NAMES[0]) == ["site there", *["site asked", "site answered"] * ROUNDS]
+    assert driven.events(NAMES[1]).count("site failed") == ROUNDS
+    events = [entry.event for entry in read_log(tmp_path)]
+    assert events[:2] == ["run begun", "run waiting for sites"] and events[-1] == "run done"
+    assert events.count("round closed") == ROUNDS
+
+
+def test_a_driver_that_waits_stops_when_it_is_asked_to(tmp_path: Path) -> None:
+    driven = Driven(tmp_path, NAMES[:1])
+    driven.status.listeners = (
+        lambda entry: ask_to_stop(tmp_path, at_once=True) if "waiting" in entry.event else None,
+    )
+    found = driven.drive()
+    assert (found.state, found.round) == (RunState.STOPPED, 0) and "operator" in found.why
+
+
+def test_a_run_without_enough_answers_has_failed_and_says_why(tmp_path: Path) -> None:
+    driven = Driven(
+        tmp_path, NAMES[:1], lambda _, kind: "refused:limit-rounds" if kind == "train" else ""
+    )
+    with pytest.raises(FedplanError):
+        driven.drive()
+    found = read_status(tmp_path)
+    assert found is not None and found.state == RunState.FAILED and "have answered" in found.why
+    assert found.sites[NAMES[0]].state == SiteState.REFUSED
+    assert "limit-rounds" in found.sites[NAMES[0]].why
+    assert "limit-rounds" in "".join(e.text for e in read_log(tmp_path) if e.event == "note")
+    assert [each.event for each in driven.heard][-1] == "run failed"
