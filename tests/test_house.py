@@ -42,7 +42,7 @@ LENT = {
         mark_of_file now put_file reach read_chain read_lines synced this_process
     """,
     "models": """
-        ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts
+        CONFIG ITEMSIZE LowRank Preprocessing QUANTISED SETTINGS TASKS TEMPLATE TRAINED add_prompts
         aligned bare blocks_of buffers_of centre_of configured drawn families_in
         family_named fetched graft is_hub_id is_quantised layers_of learn listen
         load_adapter mixes_rows moved places quantisation quiet read report require_rest
