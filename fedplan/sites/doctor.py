@@ -165,8 +165,7 @@ def _certificate(server: ServerSection, days: int | None) -> Finding:
 def _clock(ahead: float | None) -> Finding:
     if ahead is None:
         return Finding("clock", "warn", "the server does not tell its time")
-    # The server tells whole seconds.
-    off = max(0.0, abs(ahead) - 1.0)
+    off = abs(ahead)
     said = f"{off:.0f} s {'before' if ahead > 0 else 'after'} the server's" if off else _SAME
     remedy = "set this machine's clock, or the server's: timedatectl set-ntp true"
     if off > TOO_FAR:
@@ -174,7 +173,7 @@ def _clock(ahead: float | None) -> Finding:
     return Finding("clock", "warn", said, remedy) if off > APART else Finding("clock", "ok", said)
 
 
-_SAME = "the same as the server's, to a second"
+_SAME = "the same as the server's, as far as it can be told"
 
 
 def _registered(site: Site, server: ServerSection) -> Finding:

@@ -21,7 +21,7 @@ LOCK, WHEELS = "requirements.lock", "wheels"
 """In a site's folder: what is installed, and the wheels of it."""
 WHOLE = "fedplan[flower,privacy]"
 """What a site needs: what it takes part by, and what hides its rows."""
-HEAD = """# What fedplan ran with on Python {python}, each wheel with its hash, for machines of this kind.
+HEAD = """# What fedplan ran with on Python {python}, by hashes, for machines of this kind.
 # Install it: pip install --no-index --find-links wheels --require-hashes -r {lock}
 """
 

@@ -45,8 +45,9 @@ def reach_server(server: ServerSection) -> Reached:
                 line.set_tunnel(host, port)
             line.connect()
             days = _days(line.sock.getpeercert()) if isinstance(line.sock, ssl.SSLSocket) else None
+            before = datetime.now(UTC)
             line.request("GET", "/")
-            return Reached(days, _ahead(line.getresponse().getheader("Date")))
+            return Reached(days, _ahead(line.getresponse().getheader("Date"), before))
         except (OSError, HTTPException) as error:
             raise FedplanError(str(error) or repr(error)) from error
 
@@ -84,10 +85,14 @@ def _days(certificate: Mapping[str, object] | None) -> int | None:
     return int(left // 86400)
 
 
-def _ahead(date: str | None) -> float | None:
-    if date is None:
-        return None
+def _ahead(date: str | None, before: datetime) -> float | None:
+    """The least that explains a date: it is of whole seconds, and of some moment since `before`."""
     try:
-        return (datetime.now(UTC) - parsedate_to_datetime(date)).total_seconds()
+        told = parsedate_to_datetime(date or "")
+        least, most = (
+            (before - told).total_seconds() - 1,
+            (datetime.now(UTC) - told).total_seconds(),
+        )
     except (ValueError, TypeError):
         return None
+    return least if least > 0 else min(most, 0.0)
