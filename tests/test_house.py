@@ -73,8 +73,8 @@ LENT = {
     """,
     "federation": """
         AGREEMENT ANSWERS APPROVAL Account BEST Callback Closed DELTA Disclosure
-        EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity KEY KINDS Kept
-        LEDGER LIVE LOWER Limits METRICS Metrics Patience PlainSum ROLES RULES RUN
+        EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity KEY KINDS
+        Kept LEDGER LIVE LOWER Limits METRICS Metrics Patience PlainSum ROLES RULES RUN
         Record RecordError RunState RunStatus SMALL STUDY Scores Scoring SiteState
         SiteStatus Status TRACKER_NAMES WORLD Warrant agreements_in announced
         ask_to_stop by_part by_senders caps_of changed_rows code_of cut drifts_of ended

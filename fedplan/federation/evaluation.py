@@ -7,18 +7,20 @@ from it, and what came with the question need not come again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import fsum, isfinite, nan
 from typing import Any, Literal, cast
 
 from torch import Tensor
 
+from fedplan.data.examples import Examples
 from fedplan.data.metrics import spread
 from fedplan.federation.account import Answer
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client, admit, own_turn, receive
-from fedplan.federation.exams import EXAMPLES, Exam
+from fedplan.federation.exams import EXAMPLES, Exam, due
 from fedplan.federation.history import Metrics
 from fedplan.federation.marks import joint, mark_of, model_mark
 from fedplan.federation.messages import Refused, Request
@@ -57,7 +59,7 @@ class Scoring:
 
     def due(self, number: int, rounds: int) -> bool:
         """Whether a round is one after which something is measured."""
-        return number == rounds or number % self.every == 0
+        return due(number, self.every, rounds)
 
     def best(self, metrics: Metrics) -> int:
         """The round whose world is to be kept; the first of those that are as good, 0 for none."""
@@ -97,24 +99,32 @@ def evaluate(agreement: Agreement, client: Client, request: Request) -> Scores:
 
 
 def _evaluate(agreement: Agreement, client: Client, request: Request) -> Scores:
-    _require_unhidden(agreement, client)
-    exam = client.disclosure.require_rows(client.name, client.exam)
+    exam = _exam(agreement, client, request)
+    rows = client.disclosure.require_rows(client.name, exam)
     home = _home(client, request)
     # What is its own is at home, and in the world too: so nothing counts as settled.
     receive(agreement, client, request, {})
     models = _models(agreement, client, request, exam, home)
-    content = _content(agreement, client, request, exam, models)
+    content = _content(agreement, client, request, rows, models)
     size = 8 * MOST * len(models)
     admit(agreement, client, request, Answer("evaluation", request.name, content, size))
-    return _scored(agreement, client, exam, models)
+    return _scored(agreement, client, partial(exam.score, client.model, rows), models)
 
 
-def _require_unhidden(agreement: Agreement, client: Client) -> None:
+def _exam(agreement: Agreement, client: Client, request: Request) -> Exam:
+    """What a client's models are tested on, if it agreed to be asked, and nothing is hidden."""
     if agreement.guarantee is not None:
         raise Refused(
             f"{client.name} is asked for scores of its rows, and this study hides its "
             f"{agreement.guarantee.unit}s: nobody pays for scores, so none leave"
         ).coded("uncharged")
+    exam, number = client.exam, request.turn.round
+    if exam is None or not due(number, exam.every, exam.rounds):
+        raise Refused(
+            f"{client.name} is asked for scores of round {number}, and the study that it agreed to "
+            "asks for none of it: see evaluate.sites and evaluate.every"
+        ).coded("unasked")
+    return exam
 
 
 def _home(client: Client, request: Request) -> Tensors:
@@ -143,7 +153,7 @@ def _models(
 def _scored(
     agreement: Agreement,
     client: Client,
-    exam: Exam,
+    score: Callable[[], Mapping[str, float]],
     models: Mapping[str, Mapping[str, Tensor]],
 ) -> Scores:
     found = Scores()
@@ -153,8 +163,7 @@ def _scored(
             found[OWN] = dict(found[WORLD])
             continue
         put(client.model, values, agreement.trainable)
-        scores = exam.score(client.model, exam.rows)
-        shown = client.disclosure.shown(client.name, scores)
+        shown = client.disclosure.shown(client.name, score())
         # A model that diverged has a score, and that is none.
         found[model] = {k: float(v) if isfinite(v) else nan for k, v in shown.items()}
     return found
@@ -164,13 +173,13 @@ def _content(
     agreement: Agreement,
     client: Client,
     request: Request,
-    exam: Exam,
+    rows: Examples,
     models: Mapping[str, Mapping[str, Tensor]],
 ) -> str:
     """All that the scores are made of; of a client whom nobody counts, nobody asks."""
     if client.account is None:
         return ""
-    made_of = [mark_of(exam.rows), len(exam.rows), model_mark(client.model)]
+    made_of = [mark_of(rows), len(rows), model_mark(client.model)]
     held = {
         model: {key: client.digests.whole(value) for key, value in values.items()}
         for model, values in models.items()

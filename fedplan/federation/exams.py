@@ -18,16 +18,24 @@ Score = Callable[[nn.Module, Examples], Mapping[str, float]]
 """What is measured of a model on rows, by name."""
 
 
+def due(number: int, every: int, rounds: int) -> bool:
+    """Whether a round is one after which something is measured: some are, and the last one."""
+    return number == rounds or number % every == 0
+
+
 @dataclass(frozen=True)
 class Exam:
-    """Rows that nobody trains on, and how a model is scored on them.
+    """Rows that nobody trains on, if there are any, and how a model is scored on them.
 
-    Without `personal` only the world is scored, and no client's own model.
+    Without `personal` only the world is scored, and no client's own model. Scores are told `every`
+    so many rounds, and after the last of the `rounds`: a server that asks more often is refused.
     """
 
-    rows: Examples
+    rows: Examples | None
     score: Score
     personal: bool = True
+    every: int = 1
+    rounds: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,15 +48,15 @@ class Disclosure:
     metrics: frozenset[str] | None = None
     least_rows: int = 1
 
-    def require_rows(self, name: str, exam: Exam | None) -> Exam:
-        """The exam of a client, if it has rows enough for its scores to leave."""
-        count = len(exam.rows) if exam is not None else 0
-        if exam is None or count < max(1, self.least_rows):
+    def require_rows(self, name: str, exam: Exam) -> Examples:
+        """The rows of an exam, if they are enough for scores of them to leave."""
+        count, least = len(exam.rows) if exam.rows is not None else 0, max(1, self.least_rows)
+        if exam.rows is None or count < least:
             raise Refused(
-                f"{name} holds out {count} rows, and scores leave it of {max(1, self.least_rows)} "
-                "or more: raise data.own_test, or lower the rows that its policy asks for"
+                f"{name} holds out {count} rows, and scores leave it of {least} or more: raise "
+                "data.own_test, or lower the rows that its policy asks for"
             ).coded("few-rows")
-        return exam
+        return exam.rows
 
     def shown(self, name: str, scores: Mapping[str, float]) -> dict[str, float]:
         """Those of some scores that may leave."""

@@ -41,8 +41,9 @@ from fedplan.storage.processes import this_process
 if TYPE_CHECKING:
     from fedplan.federation.server import Server
 
-PAUSE = 0.5
-"""Seconds between two writings of what single sites do; a round is written at once."""
+PAUSE, BEAT = 0.5, 10.0
+"""Seconds between two writings of what single sites do, a round being written at once; and between
+two of the same, which say that the driver is there."""
 LATELY = 20
 """Rounds that the seconds of a round are the median of."""
 SHARES = (0.8, 1.0)
@@ -145,7 +146,7 @@ class Status:
         self._since = self._progress = time.monotonic()
         seconds = median(self._took[-LATELY:])
         whole, row = closed.whole, closed.row
-        scores = {k: v for k, v in row.items() if k.count(".") == 1 and isfinite(v)}
+        scores = {k: v for k, v in row.items() if _of_all(k) and isfinite(v)}
         loss = row.get("loss")
         self._happened(
             "round closed",
@@ -264,7 +265,7 @@ class Status:
                 listener(entry)
 
     def _flush(self) -> None:
-        if self._dirty and time.monotonic() - self._written > PAUSE:
+        if time.monotonic() - self._written > (PAUSE if self._dirty else BEAT):
             self._write()
 
     def _write(self) -> None:
@@ -278,6 +279,13 @@ class Status:
 
 def _loss(row: Mapping[str, float]) -> float | None:
     return row["loss"] if isfinite(row.get("loss", float("nan"))) else None
+
+
+def _of_all(name: str) -> bool:
+    """Whether a number of a round is a score of all clients together."""
+    head, *rest = name.split(".")
+    depth = 2 if head == "sites" and rest[0] in ("world", "own") else 1
+    return len(rest) == depth and rest[-1] != "examples"
 
 
 def _first_line(error: Exception) -> str:
@@ -308,4 +316,8 @@ def _after(sites: Mapping[str, SiteStatus], closed: Closed) -> dict[str, SiteSta
         found[name] = replace(site, fault=why[:300], fault_at=now())
         if site.state in (SiteState.ASKED, SiteState.ANSWERED, SiteState.THERE):
             found[name] = replace(found[name], state=SiteState.LEFT_OUT, why=why[:300], since=now())
+    part = {*closed.whole.counted, *closed.whole.rejected}
+    for name, site in found.items():
+        if site.state == SiteState.ASKED and name not in part:  # for its scores alone
+            found[name] = replace(site, state=SiteState.THERE, since=now())
     return found

@@ -30,7 +30,8 @@ def warnings_of(
     whole: RoundRecord, turns: Iterable[TurnRecord], before: Sequence[ByKind]
 ) -> tuple[str, ...]:
     """The warnings of a round, in words: whoever has the ledger comes to the same."""
-    weights = {turn.client: turn.weight for turn in turns if turn.client in whole.counted}
+    counted = set(whole.counted)
+    weights = {turn.client: turn.weight for turn in turns if turn.client in counted}
     return (*_dominant(weights), *_jumps(whole.drift, before), *_defended(whole))
 
 

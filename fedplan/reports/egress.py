@@ -64,7 +64,9 @@ class SiteRecord:
         agreed = self.agreed
         if not agreed:
             return [Text("nothing was agreed to", style="bold"), of]
-        limits = ", ".join(f"{what} {count}" for what, count in agreed["limits"].items() if count)
+        said = agreed["limits"]
+        left = {} if said.get("epsilon") else {"delta"}  # a delta is of an epsilon
+        limits = ", ".join(f"{w} {count}" for w, count in said.items() if count and w not in left)
         return [
             Text(f"{agreed['site']} in {agreed['experiment']}", style="bold"),
             of,

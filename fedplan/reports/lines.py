@@ -11,23 +11,29 @@ from fedplan.federation.record import RoundRecord
 from fedplan.reports.units import megabytes
 
 HEADING = "round    loss  world   own ± spread   worst   MB up  MB down"
-"""World: the score on the common test. Own: each client's model on its own rows, mean and worst."""
+"""World: its score on the common test, or on rows of clients. Own: each client's model on its own
+rows, mean and worst."""
 
 KNOWN_BY = ("perplexity", "rmse", "f1_micro", "accuracy")
 """Of each kind of task, the score that it is known by; a line has no task."""
 
-OWN = ("personal.mean", "personal.std", "personal.worst")
+OWN = ("personal.", "sites.spread.own.")
+"""What the names begin with of numbers that tell how clients' own scores lie."""
+
+SITES = ("sites.world", "sites.own")
+"""The scores of sites: each is the mean over the rows that they hold out."""
 
 
 def line_of(row: Mapping[str, float], spent: float | None = None) -> str:
     """A round of a simulation under the heading, by its numbers."""
-    mean, std, worst = (row.get(name) for name in OWN)
-    own = f"{mean:.3f} ± {std:.3f}  {worst:.3f}" if mean is not None else " " * 20
+    kind = next((kind for kind in OWN if f"{kind}mean" in row), "")
+    mean, std, worst = (row.get(f"{kind}{word}", 0.0) for word in ("mean", "std", "worst"))
+    own = f"{mean:.3f} ± {std:.3f}  {worst:.3f}" if kind else " " * 20
     rejected = int(row["rejected"])
     words = (
         f"{int(row['round']):5d}",
         f"{row['loss']:6.3f}" if "loss" in row else "     -",
-        _score(row),
+        _score(row, "world.", "sites.world."),
         own,
         f"{megabytes(int(row['up'])):>6}  {megabytes(int(row['down'])):>7}",
         f"  [yellow]{rejected} not counted[/yellow]" if rejected else "",
@@ -40,14 +46,17 @@ def line_of_sites(whole: RoundRecord, row: Mapping[str, float]) -> str:
     """A round of real sites, with those that were not counted and why."""
     missing = ", ".join(f"{name} ({why})" for name, why in whole.rejected.items())
     loss = f"  loss {row['loss']:.3f}" if "loss" in row else ""
+    told = ((kind, _score(row, f"{kind}.").strip()) for kind in ("world", *SITES))
+    scores = "".join(f"  {kind} {score}" for kind, score in told if score)
     return escape(
-        f"round {whole.round:3d}{loss}  {len(whole.counted)} counted  "
+        f"round {whole.round:3d}{loss}{scores}  {len(whole.counted)} counted  "
         f"{megabytes(whole.up)} MB up  {megabytes(whole.down)} MB down"
         + (f"  not counted: {missing}" if missing else "")
     )
 
 
-def _score(row: Mapping[str, float]) -> str:
-    """The one score that a task is known by."""
-    found = [row[f"world.{name}"] for name in KNOWN_BY if f"world.{name}" in row]
+def _score(row: Mapping[str, float], *kinds: str) -> str:
+    """The one score that a task is known by, of the first kind that has it."""
+    names = [f"{kind}{name}" for kind in kinds for name in KNOWN_BY]
+    found = [row[name] for name in names if name in row]
     return f"{found[0]:5.3f}" if found else "     "

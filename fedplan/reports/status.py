@@ -27,7 +27,7 @@ from fedplan.federation.states import (
     ask_to_stop,
     read_status,
 )
-from fedplan.reports.lines import HEADING, line_of, line_of_sites
+from fedplan.reports.lines import HEADING, KNOWN_BY, OWN, line_of, line_of_sites
 from fedplan.reports.units import duration, megabytes
 from fedplan.studies.run import WentOn, open_run
 
@@ -99,7 +99,7 @@ class RunLook:
     def _numbers(self) -> Text:
         told = self.told
         words = [f"loss {told.loss:.3f}" if told.loss is not None else ""]
-        words += [f"{name} {value:.3f}" for name, value in list(told.scores.items())[:4]]
+        words += [f"{name} {value:.3f}" for name, value in told.scores.items() if _known(name)][:4]
         words += [f"{duration(told.seconds)} a round" if told.seconds is not None else ""]
         if self.live and told.left is not None:
             words.append(f"{duration(told.left)} left")
@@ -220,6 +220,11 @@ def _fault(site: SiteStatus) -> str:
     if not site.fault or site.fault == site.state:
         return ""
     return f"{site.fault.partition(' (')[0]}, {ago(site.fault_at)}"
+
+
+def _known(score: str) -> bool:
+    """Whether a score is one of those that a run is known by."""
+    return score in OWN or score.endswith(KNOWN_BY)
 
 
 def _place(state: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from fedplan.errors import FedplanError
 from fedplan.federation.codes import KINDS, said_of, told
 from fedplan.federation.egress import Egress, Warrant, ended
-from fedplan.federation.endpoint import HELLO, Endpoint
+from fedplan.federation.endpoint import EVALUATE, HELLO, Endpoint
 from fedplan.federation.exams import Disclosure
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.messages import Refused, run_of
@@ -65,9 +65,9 @@ class Desk:
         self.home = Path(site.home)
         with private():
             self.faults, self.egress = FaultLog(self.home, site.seal), Egress(self.home)
-        self.log = Log(self.home)
+        self.log, self._noted = Log(self.home), ("", "", "")
         self._worker: tuple[tuple[str, str], Worker] | None = None
-        self._greeted = ""
+        self._greeted = self._asked = ""
 
     def answer(self, kind: str, message: Message) -> Message:
         """The answer to a request. Of what goes wrong a code leaves, and the text stays here."""
@@ -86,7 +86,10 @@ class Desk:
         """Say in the log what was asked and how it ended: by a code, and no more."""
         said = _heard(answer)
         code = next((told(str(said[word])) for word in KINDS if word in said), "")
-        number = _heard(message).get("round")
+        # A server asks again and again while a study waits for a person: once is enough.
+        if code and (kind, _run_in(message), code) == self._noted:
+            return
+        self._noted, number = (kind, _run_in(message), code), _heard(message).get("round")
         self.log.note(
             f"{kind if kind in REQUESTS else 'request'} {'ended' if code else 'answered'}",
             code,
@@ -103,16 +106,18 @@ class Desk:
             run = _run_in(message)
             self.egress.note(
                 ended(code, answer, site=self.site.name, run=run),
-                Warrant(_offered_in(message), self._greeted),
+                Warrant(self._asked or _offered_in(message), self._greeted),
             )
         return answer
 
     def _admitted(self, kind: str, message: Message) -> Worker:
         """The worker of a request's study, if the request may be answered."""
+        self._asked = ""
         run, (_, said) = run_of(message), unpacked(Message(message.header))
         if kind == HELLO:
             self._greeted = self.server()
         study = self._offered(run, said) if kind == HELLO else self._bound(run)
+        self._asked = study.whole
         approver = self.approver.admit(study, self._greeted)
         if kind == HELLO:
             self._bind(run, study)
@@ -120,6 +125,7 @@ class Desk:
         endpoint = worker.endpoint(run)
         endpoint.warrant = Warrant(study.whole, self._greeted, approver)
         if kind != HELLO:
+            _require_asked(kind, study)
             _require_rounds(study, said)
             self._require_current(endpoint, run, said)
         return worker
@@ -205,6 +211,13 @@ def rejoin(site: Site, run: str) -> None:
         place = Path(site.home) / REJOIN
         place.mkdir(parents=True, exist_ok=True)
         (place / run).touch()
+
+
+def _require_asked(kind: str, study: Study) -> None:
+    if kind == EVALUATE and not study.evaluate.sites:
+        raise Refused("scores are asked for, and the study that was approved has none").coded(
+            "undisclosed"
+        )
 
 
 def _require_rounds(study: Study, said: Mapping[str, Any]) -> None:

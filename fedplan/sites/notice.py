@@ -174,9 +174,19 @@ def _tells(study: Study, agreement: Agreement, policy: Policy | None) -> Iterato
             yield "the mean loss of its training"
     if agreement.most:
         yield "scores of the model's blocks, by which layers are chosen"
-    if policy is not None and policy.metrics:
-        allowed = ", ".join(policy.metrics)
-        yield f"if asked, scores of its held-out rows that the policy admits: {allowed}"
+    yield from _scores(study, agreement, policy)
+
+
+def _scores(study: Study, agreement: Agreement, policy: Policy | None) -> Iterator[str]:
+    """What leaves of the site's held-out rows."""
+    if not study.evaluate.sites or agreement.guarantee is not None:
+        return
+    asked = f"every {study.evaluate.every} rounds, scores of the rows that it holds out"
+    if policy is None:
+        yield f"{asked}, and how many these are"
+    elif policy.metrics:
+        allowed, least = ", ".join(policy.metrics), policy.least_rows
+        yield f"{asked}, if they are {least} or more, and how many these are: {allowed}"
 
 
 def _news(

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
@@ -12,6 +13,31 @@ from fedplan.models.quantised import QUANTISED
 from fedplan.studies.words import STRICT, as_fault, one_of
 
 Packing = Annotated[str, AfterValidator(one_of("packing", ("", *QUANTISED)))]
+
+CODE = frozenset(
+    (
+        *("auto_map", "trust_remote_code", "code_revision", "use_kernels", "kernel_config"),
+        *("use_safetensors", "gguf_file", "cache_dir", "offload_folder"),
+        *("force_download", "token", "proxies"),
+    )
+)
+"""Settings by which transformers would run code, read other files, or write and fetch some."""
+ATTENTION = re.compile("_?(attn|experts)_implementation.*")
+
+
+def _settings(said: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a model alone: a study comes from others, and brings no code."""
+    for name, value in said.items():
+        if name in CODE:
+            raise ValueError(f"{name} is none of a model's settings: leave it out")
+        if ATTENTION.fullmatch(name) and any(sign in str(value) for sign in "/|@"):
+            raise ValueError(
+                f"{name} = {str(value)[:60]!r} would fetch code: say one of transformers' own, "
+                "such as 'eager' or 'sdpa'"
+            )
+        if isinstance(value, dict):
+            _settings(cast("dict[str, Any]", value))
+    return said
 
 
 def _adapter(name: str) -> str:
@@ -68,7 +94,7 @@ class ModelSection(BaseModel):
 
     path: str = ""
     type: str = ""
-    settings: dict[str, Any] = {}
+    settings: Annotated[dict[str, Any], AfterValidator(_settings)] = {}
     vision: str = ""
     text: str = ""
     bridge: str = ""

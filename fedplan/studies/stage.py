@@ -170,10 +170,12 @@ def _require_taken(stage: Stage, whose: str, rows: Examples, count: int) -> None
 
 
 def exam_of(study: Study, shares: Shares, name: str) -> Exam | None:
-    """What a client's models are tested on, if it holds rows out."""
-    said, rows = study.evaluate, shares.own.get(name)
+    """What a client's models are tested on, if the study has clients tell their scores."""
+    said = study.evaluate
+    if not said.sites:
+        return None
     score = partial(shares.task.score, batch_size=said.batch)
-    return Exam(rows, score, said.personal) if rows is not None else None
+    return Exam(shares.own.get(name), score, said.personal, said.every, study.train.rounds)
 
 
 def scoring_of(study: Study, shares: Shares) -> Scoring:

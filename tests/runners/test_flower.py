@@ -16,6 +16,7 @@ import torch
 import zoo
 from clients import GUARANTEES, RUN, Few, few, know_secrets, loss
 from flwr.app import Context
+from flwr.proto.node_pb2 import NodeInfo
 from grids import InProcess
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -479,6 +480,30 @@ def test_a_node_that_takes_the_name_of_another_is_not_heard(
     run.carry()
     assert run.clean() and all(line["counted"] == list(NAMES) for line in run.rounds())
     assert "says that it is 'client-0', as node" in caplog.text
+
+
+class Registered(InProcess):
+    """Nodes that were registered under names, as with keys."""
+
+    names: tuple[str, ...] = ()
+
+    def get_nodes(self) -> list[NodeInfo]:
+        pairs = zip(self.contexts, self.names, strict=True)
+        return [NodeInfo(node_id=node, name=name) for node, name in pairs]
+
+
+def test_a_name_belongs_to_the_key_that_it_was_registered_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """West's key with the name of client-0, while the true one is away: nobody answers for it."""
+    run = Run(METHODS["fedavg"], tmp_path)
+    thief = {"name": "client-0", "thief": True}
+    grid = Registered(client_app(run.answer), [{"name": n} for n in NAMES[1:]] + [thief])
+    grid.names = (*NAMES[1:], "west")
+    run.grid = grid
+    run.carry()
+    assert all(line["counted"] == list(NAMES[1:]) for line in run.rounds())
+    assert "says that it is 'client-0'" in caplog.text
 
 
 @pytest.mark.parametrize(

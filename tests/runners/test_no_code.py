@@ -19,10 +19,13 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.control import ControlHttpClient
 from test_deployment import MORE, SITES, require_same, rows_of, study_of, whole
 
+from fedplan.federation.egress import read_egress
 from fedplan.runners.flower import link as links
 from fedplan.runners.flower.driver import taken
 from fedplan.runners.flower.executor import Door
 from fedplan.runners.flower.link import link_in
+from fedplan.runners.flower.records import message_in
+from fedplan.tensors.serialization import unpacked
 
 EVIL = """
 from pathlib import Path
@@ -73,7 +76,14 @@ def test_a_run_with_code_of_its_own_is_refused_at_every_site(
                 replies = list(grid.send_and_receive(sent, timeout=120))
         assert len(replies) == len(sent)
         for reply in replies:
-            assert reply.has_error() and str(reply.error.reason) == "failed: message"
+            values, said = unpacked(message_in(reply.content))
+            assert (
+                not values and said.keys() == {"client", "failed"} and said["failed"] == "message"
+            )
+        for name in SITES:
+            lines = read_egress(here / "fed/sites" / name / "home")
+            assert [line["code"] for line in lines] and {x["code"] for x in lines} == {"message"}
+            assert all(line["server"] == "" or len(line["server"]) == 64 for line in lines)
         assert not mark.exists()
         study = study_of(here, "fedper", rounds=2)
         require_same(deployed.run(study, "run"), whole(here, study, "fedper"))

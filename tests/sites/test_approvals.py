@@ -48,6 +48,7 @@ CHANGES: dict[str, Any] = {
     "evaluate.personal": False,
     "patience.sites": 3.0,
     "stop": {"metric": "loss"},
+    "defence": {"share_cap": 0.5},
     "privacy": {"unit": "client", "epsilon": 9.0, "noise": 9.0},
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import duals
 import pytest
 import torch
+import transformers
 import zoo
 from clients import few, loss
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from often import often
 from sentences import a_plan, fitting
 from settings import PROMPTED, SETTINGS
-from sites import PRIVATE
+from sites import PRIVATE, study_text
 from studies import offered
 
 from fedplan.errors import FedplanError, PlanError
@@ -33,8 +34,9 @@ from fedplan.models.description import describe
 from fedplan.models.params import Kind, Params
 from fedplan.runners.local import Federation
 from fedplan.sites.policy import Policy, judged, policy_of, read_policy, shared_in
-from fedplan.studies.schema import ConfigError
-from fedplan.studies.stage import outline_of
+from fedplan.studies.plain import read_toml
+from fedplan.studies.schema import ConfigError, study_of
+from fedplan.studies.stage import outline_of, stage_of
 from fedplan.tensors.riders import param_of
 from fedplan.training.fit import Pace
 from fedplan.training.optimisers import sgd
@@ -202,12 +204,49 @@ def test_limits_and_privacy(policy: dict[str, Any], change: dict[str, Any], word
         assert re.search(words, found[0]), found
 
 
-def test_an_outline_has_the_params_of_the_model_itself() -> None:
-    from fedplan.studies.stage import stage_of
+LORA = {"type": "lora", "target": "query | value", "r": 2}
+SAID: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a method's adapter": {"method": {"name": "fedex-lora"}},
+    "halves": {"model": {"dtype": "bfloat16"}, "method": {"name": "fedit"}},
+    "a study's adapter": {"model": {"dtype": "float16", "adapter": LORA}},
+    "dora": {"model": {"adapter": {**LORA, "use_dora": True}}},
+    "ia3": {"model": {"adapter": {"type": "ia3", "target": "query | mlp"}}},
+    "still": {"model": {"still": True}},
+    "like another": {"model": {"like": "vit"}},
+    "weights": {"model": {"path": "weights"}},
+}
 
-    for plan in ("share()", "chain(freeze(), share(head))"):
-        study = offered(plan)
-        assert outline_of(study).params == stage_of(study).agreement.params
+
+@pytest.mark.parametrize("case", SAID)
+def test_an_outline_has_the_params_of_the_model_itself(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = read_toml(study_text(privacy=""))
+    model = said["model"] | SAID[case].get("model", {})
+    if case == "weights":
+        monkeypatch.chdir(tmp_path)
+        stage_of(study_of(said)).model.save_pretrained("weights")  # type: ignore[operator]
+        model = SAID[case]["model"]
+    study = study_of(said | SAID[case] | {"model": model})
+    assert outline_of(study).params == stage_of(study).agreement.params
+
+
+def test_an_outline_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[bool]()
+
+    def loads(name: str, *, local_files_only: bool, **settings: Any) -> None:
+        asked.append(local_files_only)
+        raise OSError("not here")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", loads)
+    said = read_toml(study_text(privacy="")) | {"model": {"path": "hub:org/model"}}
+    with pytest.raises(FedplanError, match="cannot be read for image-classification: not here"):
+        outline_of(study_of(said))
+    assert asked == [True]
+    saved = {"path": "hub:org/model", "adapter": {"path": "hub:org/adapter"}}
+    with pytest.raises(FedplanError, match="'hub:org/model' is not here"):
+        outline_of(study_of(said | {"model": saved}))
 
 
 @pytest.mark.parametrize(

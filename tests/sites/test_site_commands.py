@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 from commands import run
-from sites import asked, site_of, study_text, world_of
+from sites import NAME, RUN, Anybody, asked, site_of, study_text, words_of, world_of
 from studies import approvals_in, offered
 
 from fedplan.federation import egress
 from fedplan.federation.egress import RECORD, Egress, Warrant, ended, read_egress
-from fedplan.federation.endpoint import HELLO
+from fedplan.federation.endpoint import EVALUATE, HELLO
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import push
 from fedplan.sites.approvals import user
+from fedplan.sites.desk import Desk
 from fedplan.sites.notice import shown
+from fedplan.studies.plain import read_toml
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import packed, unpacked
 
@@ -156,3 +158,14 @@ def test_a_greeting_tells_how_the_record_ends(tmp_path: Path) -> None:
     ends = [unpacked(endpoint.answer(HELLO, hello))[1]["record"] for _ in range(3)]
     lines = read_egress(tmp_path / "home")
     assert ends == [line["before"] for line in lines]
+
+
+def test_no_scores_leave_in_a_study_that_asks_for_none(tmp_path: Path) -> None:
+    words, limits = words_of(tmp_path)
+    desk, text = Desk(words, Anybody(limits)), study_text(privacy="")
+    hello = packed({}, {"run": RUN, "study": read_toml(text)})
+    assert "agreed" in unpacked(desk.answer(HELLO, hello))[1]
+    endpoint = site_of(tmp_path, text)
+    down = request_message(push(endpoint.agreement, world_of(endpoint), NAME, {}, anew=True))
+    assert unpacked(desk.answer(EVALUATE, down))[1]["refused"] == "undisclosed"
+    assert read_egress(tmp_path / "home")[-1]["code"] == "undisclosed"

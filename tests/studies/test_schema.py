@@ -109,3 +109,30 @@ def test_a_rule_for_products_is_said_as_a_text() -> None:
     said = {"plan": "chain(freeze(), share(adapter))", "product": "by_residual(scale=2.0)"}
     assert method_of(study_of(MINIMAL | {"method": said})).product == by_residual(2.0)
     assert method_of(study_of(MINIMAL | {"method": {"name": "fedit"}})).product == apart()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"_attn_implementation": "someone/kernel"}, "would fetch code"),
+        ({"attn_implementation": "paged|someone/kernel"}, "would fetch code"),
+        ({"text_config": {"attn_implementation": "someone/kernel@main"}}, "would fetch code"),
+        ({"vision_config": {"auto_map": {"AutoModel": "x.Y"}}}, "auto_map is none of a model's"),
+        ({"trust_remote_code": True}, "trust_remote_code is none of a model's settings"),
+        ({"offload_folder": "/tmp"}, "offload_folder is none of a model's settings"),
+        ({"attn_implementation": "sdpa", "hidden_size": 16}, ""),
+    ],
+)
+def test_a_model_is_given_settings_and_no_code(settings: dict[str, Any], words: str) -> None:
+    """transformers takes the name of a kernel on the hub for an attention, and loads it."""
+    said: dict[str, Any] = {
+        "model": {"type": "vit", "settings": settings},
+        "task": {"kind": "masked-lm"},
+        "data": {"path": "rows.parquet"},
+        "method": {"plan": "share()"},
+    }
+    if not words:
+        assert study_of(said).model.settings == settings
+        return
+    with pytest.raises(ConfigError, match=rf"model\.settings: .*{words}"):
+        study_of(said)

@@ -135,12 +135,12 @@ class Carrier:
         server, last = self.server, self.server.last()
         if last is not None:
             if self._unscored(last):
-                self._gather()
+                self._gather(0)
             last = self._scored(last)
         stopped = stopping(self.callbacks, self._directed(last)) if last else ""
         stopped = self.status.halted(stopped)
         if server.world.round < server.rounds and not stopped:
-            self._gather()
+            self._gather(min(self.quorum, len(server.roster)))
         while server.world.round < server.rounds and not stopped:
             self._greet()
             tally = server.begin()
@@ -157,9 +157,9 @@ class Carrier:
         if stopped:
             log.info("stopped after round %d: %s", server.world.round, stopped)
 
-    def _gather(self) -> None:
+    def _gather(self, enough: int) -> None:
         self.status.become(RunState.WAITING)
-        self.calls.gather(min(self.quorum, len(self.server.roster)))
+        self.calls.gather(enough)
         self.status.become(RunState.RUNNING)
 
     def _unscored(self, closed: Closed) -> bool:

@@ -33,7 +33,7 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 
 from fedplan.federation.codes import code_of, told
 from fedplan.runners.flower.records import message_in, records_of
-from fedplan.tensors.message import Message
+from fedplan.tensors.message import BrokenMessage, Message
 
 log = logging.getLogger("fedplan")
 RAISED = 2
@@ -111,10 +111,17 @@ def answered(envelope: FlowerMessage, answer: Answer) -> FlowerMessage:
     """The answer to one of Flower's messages, as another."""
     kind = envelope.metadata.message_type.removeprefix("query.")
     try:
-        message = answer(kind, message_in(envelope.content))
-        return FlowerMessage(records_of(message), reply_to=envelope)
+        return FlowerMessage(records_of(answer(kind, _message(envelope))), reply_to=envelope)
     except Exception as error:
         return failed(envelope, error)
+
+
+def _message(envelope: FlowerMessage) -> Message:
+    """The message of ours that one of Flower's carries; an empty one, for the site to refuse."""
+    try:
+        return message_in(envelope.content)
+    except BrokenMessage:
+        return Message(b"")
 
 
 def failed(envelope: FlowerMessage, error: Exception) -> FlowerMessage:
