@@ -20,6 +20,7 @@ from fedplan.federation.egress import Egress, Warrant, ended
 from fedplan.federation.endpoint import EVALUATE, HELLO, Endpoint
 from fedplan.federation.exams import Disclosure
 from fedplan.federation.fault_log import FaultLog
+from fedplan.federation.identity import is_id
 from fedplan.federation.messages import Refused, run_of
 from fedplan.language.turn import Turn
 from fedplan.naming import allowing
@@ -207,6 +208,11 @@ def approvals_of(site: Site) -> Approvals:
 
 def rejoin(site: Site, run: str) -> None:
     """Let a run go on from a home that was put back: said by a person, and good for once."""
+    if not is_id(run) or not (Path(site.home) / RUNS / f"{run}.json").exists():
+        there = [file.stem for file in sorted((Path(site.home) / RUNS).glob("*.json"))]
+        raise FedplanError(
+            f"{site.name} knows no run {run[:40]!r}: its runs are {', '.join(there) or 'none'}"
+        )
     with private():
         place = Path(site.home) / REJOIN
         place.mkdir(parents=True, exist_ok=True)

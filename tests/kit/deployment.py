@@ -70,9 +70,9 @@ class Deployment:
             (place / "site.toml").write_text(said + "\n" + (more or {}).get(name, ""))
             if approve:
                 policy = (place / "policy.toml").read_text()
-                (place / "policy.toml").write_text(
-                    policy.replace("by_rule = false", "by_rule = true")
-                )
+                policy = policy.replace("by_rule = false", "by_rule = true")
+                policy = policy.replace("metrics = []", 'metrics = ["loss", "accuracy"]')
+                (place / "policy.toml").write_text(policy)
         self.env = {**os.environ, **QUIET, "OMP_NUM_THREADS": "1"}
         self.env |= {"PATH": f"{BIN}:{os.environ['PATH']}"}
 

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies in a site's home is what the docs say, and without the key it tells of no row."""
+
+from __future__ import annotations
+
+import re
+import stat
+from pathlib import Path, PurePath
+
+import numpy as np
+import pytest
+from canaries import hits
+from sites import NAME, PRIVATE, RUN, desk_of, hello, study_text, world_of, write_rows
+
+import fedplan
+from fedplan.errors import FedplanError
+from fedplan.federation.endpoint import HELLO, TRAIN, journal_in
+from fedplan.federation.messages import request_message
+from fedplan.federation.rounds import push
+from fedplan.runners.worker import folder_of
+from fedplan.sites.desk import rejoin
+from fedplan.storage.encryption import new_key_file
+from fedplan.studies.plain import read_toml
+from fedplan.studies.schema import study_of
+from fedplan.tensors.message import Message
+from fedplan.tensors.serialization import unpacked
+
+PAGE = Path(fedplan.__file__).parent.parent / "docs" / "sites.md"
+METHOD = 'plan = "chain(share(), keep(head))"'
+
+
+def rows_of_table() -> list[tuple[list[str], bool]]:
+    """The patterns of the page's table, and whether it says that they are sealed."""
+    text = PAGE.read_text().partition("## What lies in a home")[2]
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return [
+        (re.findall(r"`([^`]+)`", first), last.startswith("sealed")) for first, _, last in lines
+    ]
+
+
+@pytest.mark.parametrize("privacy", ["", PRIVATE], ids=["", "hidden"])
+def test_a_home_is_what_the_page_says_and_tells_nothing(privacy: str, tmp_path: Path) -> None:
+    new_key_file(tmp_path / "home.key")
+    write_rows(tmp_path / "rows.npz", count=24)
+    text = study_text(method=METHOD, privacy=privacy, rounds=3)
+    desk = desk_of(tmp_path, key=str(tmp_path / "home.key"))
+    assert "client" in unpacked(desk.answer(HELLO, hello(text)))[1]
+    study = study_of(read_toml(text))
+    endpoint = desk._worker_of(study).endpoint(RUN)  # pyright: ignore[reportPrivateUsage]
+    for number in (1, 2):
+        world = world_of(endpoint, round=number)
+        down = push(endpoint.agreement, world, NAME, {}, anew=True)
+        assert unpacked(desk.answer(TRAIN, request_message(down)))[0]
+    desk.answer(TRAIN, Message(b""))
+    rejoin(desk.site, RUN)
+    folder = folder_of(desk.site.home, study, NAME) / RUN
+    kept = journal_in(folder, desk.site.seal).home()[0]
+    with np.load(tmp_path / "rows.npz") as rows:
+        pictures = rows["image"]
+    files = [file for file in desk.home.rglob("*") if file.is_file()]
+    own = {key: value for key, value in kept.items() if key.startswith("classifier")}
+    assert own and [hit for hit in hits(own, files) if hit.form != "name"] == []
+    for file in files:
+        content, where = file.read_bytes(), PurePath(file.relative_to(desk.home).as_posix())
+        assert not any(picture.tobytes() in content for picture in pictures), file
+        said = [sealed for names, sealed in rows_of_table() if any(map(where.match, names))]
+        assert said, f"{where} is not in the table of docs/sites.md"
+        readable = b'{"' in content[:64] and b'"sealed 1 ' not in content
+        assert not (said[0] and readable), f"{where} is not sealed"
+    for place in (desk.home, *desk.home.rglob("*")):
+        assert not stat.S_IMODE(place.stat().st_mode) & 0o077, place
+
+
+def test_only_a_run_that_the_site_knows_is_rejoined(tmp_path: Path) -> None:
+    desk = desk_of(tmp_path)
+    for run in ("typo", "../../x", "0" * 16):
+        with pytest.raises(FedplanError, match="knows no run"):
+            rejoin(desk.site, run)
+    assert not (tmp_path / "x").exists()
