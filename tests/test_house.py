@@ -78,7 +78,7 @@ LENT = {
         Record RecordError RunState RunStatus SMALL STUDY Scores Scoring SiteState
         SiteStatus Status TRACKER_NAMES WORLD Warrant agreements_in announced
         ask_to_stop by_part by_senders caps_of changed_rows code_of cut drifts_of ended
-        evaluate guard_of joined journal_in keyed last_of last_told mark_of meant
+        evaluate guard_of is_id joined journal_in keyed last_of last_told mark_of meant
         metrics_of other_versions own_values own_versions parsed parted personal_values place_of
         private_folder question read_agreement read_answers read_egress read_faults
         read_identity read_record read_status request_header request_message
