@@ -130,6 +130,33 @@ def policy(site: SiteFolder = Path()) -> None:
         Console(soft_wrap=True, highlight=False).print(line, markup=False)
 
 
+@site_commands.command()
+def doctor(site: SiteFolder = Path(), as_json: Json = False) -> None:
+    """Look whether the site can take part, and say what to mend. Ends with 1 if something fails."""
+    with told(), Console(stderr=True).status("Looking: the rows of approved studies are read."):
+        from fedplan.runners.site import read_site
+        from fedplan.sites.doctor import examine, screen
+
+        found = read_site(site)
+        findings = examine(found)
+    if as_json:
+        print(json.dumps([finding.json() for finding in findings], indent=1))
+    else:
+        Console(highlight=False).print(screen(found, findings))
+    if any(finding.state == "fail" for finding in findings):
+        raise typer.Exit(1)
+
+
+@site_commands.command()
+def lock(site: SiteFolder = Path()) -> None:
+    """Write what is installed here as requirements.lock, by hashes, and the wheels beside it."""
+    with told(), Console(stderr=True).status("Asking pip for the wheels."):
+        from fedplan.sites.lock import write_lock
+
+        file = write_lock(site)
+    print(f"Written: {file}")
+
+
 def _waiting(approvals: Approvals) -> str:
     """The only study that waits for a person."""
     rows = [approvals.listed(whole) for whole in approvals.inbox.wholes()]

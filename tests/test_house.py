@@ -42,11 +42,12 @@ LENT = {
         mark_of_file now put_file reach read_chain read_lines synced this_process
     """,
     "models": """
-        ITEMSIZE LowRank Preprocessing QUANTISED TASKS TEMPLATE TRAINED add_prompts
-        aligned bare blocks_of buffers_of centre_of configured drawn families_in
-        family_named fetched graft is_hub_id is_quantised layers_of learn listen
-        load_adapter mixes_rows moved places quantisation quiet read report require_rest
-        save_adapter scales_in skeleton small_copy steadied value_in whole written
+        CONFIG ITEMSIZE LowRank Preprocessing QUANTISED SETTINGS TASKS TEMPLATE TRAINED
+        add_prompts aligned bare blocks_of buffers_of centre_of configured drawn
+        families_in family_named fetched graft is_hub_id is_quantised layers_of learn
+        listen load_adapter mixes_rows moved places quantisation quiet read report
+        require_rest save_adapter scales_in skeleton small_copy steadied untaught
+        value_in whole written
     """,
     "language": """
         After Assign Best By Condition Crowd MANY Part Phase Roles Step Trait When
@@ -78,10 +79,10 @@ LENT = {
         Record RecordError RunState RunStatus SMALL STUDY Scores Scoring SiteState
         SiteStatus Status TRACKER_NAMES WORLD Warrant agreements_in announced
         ask_to_stop by_part by_senders caps_of changed_rows code_of cut drifts_of ended
-        evaluate guard_of joined journal_in keyed last_of last_told mark_of meant
-        metrics_of other_versions own_values parsed parted personal_values place_of
-        private_folder question read_agreement read_answers read_egress read_faults
-        read_identity read_record read_status request_header request_message
+        evaluate guard_of is_id joined journal_in keyed last_of last_told mark_of meant
+        metrics_of other_versions own_values own_versions parsed parted personal_values
+        place_of private_folder question read_agreement read_answers read_egress
+        read_faults read_identity read_record read_status request_header request_message
         require_sound run_of said_of scored scores_of state_said stopping together told
         understood update_of warnings_of world_values
     """,
@@ -92,15 +93,16 @@ LENT = {
         shares_of study_in study_of write_run
     """,
     "runners": """
-        Site Worker drive link_in make_keys make_site_keys new_federation new_site noded
-        private public_key read_site run_link run_study serve simulate
+        ServerSection Site Worker drive is_known link_in make_keys make_site_keys
+        new_federation new_site noded private public_key read_site run_link run_study
+        serve simulate table_of
     """,
     "reports": """
         Figure Forecast Segment asked follow_flower foretold in_order log_line megabytes
         moment parts_table screen stated told_of
     """,
     "sites": """
-        approvals_of rejoin serve_site
+        approvals_of examine rejoin screen serve_site write_lock
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""

@@ -161,7 +161,7 @@ def _require_same(client: Client, request: Request, content: str) -> None:
     """Refuse other values under the same question: enough of them would tell what is kept."""
     if not content:
         return  # of a simulation, whose server is itself
-    file = client.journal.folder / EXAMINED
+    file = client.journal.folder.parent / EXAMINED
     try:
         known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     except (OSError, ValueError) as error:
@@ -221,7 +221,7 @@ def scores_said(scores: Scores) -> dict[str, JSON]:
 
 
 EXAMINED = "examined.json"
-"""Beside a journal: of what values each question was answered."""
+"""Beside the folder of a journal: of what values each question was answered."""
 SHARES = ("accuracy", "f1", "precision", "recall", "auc")
 """Scores that are shares, and so within 0 and 1."""
 

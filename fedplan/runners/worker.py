@@ -58,7 +58,7 @@ class Worker:
         with private(), allowing(site.allow):
             self.site, self.study, self.seal = site, study, site.seal
             name = site.name
-            own = None if study.data.path else (name, _table(site, study))
+            own = None if study.data.path else (name, table_of(site, study))
             self.stage = stage_of(study, own)
             if name not in self.stage.shares.train:
                 raise ConfigError(f"the study has no client {name!r}")
@@ -145,7 +145,7 @@ def roster_of(study: Study) -> list[str]:
     return list(study.clients.names) or list(stage_of(study).shares.train)
 
 
-def _table(site: Site, study: Study) -> Dataset:
+def table_of(site: Site, study: Study) -> Dataset:
     """The table that a site brings."""
     if not site.data:
         raise ConfigError(f"the site {site.name!r} does not say its data")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,8 +24,9 @@ from commands import run
 
 from fedplan.errors import FedplanError
 from fedplan.runners.flower.keys import make_keys, make_site_keys
+from fedplan.runners.flower.known import is_known
 from fedplan.runners.flower.link import link_in, public_key
-from fedplan.runners.flower.starter import new_federation
+from fedplan.runners.flower.starter import new_federation, new_site
 from fedplan.runners.site import read_site
 from fedplan.studies.schema import read_study
 
@@ -202,9 +204,10 @@ def test_without_cryptography_the_extra_is_named(tmp_path: Path) -> None:
 
 # What is written
 
-SERVER = {"server/link.sh", "server/server.toml"}
+SERVER = {"server/link.sh", "server/run.sh", "server/server.toml"}
 SHARED = {"README.md", "study.toml", "keep.sh", "environment.sh"}
 SITE = {"README.md", "site.toml", "policy.toml", "serve.sh", "keep.sh", "environment.sh"}
+STAYING = {"units/fedplan-site.service", "Containerfile", "compose.yaml", ".dockerignore"}
 
 
 def test_a_federation_is_written_whole(tmp_path: Path) -> None:
@@ -219,7 +222,7 @@ def test_a_federation_is_written_whole(tmp_path: Path) -> None:
     assert not stat.S_IMODE(folder.stat().st_mode) & OPEN
     for name in SITES:
         place = folder / "sites" / name
-        assert contents(place).keys() >= SITE | {"ca.crt"}
+        assert contents(place).keys() >= SITE | STAYING | {"ca.crt"}
         assert not contents(place).keys() & {"node", "node.pub", "home.key"}
         assert (place / "ca.crt").read_bytes() == (folder / "ca.crt").read_bytes()
         said = read_site(place)
@@ -258,6 +261,7 @@ def test_on_loopback_there_is_neither_tls_nor_a_key(tmp_path: Path) -> None:
     new_federation(tmp_path, SITES, port=9200, insecure=True)
     found = contents(tmp_path)
     assert {name for name in found if not name.startswith("sites/")} == SERVER | SHARED
+    assert contents(tmp_path / "sites/north").keys() == SITE
     link = link_in(tmp_path / "server")
     assert (link.address, link.tls) == ("127.0.0.1:9200", None)
     said = read_site(tmp_path / "sites" / "north")
@@ -281,6 +285,53 @@ def test_units_restart_the_same_scripts(tmp_path: Path) -> None:
         unit = (tmp_path / "a b" / "units" / f"{name}.service").read_text()
         assert "Restart=always\nRestartSec=5\n" in unit
         assert f'ExecStart=/bin/sh "{tmp_path}/a b/server/{name}.sh"\n' in unit
+
+
+def test_a_run_goes_on_after_a_reboot_and_ends(tmp_path: Path) -> None:
+    new_federation(tmp_path, ["north"], keys=False)
+    unit = (tmp_path / "units" / "run.service").read_text()
+    assert "Restart=on-failure\n" in unit and "WantedBy=multi-user.target" in unit
+    script = (tmp_path / "server" / "run.sh").read_text()
+    assert "exec fedplan run study.toml --runner flower --output run --resume\n" in script
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
+def test_units_are_sound_and_expose_little(tmp_path: Path) -> None:
+    new_federation(tmp_path / "a b", ["north"], keys=False)
+    units = [*(tmp_path / "a b" / "units").iterdir(), *(tmp_path / "a b").rglob("sites/*/units/*")]
+    assert len(units) == 4
+    for unit in units:
+        said = command("systemd-analyze", "security", "--offline=true", unit)
+        exposure = float(re.findall(r"exposure level for \S+: (\S+)", said)[0])
+        assert exposure < 2.0, (unit.name, exposure)
+        text = unit.read_text()
+        for line in ("ProtectSystem=strict", "UMask=0077", "NoNewPrivileges=yes", "User=fedplan"):
+            assert f"\n{line}\n" in text, (unit.name, line)
+        written = re.findall(r"^ReadWritePaths=(.*)$", text, re.MULTILINE)
+        assert len(written) == 1 and not written[0].strip('"').endswith(("a b", "north"))
+
+
+def test_a_container_of_a_site_may_do_little_and_holds_nothing_of_it(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    new_federation(tmp_path, ["north"], keys=False)
+    place = tmp_path / "sites" / "north"
+    (service,) = yaml.safe_load((place / "compose.yaml").read_text())["services"].values()
+    assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+    assert service["security_opt"] == ["no-new-privileges:true"] and "ports" not in service
+    assert not {"privileged", "cap_add", "devices", "network_mode"} & service.keys()
+    writable = [each for each in service["volumes"] if not each.endswith(":ro")]
+    assert writable == ["./home:/site/home"]
+    steps = (place / "Containerfile").read_text().replace("\\\n", " ").splitlines()
+    said = [line.split(maxsplit=1) for line in steps if line and not line.startswith("#")]
+    assert [rest for word, rest in said if word == "USER"] == [service["user"]]
+    assert {rest.split()[0] for word, rest in said if word == "COPY"} == {
+        "requirements.lock",
+        "wheels",
+    }
+    (install,) = (rest for word, rest in said if word == "RUN")
+    assert "--require-hashes" in install and "--no-index" in install
+    ignored = (place / ".dockerignore").read_text().splitlines()[1:]
+    assert ignored == ["*", "!requirements.lock", "!wheels"]
 
 
 @pytest.mark.parametrize(
@@ -546,6 +597,20 @@ def test_a_node_whose_key_nobody_registered_is_refused(live: Live) -> None:
     text = ended(live, "south")
     assert "[code: 2004]" in text
     assert "Failed to activate SuperNode" in text
+
+
+def test_to_ask_whether_a_key_is_known_changes_nothing(live: Live) -> None:
+    new_site(live.folder, "west")
+    make_site_keys(live.folder / "sites" / "west")
+    server = read_site(live.folder / "sites" / "west").server
+    assert server is not None and not is_known(server)
+    live.register("west")
+    before = link_in(live.folder / "server").nodes()
+    assert is_known(server)
+    assert link_in(live.folder / "server").nodes() == before
+    assert [node.status for node in before if node.name == "west"] == ["registered"]
+    link_in(live.folder / "server").revoke("west")
+    assert not is_known(server)
 
 
 def test_a_registered_node_comes_online_through_the_proxy(live: Live) -> None:

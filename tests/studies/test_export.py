@@ -3,21 +3,31 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers as hf
+import yaml
+from canaries import hits
 from commands import STUDY, run
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from zoo import TEXT, VISION
 
 from fedplan.models.folder import load_folder, predict
+from fedplan.models.images import drawn
 from fedplan.models.values import put
 from fedplan.runners.simulation import Simulation
+from fedplan.studies.export import check_export
 from fedplan.studies.folder import study_in
+from fedplan.studies.schema import ConfigError
 
 WORDS = [
     "[PAD]",
@@ -89,7 +99,8 @@ image_size = 16
     assert code == 0, out
     assert run("verify", "runs/tiny")[0] == 0
     assert run("export", "runs/tiny", "model", "--client", "client-01")[0] == 0
-    assert {p.suffix for p in Path("model").iterdir()} == {".json", ".safetensors"}
+    assert {p.suffix for p in Path("model").iterdir()} == {".json", ".safetensors", ".md"}
+    assert check_export("model") <= 1e-5
     simulation = Simulation(study_in(Path("runs/tiny")), Path("runs/tiny"))
     with torch.no_grad():
         assert torch.equal(load_folder("model")(pixels(simulation)), said("client-01"))
@@ -105,6 +116,151 @@ def towers(here: Path) -> None:
     hf.BertModel(text).save_pretrained(here / "ear")
     (here / "vocab.txt").write_text("\n".join(WORDS))
     hf.BertTokenizer(str(here / "vocab.txt")).save_pretrained(here / "ear")
+
+
+# What stands beside it
+
+
+PLAIN = """
+import json, sys, torch, transformers
+from safetensors.torch import load_file
+held, said = load_file("model/test_vector.safetensors"), json.load(open("model/test_vector.json"))
+model = getattr(transformers, said["loader"]).from_pretrained(sys.argv[1])
+if len(sys.argv) > 2:
+    import peft
+    model = peft.PeftModel.from_pretrained(model, "model")
+if said["text"]:
+    inputs = transformers.AutoTokenizer.from_pretrained("model")(said["text"], return_tensors="pt")
+else:
+    processor = transformers.AutoImageProcessor.from_pretrained("model")
+    inputs = processor(held["picture"].numpy(), return_tensors="pt")
+with torch.no_grad():
+    logits = model.eval()(**{name: inputs[name] for name in said["inputs"]}).logits
+assert "fedplan" not in sys.modules
+print(float((logits - held["logits"]).abs().max()), logits.flatten()[:3].tolist() == said["logits"])
+"""
+
+
+def plainly_off(*words: str) -> float:
+    """How far the answer of plain transformers in a process of its own is from the vector's."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout.split()[0])
+
+
+def texts(here: Path) -> None:
+    """A study of texts, from a folder with a model and its tokenizer."""
+    (here / "vocab.txt").write_text("\n".join(WORDS))
+    hf.BertTokenizer(str(here / "vocab.txt")).save_pretrained(here / "ear")
+    config = hf.BertConfig(**{**TEXT, "num_labels": 2, "vocab_size": len(WORDS)})
+    hf.BertForSequenceClassification(config).save_pretrained(here / "ear")
+    rows = [{"note": f"{SECRET} a cat {n}", "kind": "cd"[n % 2]} for n in range(24)]
+    Path("notes.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("study.toml").write_text(NOTES)
+
+
+SECRET = "zebrafinch"
+NOTES = """
+name = "notes"
+[model]
+path = "ear"
+[task]
+kind = "text-classification"
+input = "note"
+label = "kind"
+[data]
+path = "notes.jsonl"
+clients = 2
+[method]
+name = "fedit"
+settings = { rank = 2, with_head = false }
+[train]
+rounds = 1
+rate = 0.05
+"""
+
+
+@pytest.mark.parametrize("adapter", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_plain_transformers_answers_a_test_vector_as_the_run_did(here: Path, adapter: bool) -> None:
+    texts(here)
+    code, out = run("run", "study.toml", "--output", "run")
+    assert code == 0, out
+    code, out = run("export", "run", "model", *(["--adapter"] if adapter else []))
+    assert code == 0, out
+    assert plainly_off(*(["ear", "adapter"] if adapter else ["model"])) <= 1e-5
+    assert check_export("model") <= 1e-5
+    files = b"".join(
+        p.read_bytes() for p in Path("model").iterdir() if p.suffix in (".md", ".json")
+    )
+    assert SECRET.encode() not in files and b"client-0" not in files
+    if adapter:
+        assert "library_name: peft\n" in Path("model/README.md").read_text()
+        base = hf.AutoModelForSequenceClassification.from_pretrained(str(here / "ear"))
+        with torch.no_grad():
+            base.classifier.weight += 1
+        with pytest.raises(ConfigError, match="or another base"):
+            check_export("model", base)
+
+
+def test_a_picture_is_made_ready_as_in_the_run(here: Path) -> None:
+    assert run("run", "study.toml", "--set", "train.rounds=1")[0] == 0
+    assert run("export", "runs/tiny", "model")[0] == 0
+    assert plainly_off("model") <= 1e-5
+    processor = hf.AutoImageProcessor.from_pretrained("model")
+    picture = np.random.default_rng(1).integers(0, 255, (13, 11), dtype=np.uint8)
+    made = processor(Image.fromarray(picture), return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(made, (drawn(picture, 8).float() / 255 - 0.5) / 0.5)
+    said = json.loads(Path("model/preprocessor_config.json").read_text())
+    Path("model/preprocessor_config.json").write_text(json.dumps({**said, "image_std": [0.2] * 3}))
+    with pytest.raises(ConfigError, match="makes another pixel_values"):
+        check_export("model")
+
+
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "test_vector.safetensors", "test_vector.json"]
+)
+def test_an_export_that_was_changed_is_found_out(here: Path, file: str) -> None:
+    assert run("run", "study.toml", "--set", "train.rounds=1")[0] == 0
+    assert run("export", "runs/tiny", "model")[0] == 0
+    place = Path("model", file)
+    if file.endswith(".json"):
+        place.write_text("{}")
+    else:
+        held = {name: value + 1 for name, value in load_file(place).items()}
+        save_file(held, place, metadata={"format": "pt"})
+    with pytest.raises(ConfigError):
+        check_export("model")
+
+
+def test_a_card_tells_of_the_plan_and_of_no_row_and_no_site(here: Path) -> None:
+    plan = 'chain(share(), when(client_in("client-01"), keep(head)))'
+    text = STUDY[: STUDY.index("plan =")] + f"plan = '{plan}'\n" + STUDY[STUDY.index("[train]") :]
+    Path("study.toml").write_text(text)
+    assert run("run", "study.toml", "--set", "train.rounds=2")[0] == 0
+    rows = np.load("digits.npz")
+    canaries = {name: torch.from_numpy(rows[name]) for name in ("image_train", "image_test")}
+    for whose in ("", "client-01"):
+        assert run("export", "runs/tiny", f"model{whose}", "--client", whose)[0] == 0
+        card = Path(f"model{whose}/README.md").read_text()
+        assert not hits(canaries, [Path(f"model{whose}")])
+        assert "client-0" not in card and 'client_in("...")' in card
+        assert "3 clients were asked" in card and "after 2 rounds" in card
+        assert ("| accuracy |" in card) == (not whose), "a client's scores are its own"
+        assert not re.search(r"examples|\b(60|20)\b", card), "how many rows there are is not told"
+        assert yaml.safe_load(card.split("---")[1])["pipeline_tag"] == "image-classification"
+
+
+def test_a_private_run_says_its_statement_and_no_score(here: Path) -> None:
+    hidden = 'privacy={ unit = "client", epsilon = 50.0, noise = 1.0 }'
+    more = ["--set", hidden, "--set", "clients.dropped=0", "--set", "train.rounds=1"]
+    code, out = run("run", "study.toml", *more)
+    assert code == 0, out
+    assert run("export", "runs/tiny", "model")[0] == 0
+    card = Path("model/README.md").read_text()
+    assert "This run hides each client" in card and "Spent so far: epsilon" in card
+    assert "| accuracy |" not in card and "none may leave" in card
 
 
 def test_a_wrong_export_is_one_message(here: Path) -> None:

@@ -22,6 +22,8 @@ from fedplan.runners.site import SITE, read_site
 
 TEMPLATES = Path(__file__).parent / "templates"
 PROXY = ("server/proxy.sh", "server/nginx.conf")
+STAYING = ("units/", "Containerfile", "compose.yaml", ".dockerignore")
+"""What a site stays in service by: not on loopback, which is for trying."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 BLANK = re.compile(r"\{\{(\w+)\}\}")
 
@@ -88,10 +90,15 @@ def _add(folder: Path, name: str, address: str, *, insecure: bool) -> None:
         "data": "data",
         "key": "" if insecure else 'key = "home.key" # seals the home',
         "keys": "" if insecure else 'ca = "ca.crt"\nnode = "node"',
+        "system": PATH,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
     }
+    stay = "" if insecure else _filled(TEMPLATES / "parts" / "stay.md", said)
+    said = {**said, "stay": stay.rstrip("\n")}
     place = folder / "sites" / name
     for file, source in _below(TEMPLATES / "federation" / "site").items():
-        _fill(source, place / file, said)
+        if not (insecure and file.startswith(STAYING)):
+            _fill(source, place / file, said)
     for file in ("keep.sh", "environment.sh"):
         _fill(TEMPLATES / "federation" / file, place / file, {})
     if (folder / "ca.crt").exists():
@@ -162,6 +169,10 @@ def _below(folder: Path) -> dict[str, Path]:
 
 def _fill(file: Path, target: Path, said: Mapping[str, str]) -> None:
     make_private(target.parent)
-    text = BLANK.sub(lambda blank: said[blank[1]], file.read_text(encoding="utf-8"))
+    text = _filled(file, said)
     target.write_text(text, encoding="utf-8")
     target.chmod(0o755 if text.startswith("#!") else 0o644)
+
+
+def _filled(file: Path, said: Mapping[str, str]) -> str:
+    return BLANK.sub(lambda blank: said[blank[1]], file.read_text(encoding="utf-8"))
