@@ -163,8 +163,9 @@ def _require_same(client: Client, request: Request, content: str) -> None:
         return  # of a simulation, whose server is itself
     file = client.journal.folder.parent / EXAMINED
     try:
-        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except (OSError, ValueError) as error:
+        said: Any = json.loads(file.read_text(encoding="utf-8") if file.exists() else "{}")
+        known = {str(name): str(mark) for name, mark in cast("dict[Any, Any]", said).items()}
+    except (OSError, ValueError, AttributeError) as error:
         raise StoreError(f"{file} cannot be read: {error}; put a copy of it back") from error
     mark = hashlib.sha256(content.encode()).hexdigest()
     if known.setdefault(request.name, mark) != mark:

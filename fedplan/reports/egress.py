@@ -65,8 +65,8 @@ class SiteRecord:
         if not agreed:
             return [Text("nothing was agreed to", style="bold"), of]
         said = agreed["limits"]
-        left = {} if said.get("epsilon") else {"delta"}  # a delta is of an epsilon
-        limits = ", ".join(f"{w} {count}" for w, count in said.items() if count and w not in left)
+        left = "" if said.get("epsilon") else "delta"  # a delta is of an epsilon
+        limits = ", ".join(f"{w} {count}" for w, count in said.items() if count and w != left)
         return [
             Text(f"{agreed['site']} in {agreed['experiment']}", style="bold"),
             of,

@@ -149,7 +149,8 @@ def test_a_refusal_that_is_told_again_and_again_is_counted(
     record.note(ended("limit-rounds", answer, site="north"))
     lines = read_egress(tmp_path)
     told = [(line["code"], line["times"]) for line in lines]
-    assert told == [*(("not-approved", n) for n in (1, 120, 120)), *[("limit-rounds", 1)] * 2]
+    counts = [("not-approved", n) for n in (1, 120, 120, 59)]
+    assert told == [*counts, *[("limit-rounds", 1)] * 2], "none of 300 is lost"
 
 
 def test_a_greeting_tells_how_the_record_ends(tmp_path: Path) -> None:
