@@ -67,7 +67,8 @@ def blank(said: Any) -> Any:
 
 def _blanked(key: str, value: Any) -> Any:
     if key == "scores":
-        return [each[:2] for each in value] if value else value
+        # A study has a patience of this name too.
+        return [each[:2] for each in value] if isinstance(value, list) else value
     return {k: len(v) for k, v in value.items()} if isinstance(value, dict) else len(value or "")
 
 

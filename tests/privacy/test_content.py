@@ -45,7 +45,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "another round": {"world": {"round": 3}},
     "another part is trained": {"study": {"method": 'plan = "chain(share(), freeze(norm))"'}},
     "another frozen base": {"base": True},
-    "another word of the node": {"node": {"ward": "3"}},
+    "another word of the node": {"node": {"traits": {"ward": "3"}}},
 }
 
 
