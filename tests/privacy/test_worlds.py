@@ -243,8 +243,8 @@ def traits_of_guests() -> Generator[None]:
         self.server.roster[name] = guest.traits
         return ""
 
-    def own(study: Any, name: str, node: Any) -> dict[str, str]:
-        return {k: v for k, v in node.items() if k == "ward"}
+    def own(study: Any, site: Any) -> dict[str, str]:
+        return dict(site.traits)
 
     with (
         patch.object(Carrier, "_unfit_for", fits),
