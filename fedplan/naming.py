@@ -86,11 +86,6 @@ def allowing(packages: Iterable[str]) -> Generator[None]:
         _ALLOWED.reset(token)
 
 
-def allow_only(packages: Iterable[str]) -> None:
-    """Allow no more than `allowing` does, from here on: for a process that is a site's."""
-    _ALLOWED.set(frozenset(packages))
-
-
 @dataclass(frozen=True)
 class Registry(Generic[T]):
     """All things of one kind by name: ours, those of this process, those of installed packages.

@@ -256,10 +256,7 @@ def _heard(message: Message) -> dict[str, Any]:
 
 def _offered_in(message: Message) -> str:
     """A digest of the study in a request that was refused: it may be none that can be read."""
-    try:
-        offered = unpacked(Message(message.header))[1].get("study")
-    except FedplanError:
-        return ""
+    offered = _heard(message).get("study")
     if not isinstance(offered, dict):
         return ""
     return "?" + hashlib.sha256(json.dumps(offered, sort_keys=True).encode()).hexdigest()

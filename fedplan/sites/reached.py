@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import ssl
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Generator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -30,6 +31,23 @@ class Reached:
 
 def reach_server(server: ServerSection) -> Reached:
     """Speak to a server as a node would: its certificate is proved, and names the address."""
+    with _line_to(server) as line:
+        days = _days(line.sock.getpeercert()) if isinstance(line.sock, ssl.SSLSocket) else None
+        before = datetime.now(UTC)
+        line.request("GET", "/")
+        return Reached(days, _ahead(line.getresponse().getheader("Date"), before))
+
+
+def certificate_mark(server: ServerSection) -> str:
+    """The digest of the certificate that a server shows; nothing if it shows none."""
+    with _line_to(server) as line:
+        shown = line.sock.getpeercert(binary_form=True) if server.ca else None
+        return hashlib.sha256(shown).hexdigest() if shown else ""
+
+
+@contextmanager
+def _line_to(server: ServerSection) -> Generator[HTTPConnection]:
+    """A line to a server, through the proxy that the environment names."""
     host, port = address_in(server)
     context = ssl.create_default_context(cafile=server.ca) if server.ca else None
     proxy = proxy_to(server)
@@ -44,10 +62,7 @@ def reach_server(server: ServerSection) -> Reached:
             if proxy:
                 line.set_tunnel(host, port)
             line.connect()
-            days = _days(line.sock.getpeercert()) if isinstance(line.sock, ssl.SSLSocket) else None
-            before = datetime.now(UTC)
-            line.request("GET", "/")
-            return Reached(days, _ahead(line.getresponse().getheader("Date"), before))
+            yield line
         except (OSError, HTTPException) as error:
             raise FedplanError(str(error) or repr(error)) from error
 

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
-import ssl
 import threading
 from pathlib import Path
 
-from fedplan.naming import allow_only
+from fedplan.errors import FedplanError
 from fedplan.runners.flower.executor import serve
 from fedplan.runners.flower.node import noded
 from fedplan.runners.site import Site, read_site
 from fedplan.sites.desk import Desk, approvals_of
+from fedplan.sites.reached import certificate_mark
 from fedplan.storage.locks import claimed
 
 
@@ -22,7 +21,6 @@ def serve_site(folder: Path) -> None:
     """Serve the site of a folder until TERM or INT."""
     site, over = read_site(folder), threading.Event()
     os.umask(0o077)
-    allow_only(site.allow)
     # What stands on this machine is not asked for by way of a proxy.
     said = [os.environ[name] for name in ("NO_PROXY", "no_proxy") if os.environ.get(name)]
     for name in ("NO_PROXY", "no_proxy"):  # where both are there, libraries take either
@@ -54,11 +52,7 @@ def certificate_of(site: Site) -> str:
     """The digest of the certificate that the server shows now; nothing if it shows none."""
     if site.server is None or not site.server.ca:
         return ""
-    host, _, port = site.server.address.rpartition(":")
     try:
-        shown = ssl.get_server_certificate(
-            (host.strip("[]"), int(port)), ca_certs=site.server.ca, timeout=10.0
-        )
-    except (OSError, ValueError):
+        return certificate_mark(site.server)
+    except FedplanError:
         return ""
-    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(shown)).hexdigest()

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 from deployment import BIN
 
-import fedplan
-
-ROOT = Path(fedplan.__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/federation.md"
 INSTALLS = ("python -m venv", "pip install")
 

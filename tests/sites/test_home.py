@@ -12,7 +12,6 @@ import pytest
 from canaries import hits
 from sites import NAME, PRIVATE, RUN, desk_of, hello, study_text, world_of, write_rows
 
-import fedplan
 from fedplan.errors import FedplanError
 from fedplan.federation.endpoint import HELLO, TRAIN, journal_in
 from fedplan.federation.messages import request_message
@@ -25,7 +24,7 @@ from fedplan.studies.schema import study_of
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import unpacked
 
-PAGE = Path(fedplan.__file__).parent.parent / "docs" / "sites.md"
+PAGE = Path(__file__).parents[2] / "docs" / "sites.md"
 METHOD = 'plan = "chain(share(), keep(head))"'
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +78,7 @@ class Door:
 
 def serve(door: Door, answer: Answer, over: threading.Event) -> None:
     """Answer one request after the other, until it is over."""
-    with _closing(door.asking()) as asking:
+    with closing(door.asking()) as asking:
         while not over.wait(LOOK):
             try:
                 found = asking.AcquireTask(
@@ -105,7 +105,7 @@ def _tried(door: Door, token: str, answer: Answer) -> None:
 
 def _done(door: Door, token: str, answer: Answer) -> None:
     """One task: its message in, the answer out, while the node hears that somebody is at it."""
-    with _closing(door.working(token)) as client:
+    with closing(door.working(token)) as client:
         beats = HeartbeatSender(make_task_heartbeat_fn_http(client))
         beats.start()
         context: Context | None = None
@@ -139,15 +139,3 @@ def failed(envelope: FlowerMessage, error: Exception) -> FlowerMessage:
     """What leaves of an error: its code. Flower would send its text, which may tell of rows."""
     log.error("a request failed: %s", told(code_of(error)))
     return FlowerMessage(Error(RAISED, told(code_of(error))), reply_to=envelope)
-
-
-class _closing:
-    def __init__(self, client: RuntimeHttpClient) -> None:
-        self.client = client
-
-    def __enter__(self) -> RuntimeHttpClient:
-        return self.client
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(Exception):
-            self.client.close()
