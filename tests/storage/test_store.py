@@ -498,6 +498,6 @@ def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StoreError, match="cannot be made"):
-            Store(folder)
+            Store(folder).claim()
     with pytest.raises(StoreError, match="keep is 0"):
         Store(tmp_path, keep=0)
