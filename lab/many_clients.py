@@ -9,7 +9,6 @@ lab/results/many-clients.json; `python lab/many_clients.py ASKED REGISTERED ROUN
 
 from __future__ import annotations
 
-import gc
 import json
 import resource
 import subprocess
@@ -107,17 +106,19 @@ def served(asked: int, registered: int, folder: Path, rounds: int) -> Server:
     )
 
 
-def play(server: Server, spent: dict[str, float]) -> int:
-    """Play a round by hand; the most bytes that were in memory."""
+def play(server: Server, spent: dict[str, float]) -> tuple[int, float]:
+    """Play a round by hand; the most bytes in memory, and those that a client more takes."""
     tally, fake = timed(spent, "begin", server.begin), Fake(server)
-    for request in list(tally.cohort.values()):
+    first, began = len(tally.cohort) // 10, 0
+    for number, request in enumerate(list(tally.cohort.values())):
         update = fake.answer(request)
         timed(spent, "take", partial(server.take, tally, update))
+        began = resident() if number == first else began
     assert len(tally.counted) == len(tally.cohort), list(tally.rejected.items())[:1]
     most = resident()
     timed(spent, "end", partial(server.end, tally))
     timed(spent, "commit", partial(server.commit, tally))
-    return most
+    return most, (most - began) / (len(tally.cohort) - first)
 
 
 def row(asked: int, registered: int, rounds: int, folder: Path) -> dict[str, Any]:
@@ -125,9 +126,7 @@ def row(asked: int, registered: int, rounds: int, folder: Path) -> dict[str, Any
     torch.set_num_threads(1)
     spent = dict[str, float]()
     server = timed(spent, "open", partial(served, asked, registered, folder, rounds))
-    gc.collect()
-    empty = resident()
-    most = max(play(server, spent) for _ in range(rounds))
+    most, each = max(play(server, spent) for _ in range(rounds))
     world, values = server.world, sum(v.nbytes for v in server.world.values.values())
     del server
     opened = dict[str, float]()
@@ -139,7 +138,7 @@ def row(asked: int, registered: int, rounds: int, folder: Path) -> dict[str, Any
     return {
         **{"asked": asked, "registered": registered, "rounds": rounds, "heard": len(world.met)},
         **{f"{what} ms a client": round(1e3 * spent[what] / turns, 4) for what in PARTS},
-        "kB a client in memory": round((most - empty) / asked / 1e3, 2),
+        "kB a client of a round in memory": round(each / 1e3, 2),
         "resident MB": round(most / 1e6, 1),
         "checkpoint bytes beside values": tensors - values,
         "manifest bytes": (folder / WORLD / f"{rounds}.json").stat().st_size,
