@@ -25,8 +25,21 @@ def run(
     output: Annotated[Path | None, typer.Option(help="Where the run is kept.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run.")] = False,
     runner: Annotated[
-        str, typer.Option(help="local: on this machine; flower: by the sites of a federation.")
+        str,
+        typer.Option(
+            help="local: here, one client after the other; pool or ray: by workers, many at once; "
+            "flower: by the sites of a federation."
+        ),
     ] = "local",
+    workers: Annotated[
+        int | None, typer.Option(help="For pool and ray: how many; else a core each.")
+    ] = None,
+    gpus_per_worker: Annotated[
+        float, typer.Option(help="For ray: what each worker has of a GPU.")
+    ] = 0.0,
+    ray_address: Annotated[
+        str, typer.Option(help="For ray: a cluster's address; else Ray is started here.")
+    ] = "",
     server: Annotated[
         Path, typer.Option(help="For flower: the folder of the federation's server.")
     ] = Path("server"),
@@ -40,6 +53,7 @@ def run(
     """Run a study. Stop it at any moment: --resume goes on with the same bits."""
     from fedplan.reports.operation import Operation
     from fedplan.reports.progress import follow, follow_flower
+    from fedplan.runners.hands import workers_of
 
     with told():
         watched = Operation(metrics_port, tuple(webhook or ()))
@@ -48,10 +62,11 @@ def run(
             follow_flower(
                 study, change or [], output, resume=resume, server=server, operation=watched
             )
-        elif runner == "local":
-            follow(study, change or [], output, resume=resume, operation=watched)
+        elif runner in ("local", "pool", "ray"):
+            hired = workers_of(runner, workers, gpus_per_worker, ray_address)
+            follow(study, change or [], output, resume=resume, operation=watched, workers=hired)
         else:
-            raise FedplanError(f"--runner is local or flower, not {runner!r}")
+            raise FedplanError(f"--runner is local, pool, ray or flower, not {runner!r}")
 
 
 def status(

@@ -76,15 +76,16 @@ LENT = {
         AGREEMENT ANSWERS APPROVAL Account BEST Callback Closed DELTA Disclosure
         EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity KEY KINDS
         Kept LEDGER LIVE LOWER Limits METRICS Metrics Patience PlainSum ROLES RULES RUN
-        Record RecordError RunState RunStatus SMALL STUDY Scores Scoring SiteState
+        Record RecordError RunState RunStatus SMALL STUDY Scores Scoring Sent SiteState
         SiteStatus Status TRACKER_NAMES WORLD Warrant agreements_in announced
-        ask_to_stop by_part by_senders caps_of changed_rows code_of cut drifts_of ended
-        evaluate guard_of is_id joined journal_in keyed last_of last_told mark_of meant
-        metrics_of other_versions own_values own_versions parsed parted personal_values
-        place_of private_folder question read_agreement read_answers read_egress
-        read_faults read_identity read_record read_status request_header request_message
-        require_sound run_of said_of scored scores_of state_said stopping together told
-        understood update_of warnings_of world_values
+        ask_to_stop by_part by_senders caps_of changed_rows code_of cut drifts_of
+        emptied ended evaluate guard_of is_id joined journal_in keyed last_of last_told
+        listed mark_of meant merge metrics_of opened opening other_versions own_values
+        own_versions parsed parted personal_values place_of private_folder question
+        read_agreement read_answers read_egress read_faults read_identity read_record
+        read_status read_turn request_header request_message require_sound run_of
+        said_of scored scores_of sent state_said stopping together told understood
+        update_of warnings_of world_values
     """,
     "studies": """
         Count DeviceName Given Section WentOn agreed_run as_fault exam_of flat found_in
@@ -93,9 +94,9 @@ LENT = {
         shares_of study_in study_of write_run
     """,
     "runners": """
-        ServerSection Site Worker drive is_known link_in make_keys make_site_keys
-        new_federation new_site noded private public_key read_site run_link run_study
-        serve simulate table_of
+        ServerSection Site Worker Workers drive is_known link_in make_keys
+        make_site_keys new_federation new_site noded private public_key read_site
+        run_link run_study serve simulate table_of workers_of
     """,
     "reports": """
         Figure Forecast Segment asked follow_flower foretold in_order log_line megabytes
@@ -221,7 +222,8 @@ def test_these_import_no_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", said], check=True)
 
 
-def test_flower_stays_in_one_folder() -> None:
+@pytest.mark.parametrize(("package", "folder"), [("flwr", "flower"), ("ray", "ray")])
+def test_flower_and_ray_stay_in_one_folder_each(package: str, folder: str) -> None:
     for file in FILES:
         names = {
             name.split(".")[0]
@@ -234,7 +236,7 @@ def test_flower_stays_in_one_folder() -> None:
                 else []
             )
         }
-        assert "flower" in file.parts or "flwr" not in names, file
+        assert folder in file.parts or package not in names, file
 
 
 def test_modules_are_small() -> None:

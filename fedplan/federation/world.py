@@ -45,6 +45,10 @@ class World:
     clip: float = 0.0
     settled: dict[str, int] = field(default_factory=dict[str, int])
 
+    def known_by(self, client: str) -> Mapping[str, int]:
+        """Which version of what a client has."""
+        return self.known.get(client, {})
+
     @staticmethod
     def start(agreement: Agreement, values: Tensors) -> World:
         """The world as a model starts it: of its values, those that may travel."""

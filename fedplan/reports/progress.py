@@ -15,6 +15,7 @@ from fedplan.reports.lines import HEADING, line_of, line_of_sites
 from fedplan.reports.operation import Operation, operated
 from fedplan.reports.preview import state
 from fedplan.reports.units import millions
+from fedplan.runners.hands import Workers
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.continuation import require_free
 from fedplan.studies.folder import study_in
@@ -28,16 +29,17 @@ def follow(
     *,
     resume: bool,
     operation: Operation | None = None,
+    workers: Workers | None = None,
 ) -> None:
     """Run a study, or go on with one, and tell its rounds as they close."""
     study, folder = _opened(file, changes, output, resume=resume)
     with operated(folder, operation or Operation()) as status:
-        _follow(study, folder, status)
+        _follow(study, folder, status, workers)
 
 
-def _follow(study: Study, folder: Path, status: Status) -> None:
+def _follow(study: Study, folder: Path, status: Status, workers: Workers | None) -> None:
     console = Console(highlight=False)
-    simulation = Simulation(study, folder, status=status)
+    simulation = Simulation(study, folder, status=status, workers=workers)
     console.print(f"{_opening(simulation, folder)}\n\n[bold]{HEADING}[/bold]")
     bar = Progress(
         TextColumn("round {task.completed}/{task.total}"),
