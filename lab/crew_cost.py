@@ -14,6 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,7 +60,7 @@ def told(made: Study, folder: Path, runner: str, workers: int) -> dict[str, Any]
     hired = workers_of(runner, workers if runner != "local" else None)
     whole = Simulation(made, folder, workers=hired)
     ends = [time.perf_counter() for _ in closed(whole)]
-    rounds = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    rounds = [after - before for before, after in pairwise(ends)]
     return {
         "runner": runner,
         "workers": workers if runner != "local" else 1,

@@ -119,14 +119,15 @@ def _held_sent(total: HeldSum) -> Sent:
 
 
 def _held_read(total: HeldSum, tensors: Tensors, said: Mapping[str, Any]) -> HeldSum:
-    part, clients = HeldSum(total.agreement, total.base, total.roster), said["clients"]
-    part.values = {client: dict[str, Tensor]() for client in clients}
-    part.riders = {client: dict[str, Tensor]() for client in clients}
-    part.weights = dict(zip(clients, said["weights"], strict=True))
+    clients: list[str] = said["clients"]
+    found = {sort: [dict[str, Tensor]() for _ in clients] for sort in ("value", "rider")}
     for name, tensor in tensors.items():
         number, sort, key = name.split("/", 2)
-        held = part.values if sort == "value" else part.riders
-        held[clients[int(number)]][key] = tensor
+        found[sort][int(number)][key] = tensor
+    part = HeldSum(total.agreement, total.base, total.roster)
+    part.values |= zip(clients, found["value"], strict=True)
+    part.riders |= zip(clients, found["rider"], strict=True)
+    part.weights |= zip(clients, said["weights"], strict=True)
     return part
 
 

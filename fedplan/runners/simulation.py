@@ -86,9 +86,17 @@ class Simulation:
         self._open()
 
     def _open(self) -> None:
-        """Build all that the study says, from what the folder holds."""
-        study = self.study
+        """Build all that the study says, from what the folder holds; workers begin meanwhile."""
         self._hire()
+        try:
+            self._build()
+        except BaseException:
+            if self.team is not None:
+                self.team.close()
+            raise
+
+    def _build(self) -> None:
+        study = self.study
         stage = stage_of(study, given=self.given)
         self.shares, agreement = stage.shares, stage.agreed
         names = study.clients.names or list(self.shares.train)
@@ -122,7 +130,7 @@ class Simulation:
         agreed_run(self.federation.server, study, self.shares)
 
     def _hire(self) -> None:
-        """Have workers begin with the study while this process does."""
+        """Start the workers, if there are to be any."""
         if self.team is not None:
             self.team.close()
         if self.workers is not None:
