@@ -10,11 +10,17 @@ from fedplan.runners.hands import RAY, Hands, Workers
 from fedplan.runners.player import BEGIN
 from fedplan.runners.pool import Processes
 from fedplan.runners.team import Team
-from fedplan.studies.schema import Study, placed
+from fedplan.studies.schema import ConfigError, Study, placed
 
 
 def team_of(workers: Workers, study: Study, folder: Path) -> Team:
     """A team for a study that runs in a folder; nobody of it is started yet."""
+    if study.data.given:
+        raise ConfigError(
+            f"the runner {workers.runner} has workers that build a study from its files, and this "
+            "one was given objects of Python, which only this process has: write it as a study "
+            'file for fp.run_study, or say runner="local"'
+        )
     said = placed(study, Path.cwd()).model_dump(mode="json")
     count = workers.many(study.threads)
     begin = {"do": BEGIN, "study": said, "folder": str(folder.resolve())}

@@ -36,7 +36,7 @@ from fedplan.runners.hands import LOCAL, Workers, workers_of
 from fedplan.runners.hiring import team_of
 from fedplan.runners.local import Federation
 from fedplan.runners.team import Team
-from fedplan.studies.continuation import require_free
+from fedplan.studies.continuation import begun, carry_over, continuing, require_free
 from fedplan.studies.folder import agreed_run, opened_run, study_in
 from fedplan.studies.given import Given
 from fedplan.studies.run import open_run
@@ -67,19 +67,14 @@ class Simulation:
         folder: Path,
         given: Given | None = None,
         *,
+        earlier: Path | str = "",
         callbacks: Sequence[Callback] = (),
         status: Status | None = None,
         workers: Workers | None = None,
     ) -> None:
-        if workers is not None and given is not None:
-            raise ConfigError(
-                f"the runner {workers.runner} has workers that build a study from its files, and "
-                "this one was given objects of Python, which only this process has: write it as a "
-                'study file for fp.run_study, or say runner="local"'
-            )
         if not study.gathered:
             raise ConfigError("data.path: each site of this study has its own: --runner flower")
-        self.study, self.folder, self.given = study, folder, given
+        self.study, self.folder, self.given, self.earlier = study, folder, given, earlier
         self.callbacks, self.stopped = (*callbacks, *study.evaluate.callbacks), ""
         self.status, self.workers = status or Status(), workers
         self.team: Team | None = None
@@ -87,7 +82,11 @@ class Simulation:
 
     def _open(self) -> None:
         """Build all that the study says, from what the folder holds; workers begin meanwhile."""
-        self._hire()
+        if self.team is not None:
+            self.team.close()
+        if self.workers is not None:
+            self.team = team_of(self.workers, self.study, self.folder)
+            self.team.start()
         try:
             self._build()
         except BaseException:
@@ -109,6 +108,8 @@ class Simulation:
         asked = names if study.evaluate.sites else ()
         exams = {name: exam_of(study, self.shares, name) for name in asked}
         self.claim = opened_run(self.folder, study, agreement.params, self.shares)
+        if study.continues and not begun(self.folder):
+            carry_over(study, self.earlier, self.folder)
         self.federation = Federation(
             agreement,
             stage.model,
@@ -128,14 +129,6 @@ class Simulation:
             hire=self.team.hired if self.team else None,
         )
         agreed_run(self.federation.server, study, self.shares)
-
-    def _hire(self) -> None:
-        """Start the workers, if there are to be any."""
-        if self.team is not None:
-            self.team.close()
-        if self.workers is not None:
-            self.team = team_of(self.workers, self.study, self.folder)
-            self.team.start()
 
     def run(self) -> Simulation:
         """Play every round that is left, committing each before the next."""
@@ -293,6 +286,7 @@ def run_study(
     folder: Path | str | None = None,
     *,
     resume: bool = False,
+    continue_from: Path | str = "",
     callbacks: Sequence[Callback] = (),
     runner: str = LOCAL,
     workers: int | None = None,
@@ -301,15 +295,19 @@ def run_study(
 ) -> Simulation:
     """Run a study, or the one in a file, in a folder; without one, in runs/ under its name.
 
-    The `runner` "pool" or "ray" has as many `workers` play its clients, each in a process of its
-    own: as many as there are cores, unless it is said. The bits are those of "local".
+    With `continue_from` each client begins with what it kept in that earlier run. The `runner`
+    "pool" or "ray" has as many `workers` play the clients, each in a process of its own: as many as
+    there are cores, unless it is said. The bits are those of "local".
     """
     hired = workers_of(runner, workers, gpus_per_worker, ray_address)
     made = study if isinstance(study, Study) else read_study(Path(study))
+    made = continuing(made, continue_from) if continue_from else made
     place = Path(folder or Path("runs") / made.name)
     require_free(place, made, resume=resume)
     status = Status(place)
-    return Simulation(made, place, callbacks=callbacks, status=status, workers=hired).run()
+    return Simulation(
+        made, place, earlier=continue_from, callbacks=callbacks, status=status, workers=hired
+    ).run()
 
 
 def simulate(

@@ -118,6 +118,9 @@ def test_processes_that_are_killed_leave_the_same_files(
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray's own: it leaves logs open
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", ["homes", "scaffold", "private"])
 def test_actors_of_ray_leave_the_same_files(name: str, here: Path, monkeypatch: Patch) -> None:
     from fedplan.runners.ray import Actors
