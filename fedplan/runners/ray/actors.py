@@ -66,7 +66,9 @@ class Actors:
         quiet: dict[str, Any] = {"log_to_driver": True, "include_dashboard": False}
         quiet = {"address": self._address} if self._address else quiet
         if not self._address:
+            # Nothing is told to Ray's makers; who has no GPU of its own sees those that there are.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
             quiet |= {"num_cpus": self.count, "configure_logging": False}
         try:
             ray.init(**quiet)
