@@ -3,7 +3,8 @@
 
 A row's file in lab/results/bench is written after each repetition. A row that is whole is left
 alone, one that is not goes on; `--again` measures anew. Engines of a row stand side by side, and
-play in turn, in another order each time. Start-up and each one's first round are told apart.
+play in turn, in another order each time. Start-up and each one's first round are told apart; with
+`--quick` all start at once, and their start-up is no figure to go by.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -21,7 +23,7 @@ from lab.bench.rows import ENGINES, ROWS, Row
 from lab.bench.workloads import laid_out
 
 OUT = Path(__file__).parents[1] / "results" / "bench"
-REPETITIONS, QUICK = 5, 3
+REPETITIONS, QUICK = 5, 2
 """How often each engine plays, and how often with --quick."""
 
 
@@ -40,23 +42,37 @@ def engines_of(row: Row, places: Places, asked: list[str] | None) -> list[str]:
     return found
 
 
-def begun(row: Row, names: list[str], rounds: int, places: Places) -> dict[str, Running]:
+def params_of(row: Row, places: Places) -> int:
+    """How many numbers a workload's model holds."""
+    return json.loads((laid_out(row.workload, places.work) / "said.json").read_text())["params"]
+
+
+def begun(
+    row: Row, names: list[str], rounds: int, places: Places, *, together: bool
+) -> dict[str, Running]:
     """The engines of a row, side by side; who does not begin is left out, and it is said why."""
-    folder, running = laid_out(row.workload, places.work), dict[str, Running]()
-    for name in names:
+    folder = laid_out(row.workload, places.work)
+
+    def begin(name: str) -> Running | None:
         try:
-            running[name] = Running(name, row, rounds, folder, places)
-            print(f"  {name}: stands after {running[name].startup:.1f} s", flush=True)
+            made = Running(name, rounds, folder, places)
         except EngineFault as error:
             print(f"  left out: {error}", flush=True)
-    return running
+            return None
+        print(f"  {name}: stands after {made.startup:.1f} s", flush=True)
+        return made
+
+    with ThreadPoolExecutor(len(names) if together else 1) as pool:
+        found = zip(names, pool.map(begin, names), strict=True)
+        return {name: engine for name, engine in found if engine is not None}
 
 
 def measure(name: str, row: Row, names: list[str], places: Places, asked: Any) -> None:
     """Play a row's repetitions, and write each down."""
     each = max(1, row.each // 2) if asked.quick else row.each
     command = f"python -m lab.bench {name}" + (" --quick" if asked.quick else "")
-    running = begun(row, names, 1 + each * asked.repetitions, places)
+    rounds = 1 + each * asked.repetitions
+    running = begun(row, names, rounds, places, together=asked.quick)
     trees = {"local": places.tree} | ({"before": places.before} if places.before else {})
     result: dict[str, Any] = {
         "row": name,
@@ -65,11 +81,12 @@ def measure(name: str, row: Row, names: list[str], places: Places, asked: Any) -
         "command": command,
         "facts": {word: facts_of(tree) for word, tree in trees.items()},
         "cohort": row.workload.cohort,
+        "params": params_of(row, places),
         "rounds": each,
         "startup": {name: round(engine.startup, 2) for name, engine in running.items()},
         "first": {},
         "seconds": {name: [] for name in running},
-        "moved": {},
+        "told": {},
     }
     try:
         for turn in range(asked.repetitions + 1):
@@ -83,7 +100,7 @@ def measure(name: str, row: Row, names: list[str], places: Places, asked: Any) -
                     result["first"][engine] = took
                 print(f"  {turn} {engine}: {took}", flush=True)
             (OUT / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        result["moved"] = {name: running[name].moved() for name in running}
+        result["told"] = {name: running[name].told() for name in running}
         (OUT / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     finally:
         for engine in running.values():
@@ -106,7 +123,11 @@ def main() -> None:
     ask.add_argument("--environments", type=Path, default=Path("/opt"))
     ask.add_argument("--work", type=Path, default=Path(gettempdir()) / "fedplan-bench")
     ask.add_argument("--repetitions", type=int, default=0)
-    ask.add_argument("--quick", action="store_true", help="fewer repetitions, of fewer rounds")
+    ask.add_argument(
+        "--quick",
+        action="store_true",
+        help="two repetitions of fewer rounds; engines start at once",
+    )
     ask.add_argument("--again", action="store_true", help="measure rows that are whole, too")
     asked = ask.parse_args()
     asked.repetitions = asked.repetitions or (QUICK if asked.quick else REPETITIONS)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.bench.rows import ENGINES, Row
+from lab.bench.rows import ENGINES
 
 HERE = Path(__file__).parent
 TICK = os.sysconf("SC_CLK_TCK")
@@ -41,7 +41,7 @@ class Places:
 class Running:
     """An engine's process, and the line to it."""
 
-    def __init__(self, name: str, row: Row, rounds: int, folder: Path, places: Places) -> None:
+    def __init__(self, name: str, rounds: int, folder: Path, places: Places) -> None:
         engine, self.name = ENGINES[name], name
         desk = places.work / "desks" / name.replace(" ", "")
         desk.mkdir(parents=True, exist_ok=True)
@@ -95,9 +95,9 @@ class Running:
         wall = time.perf_counter() - wall
         return {"wall": wall / rounds, "cpu": (spent(self.process.pid) - cpu) / rounds}
 
-    def moved(self) -> float:
-        """How far its model went, once its last round is over."""
-        return self._heard("moved")
+    def told(self) -> dict[str, float]:
+        """How far its model went, and what else it tells, once its last round is over."""
+        return self._heard("told")
 
     def end(self) -> None:
         """Give it time to end, and end what is left of it."""

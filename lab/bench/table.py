@@ -86,8 +86,18 @@ def _facts(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
         first = next(iter(row["facts"].values()))
         machine = f"{first['machine']}, {first['cores']} cores, load {first['load']} at its start"
         count = max(map(len, row["seconds"].values()), default=0)
-        yield f"- `{name}`: {first['day']}, {said}; {machine}; {count} repetitions of {row['rounds']} rounds"
+        yield (
+            f"- `{name}`: {first['day']}, {said}; {machine}; {count} repetitions of {row['rounds']} "
+            f"rounds; {_alike(row)}"
+        )
     yield ""
+
+
+def _alike(row: dict[str, Any]) -> str:
+    """Whether all engines did the same work: how far apart the ways are that their models went."""
+    ways = [told["moved"] for told in row["told"].values()]
+    apart = 100 * (max(ways) / min(ways) - 1) if ways else 0.0
+    return f"the models' ways differ by {apart:.2f} %" if ways else "not whole"
 
 
 def _turns(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -181,8 +191,11 @@ def draw(rows: dict[str, dict[str, Any]]) -> None:
             [r for r in rows.values() if r["base"] == "local"],
         ),
     }
-    figure, axes = plt.subplots(2, 1, figsize=(10, 8), layout="constrained")
-    for axis, (title, (clock, held)) in zip(axes, parts.items(), strict=True):
+    parts = {title: (clock, held) for title, (clock, held) in parts.items() if held}
+    figure, axes = plt.subplots(
+        len(parts), 1, figsize=(10, 4 * len(parts)), layout="constrained", squeeze=False
+    )
+    for axis, (title, (clock, held)) in zip(axes[:, 0], parts.items(), strict=True):
         for place, row in enumerate(held):
             engines = [name for name in ENGINES if name != row["base"] and row["seconds"].get(name)]
             for at, name in enumerate(engines):

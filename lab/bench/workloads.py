@@ -80,29 +80,32 @@ def laid_out(workload: Workload, place: Path) -> Path:
     if not (folder / "said.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         kind, settings = MODELS[workload.model]
-        _model(kind, settings, folder / "model")
+        params = _model(kind, settings, folder / "model")
         _rows(kind, workload, folder)
-        said = asdict(workload) | {"kind": kind, "cohort": workload.cohort}
+        said = asdict(workload) | {"kind": kind, "cohort": workload.cohort, "params": params}
         (folder / "said.json").write_text(json.dumps(said))
     return folder
 
 
-def _model(kind: str, settings: dict[str, Any], folder: Path) -> None:
+def _model(kind: str, settings: dict[str, Any], folder: Path) -> int:
+    """Write the model; how many numbers it holds."""
     import torch
     import transformers
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
-    if kind == "vit":
-        config = transformers.ViTConfig(**settings)
-        transformers.ViTForImageClassification(config).save_pretrained(folder)
-    elif kind == "bert":
-        config = transformers.BertConfig(**settings)
-        transformers.BertForSequenceClassification(config).save_pretrained(folder)
-        _tokenizer(folder)
+    folder.mkdir(exist_ok=True)
+    if kind == "linear":
+        made: Any = torch.nn.Linear(PIXELS, LABELS)
+        save_file(dict(made.state_dict()), folder / "model.safetensors")
+    elif kind == "vit":
+        made = transformers.ViTForImageClassification(transformers.ViTConfig(**settings))
+        made.save_pretrained(folder)
     else:
-        folder.mkdir(exist_ok=True)
-        save_file(dict(torch.nn.Linear(PIXELS, LABELS).state_dict()), folder / "model.safetensors")
+        made = transformers.BertForSequenceClassification(transformers.BertConfig(**settings))
+        made.save_pretrained(folder)
+        _tokenizer(folder)
+    return sum(p.numel() for p in made.parameters())
 
 
 def _tokenizer(folder: Path) -> None:

@@ -30,7 +30,7 @@ def main() -> None:
                 for key, value in live.items():
                     mean[key].add_(value, alpha=1 / cohort)
         world = mean
-        gate.closed(lambda now=mean: far(now, start))
+        gate.closed(lambda now=mean: {"moved": far(now, start)})
 
 
 if __name__ == "__main__":

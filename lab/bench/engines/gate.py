@@ -14,7 +14,7 @@ class Gate:
     """One end of a line to the bench, which measures from each `go` to each `done`.
 
     An engine calls `ready` once, and `closed` after each round; both wait for the bench. After the
-    last round it calls back what the model's values are, and the engine may end.
+    last round it says how far its model has `moved` from the start, and the engine may end.
     """
 
     def __init__(self, place: str, rounds: int) -> None:
@@ -28,8 +28,8 @@ class Gate:
         self._say({"ready": True})
         self._wait()
 
-    def closed(self, moved: Callable[[], float]) -> None:
-        """A round is over; `moved` tells how far the model is from where it started."""
+    def closed(self, told: Callable[[], dict[str, float]]) -> None:
+        """A round is over; what `told` says is asked for after the last one."""
         self.left -= 1
         self.asked -= 1
         if not self.asked:
@@ -37,7 +37,7 @@ class Gate:
             if self.left:
                 self._wait()
             else:
-                self._say({"moved": moved()})
+                self._say({"told": told()})
 
     def _say(self, word: dict[str, Any]) -> None:
         self.file.write(json.dumps(word) + "\n")

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
-import torch
 from gate import Gate
 from torch import Tensor, nn
 from work import RATE, Work, asked, far
@@ -64,8 +63,8 @@ def study_of(work: Work) -> dict[str, Any]:
     }
 
 
-def run(work: Work, callback: Any, folder: Path) -> Any:
-    """The simulation before its first round."""
+def opened(work: Work, callback: Any, folder: Path) -> Any:
+    """The simulation of one process, before its first round."""
     from fedplan.runners.simulation import Simulation
     from fedplan.studies.schema import study_of as read
 
@@ -76,31 +75,41 @@ def run(work: Work, callback: Any, folder: Path) -> Any:
             fp.methods.fedavg(), work.model(), clients, loss, train=train_of(work), share=share,
             callbacks=[callback], folder=folder, run=False,
         )  # fmt: skip
-    return Simulation(read(study_of(work)), folder, callbacks=[callback], **crew_of(work))
+    return Simulation(read(study_of(work)), folder, callbacks=[callback])
 
 
-def crew_of(work: Work) -> Mapping[str, Any]:
-    """What says by how many processes, and whose; nothing where one process does it."""
-    return {"runner": work.engine, "workers": work.workers} if work.workers > 1 else {}
+def hired(work: Work, callback: Any, folder: Path) -> None:
+    """Play it by several processes: they start within the first round."""
+    from fedplan.studies.schema import study_of as read
+
+    crew: dict[str, Any] = {"runner": work.engine, "workers": work.workers}
+    fp.run_study(read(study_of(work)), folder, callbacks=[callback], **crew)
 
 
 def main() -> None:
     work = asked()
-    folder = Path(mkdtemp(prefix="fedplan-bench-"))
+    folder = Path(mkdtemp(prefix="fedplan-bench-")) / "run"
     print(f"fedplan of {Path(fp.__file__).parent}, run in {folder}", file=sys.stderr)
-    gate, made = Gate(work.line, work.rounds), list[Any]()
+    gate = Gate(work.line, work.rounds)
 
-    def moved() -> float:
-        now = dict(made[0].federation.world_values())
-        return far(now, {k: start[k] for k in now})
+    def told() -> dict[str, float]:
+        now, turns = fp.open_run(folder).world.values, work.rounds * work.said["cohort"]
+        start = {k: v.detach() for k, v in work.model().named_parameters() if k in now}
+        ledger = sum(file.stat().st_size for file in folder.glob("ledger*"))
+        return {"moved": far(now, start), "ledger": ledger / turns}
 
-    simulation = run(work, lambda closed: gate.closed(moved), folder)
-    start = {k: v.clone() for k, v in simulation.federation.world_values().items()}
-    made.append(simulation)
-    gate.ready()
-    simulation.run()
+    def callback(closed: Any) -> None:
+        gate.closed(told)
+
+    if work.workers > 1:
+        gate.ready()
+        hired(work, callback, folder)
+    else:
+        simulation = opened(work, callback, folder)
+        gate.ready()
+        simulation.run()
+    rmtree(folder.parent)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()

@@ -22,7 +22,7 @@ def main() -> None:
 
     def note(number: int, arrays: ArrayRecord) -> MetricRecord | None:
         if number:
-            gate.closed(lambda: far(arrays.to_torch_state_dict(), start))
+            gate.closed(lambda: {"moved": far(arrays.to_torch_state_dict(), start)})
         else:
             gate.ready()
         return None

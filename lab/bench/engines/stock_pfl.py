@@ -54,7 +54,8 @@ class Between(TrainingProcessCallback):
         self, aggregate_metrics: Metrics, model: Any, *, central_iteration: int
     ) -> tuple[bool, Metrics]:
         if self.gate:
-            self.gate.closed(lambda: far(dict(model.pytorch_model.named_parameters()), self.start))
+            now = dict(model.pytorch_model.named_parameters())
+            self.gate.closed(lambda: {"moved": far(now, self.start)})
         together()
         return False, Metrics()
 
