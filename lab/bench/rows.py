@@ -62,7 +62,7 @@ ROWS = {
     "flute-lr-mnist": Row(
         Workload("LR 7,850", 1000, 6, 10, asked=10),
         ("bare", "before", "local", "pfl", "flower"),
-        10,
+        20,
         "bare",
     ),
 }

@@ -93,6 +93,7 @@ def _model(kind: str, settings: dict[str, Any], folder: Path) -> int:
     import transformers
     from safetensors.torch import save_file
 
+    transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
     if kind == "linear":
@@ -129,8 +130,9 @@ def _tokenizer(folder: Path) -> None:
 def _rows(kind: str, workload: Workload, folder: Path) -> None:
     """Random rows: what is timed does not depend on what they show."""
     import numpy as np
-    from datasets import Dataset
+    from datasets import Dataset, disable_progress_bars
 
+    disable_progress_bars()
     draw, count = np.random.default_rng(0), workload.clients * workload.rows
     labels = draw.integers(LABELS, size=count)
     names = [f"c{i // workload.rows:05}" for i in range(count)]
