@@ -2,7 +2,7 @@
 """Run the bench: `python -m lab.bench`, all of it or the rows that are named.
 
 A row's file in lab/results/bench is written after each repetition. A row that is whole is left
-alone, one that is not goes on; `--again` measures anew. Engines of a row stand side by side, and
+alone, so that a bench that was stopped goes on with the next; `--again` measures it anew. Engines of a row stand side by side, and
 play in turn, in another order each time. Start-up and each one's first round are told apart; with
 `--quick` all start at once, and their start-up is no figure to go by.
 """
