@@ -197,7 +197,7 @@ def draw(rows: dict[str, dict[str, Any]]) -> None:
     )
     for axis, (title, (clock, held)) in zip(axes[:, 0], parts.items(), strict=True):
         for place, row in enumerate(held):
-            engines = [name for name in ENGINES if name != row["base"] and row["seconds"].get(name)]
+            engines = [name for name in ENGINES if name != row["base"] and ratios(row, name, clock)]
             for at, name in enumerate(engines):
                 found = ratios(row, name, clock)
                 middle, x = statistics.median(found), place + 0.8 * (at + 0.5) / len(engines) - 0.4
@@ -218,7 +218,7 @@ def draw(rows: dict[str, dict[str, Any]]) -> None:
 def write() -> None:
     """Write the table, draw the figure, and print the table."""
     OUT.write_text(table())
-    if rows := {name: row for name, row in kept().items() if any(row["seconds"].values())}:
+    if rows := {name: row for name, row in kept().items() if row["seconds"].get(row["base"])}:
         draw(rows)
     print(table())
 

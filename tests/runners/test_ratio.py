@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fedplan as fp
 
-CLIENTS, STEPS, BATCH, ROUNDS, RATE = 6, 4, 16, 5, 0.01
+CLIENTS, STEPS, BATCH, ROUNDS, RATE = 5, 4, 32, 5, 0.01
 LIMIT = 1.6
 
 
