@@ -53,7 +53,7 @@ LENT = {
         After Assign Best By Condition Crowd MANY Part Phase Roles Step Trait When
         adapter bias blocks body candidates certain common conditions fusion head key
         kinds_of lora_a lora_b mlp norm own phases_in phrase prompt query require_told
-        rounds_ahead spelled_out stated text_of touched value
+        rounds_ahead spelled_out stated text_of told_apart touched value
     """,
     "data": """
         Collate KINDS METRIC_NAMES Measure NO_LABEL OWN Own Seeded TASK_NAMES contents
@@ -76,15 +76,15 @@ LENT = {
     "federation": """
         AGREEMENT ANSWERS APPROVAL Account BEST Callback Closed DELTA Disclosure
         EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity KEY KINDS
-        Kept LEDGER LIVE LOWER Limits METRICS Metrics Patience PlainSum ROLES RULES RUN
+        Kept LIVE LOWER Limits METRICS Metrics Patience PlainSum ROLES RULES RUN
         Record RecordError RunState RunStatus SMALL STUDY Scores Scoring SiteState
         SiteStatus Status TRACKER_NAMES WORLD Warrant agreements_in announced
-        ask_to_stop by_part by_senders caps_of changed_rows code_of cut drifts_of ended
-        evaluate guard_of is_id joined journal_in keyed last_of last_told mark_of meant
-        metrics_of other_versions own_values own_versions parsed parted personal_values
+        ask_to_stop by_part by_senders caps_of changed_rows closed_faults code_of cut drifts_of ended
+        evaluate guard_of is_id joined journal_in keyed last_of last_told ledger_lines mark_of meant
+        metrics_of newest_segment opening_faults other_versions own_values own_versions parsed parted personal_values
         place_of private_folder question read_agreement read_answers read_egress
         read_faults read_identity read_record read_status request_header request_message
-        require_sound run_of said_of scored scores_of state_said stopping together told
+        require_sound run_of said_of segment_number scored scores_of state_said stopping together told
         understood update_of warnings_of world_values
     """,
     "studies": """
