@@ -37,6 +37,7 @@ from fedplan.storage.generations import (
     Manifest,
     Skipped,
     Unfit,
+    digest_of,
     read_manifest,
     require_same,
 )
@@ -294,7 +295,7 @@ class Store:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
             reach("store.tensors_synced")
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = digest_of(file, {} if self._seal else tensors)
             size = os.fstat(file.fileno()).st_size
         manifest = replace(manifest, sha256=digest, size=size)
         temporary.rename(self._folder / manifest.file)
