@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fedplan.errors import FedplanError
-from fedplan.tensors.stretches import Stretch, Flat, stretches_of, extents, flattened, magnitudes
 from fedplan.tensors.named import all_finite
+from fedplan.tensors.stretches import Flat, Stretch, extents, flattened, magnitudes, stretches_of
 
 GRID = 2.0**-47
 """The step that every value is rounded to, once; float32 values from 2**-24 up are multiples."""

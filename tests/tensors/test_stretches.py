@@ -13,7 +13,7 @@ from often import often
 from torch import Tensor
 
 from fedplan.tensors import stretches
-from fedplan.tensors.stretches import stretches_of, distances, extents, flattened, magnitudes
+from fedplan.tensors.stretches import distances, extents, flattened, magnitudes, stretches_of
 from fedplan.tensors.sums import ExactSum
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
