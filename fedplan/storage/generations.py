@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, cast
 
-from torch import Tensor, uint8
+from torch import Tensor, strided, uint8
 
 from fedplan.errors import StoreError
 from fedplan.storage.encryption import Encryption
+from fedplan.tensors.serialization import DTYPES
 
 FORMAT = 1
 SEALED = "sealed 1 with key"
@@ -87,6 +88,22 @@ class Manifest:
         body = json.dumps(said, allow_nan=False).encode()
         digest = hashlib.sha256(body).hexdigest()
         return f'{{"sha256": "{digest}", "manifest": '.encode() + body + b"}\n"
+
+
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as safetensors takes them: dense, none in the memory of another."""
+    found: dict[str, Tensor] = {}
+    taken = set[int]()
+    for name, tensor in tensors.items():
+        if name == "__metadata__" or not name.isprintable():
+            raise StoreError(f"a tensor cannot be named {name!r}: use another, printable name")
+        if tensor.dtype not in DTYPES or tensor.layout != strided:
+            raise StoreError(f"{name!r} is {tensor.dtype}, {tensor.layout}: make it dense float32")
+        dense = tensor.detach().cpu().contiguous()
+        memory = dense.untyped_storage().data_ptr()
+        found[name] = dense.clone() if memory in taken else dense
+        taken.add(memory)
+    return found
 
 
 def digest_of(file: BinaryIO, tensors: dict[str, Tensor]) -> str:
