@@ -31,10 +31,11 @@ APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
 LENT = {
     "tensors": """
-        AUTO DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE PIECES at_rest
-        autocast beside brought checksum deterministic device_named device_of
-        device_text device_word forked integers is_rider nbytes numbers param_of plain
-        rider riders_of scaler settled split_riders widest
+        AUTO DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE PIECES all_finite
+        at_rest autocast beside brought checksum deterministic device_named device_of
+        device_text device_word distances forked integers is_rider looked_at nbytes
+        numbers param_of plain rider riders_of same_bits scaler settled split_riders
+        widest
     """,
     "storage": """
         BrokenChain ChainFile Claim Entry Generation Head Process Read a_study_name

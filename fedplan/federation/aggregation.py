@@ -32,7 +32,7 @@ from fedplan.privacy.guard import ServerGuard
 from fedplan.privacy.mechanisms.clipping import capped
 from fedplan.privacy.mechanisms.gaussian import Mechanism
 from fedplan.tensors.named import Tensors
-from fedplan.tensors.sums import LARGEST_SUM, ExactSum
+from fedplan.tensors.sums import LARGEST_SUM, ExactSum, looked_at
 
 Polled = Mapping[str, Mapping[Block, float]]
 """What each client would choose."""
@@ -130,11 +130,21 @@ class Plain:
         return kind(self.agreement, world.values, roster)
 
 
+@dataclass(frozen=True)
+class Looked:
+    """What was seen of some values: the peak of each, and how far each lies from the base."""
+
+    values: Tensors
+    peaks: dict[str, int]
+    squares: dict[str, float]
+
+
 @dataclass
 class PlainSum:
     """A round's exact sums of values, weighted, and of riders, each client's alike.
 
-    A cap that is a number needs nothing but the update at hand: `capped` are those above it.
+    A cap that is a number needs nothing but the update at hand: `capped` are those above it. What
+    was looked at last is known when it is added: an update is read twice, not four times.
     """
 
     agreement: Agreement
@@ -146,6 +156,7 @@ class PlainSum:
     weight: int = 0
     capped: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     products: ProductSum = field(init=False)
+    looked: Looked | None = None
 
     def __post_init__(self) -> None:
         agreed = self.agreement
@@ -153,7 +164,8 @@ class PlainSum:
 
     def require(self, values: Tensors, riders: Tensors, weight: int) -> None:
         """Refuse what cannot be summed, or would make a rider of the world that is no number."""
-        self.values.require(values, weight)
+        self.looked = Looked(values, *looked_at(values, self.base))
+        self.values.require(values, weight, self.looked.peaks)
         self.products.require(values)
         self.riders.require(riders, 1)
         for key, change in riders.items():
@@ -165,9 +177,12 @@ class PlainSum:
         said, weight = weight, min(weight, self.agreement.defence.weight_cap or weight)
         products = self.products.of(values)
         self.products.total.require(products, weight)
-        self.values.add(values, weight)
+        known, self.looked = self.looked, None
+        if known is None or known.values is not values:
+            known = Looked(values, *looked_at(values, self.base))
+        self.values.add(values, weight, known.peaks)
         self.products.total.add(products, weight)
-        self.drift.add(values, self.base, weight)
+        self.drift.count(known.squares, weight)
         if riders:
             self.riders.add(riders, 1)
         self.weight += weight

@@ -163,8 +163,10 @@ def start_values(
     values = {p.key: client.start[p.key] for p in agreement.trainable}
     values |= {key: client.seen[key] for key in values if key in client.seen} | own
     put(client.model, values, agreement.trainable)
-    # A probe must not find the mode in which some other turn has left the model.
-    client.model.eval()
+    # A probe must not find the mode in which some other turn has left the model. To set it costs
+    # more than to look.
+    if any(module.training for module in client.model.modules()):
+        client.model.eval()
     return values
 
 

@@ -38,7 +38,7 @@ from fedplan.models.params import Param
 from fedplan.models.quantised import value_in
 from fedplan.models.values import take
 from fedplan.tensors.devices import HOST, deterministic, device_of, integers
-from fedplan.tensors.named import Tensors, checksum, digest, nbytes
+from fedplan.tensors.named import Tensors, checksum, nbytes, same_bits
 from fedplan.tensors.riders import beside, split_riders
 from fedplan.training.fit import Done, Job
 
@@ -128,7 +128,7 @@ def _coded(
     sent = agreement.method.wire.decode(coded, base)
     # A digest of more than was sent would tell what the wire, or the weight, left out.
     other = {k: v for k, v in sent.items() if v.data_ptr() != after[k].data_ptr()}
-    marks.update({k: digest(v) for k, v in other.items()})
+    marks.update({k: client.digests.of(v) for k, v in other.items()})
     return coded, weight
 
 
@@ -209,8 +209,8 @@ def _require_still(
                 if roles[p].own and key in own_marks
                 else client.digests.of(before[key])
             )
-        now[key] = digest(after[key]) if roles[p].trained else was[key]
-        if not roles[p].trained and not torch.equal(before[key], after[key]):
+        now[key] = client.digests.of(after[key]) if roles[p].trained else was[key]
+        if not roles[p].trained and not same_bits(before[key], after[key]):
             raise FedplanError(f"{key} is {roles[p].name} and moved: the fit broke the plan").coded(
                 "training"
             )

@@ -25,7 +25,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save, save_file  # pyright: ignore[reportUnknownVariableType]
-from torch import Tensor, strided
+from torch import Tensor
 
 from fedplan.errors import StoreError
 from fedplan.storage.encryption import Encryption
@@ -37,11 +37,12 @@ from fedplan.storage.generations import (
     Manifest,
     Skipped,
     Unfit,
+    apart,
+    digest_of,
     read_manifest,
     require_same,
 )
 from fedplan.storage.locks import alone, claimed, synced
-from fedplan.tensors.serialization import DTYPES
 
 Tensors = Mapping[str, Tensor]
 
@@ -117,7 +118,7 @@ class Store:
             self._require_next(number)
             try:
                 begun = Manifest(number, dict(meta), "", 0, self._one_origin())
-                self._commit(begun, _apart(tensors))
+                self._commit(begun, apart(tensors))
             finally:
                 with suppress(OSError):
                     self._remove(_TEMPORARY)
@@ -301,7 +302,7 @@ class Store:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
             reach("store.tensors_synced")
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = digest_of(file, {} if self._seal else tensors)
             size = os.fstat(file.fileno()).st_size
         manifest = replace(manifest, sha256=digest, size=size)
         temporary.rename(self._folder / manifest.file)
@@ -386,19 +387,3 @@ def _not_lost(file: Path) -> Generator[None]:
 def _about(manifest: Manifest) -> str:
     """The words that tensors are sealed under."""
     return f"tensors {manifest.number}"
-
-
-def _apart(tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors as safetensors takes them: dense, none in the memory of another."""
-    apart: dict[str, Tensor] = {}
-    taken = set[int]()
-    for name, tensor in tensors.items():
-        if name == "__metadata__" or not name.isprintable():
-            raise StoreError(f"a tensor cannot be named {name!r}: use another, printable name")
-        if tensor.dtype not in DTYPES or tensor.layout != strided:
-            raise StoreError(f"{name!r} is {tensor.dtype}, {tensor.layout}: make it dense float32")
-        dense = tensor.detach().cpu().contiguous()
-        memory = dense.untyped_storage().data_ptr()
-        apart[name] = dense.clone() if memory in taken else dense
-        taken.add(memory)
-    return apart
