@@ -213,8 +213,8 @@ class HeldSum:
                     raise Rejected(f"{key!r} is too large to be added to what others may send")
 
     def add(self, client: str, values: Tensors, riders: Tensors, weight: int) -> None:
-        """Hold one client's update."""
-        self.values[client], self.riders[client] = values, riders
+        """Hold one client's update: a copy, for the values may be lent."""
+        self.values[client], self.riders[client] = _copied(values), _copied(riders)
         self.weights[client] = weight
 
     def close(self) -> Outcome:
@@ -347,6 +347,10 @@ def summed(polled: Polled) -> dict[Block, float]:
     sound = [s for s in polled.values() if all(abs(x) <= LARGEST_SCORE for x in s.values())]
     blocks = dict.fromkeys(block for scores in sound for block in scores)
     return {block: fsum(s[block] for s in sound if block in s) for block in blocks}
+
+
+def _copied(values: Tensors) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in values.items()}
 
 
 def _about(number: int) -> str:

@@ -16,6 +16,7 @@ from fedplan.errors import FedplanError
 from fedplan.federation.account import Answer
 from fedplan.federation.aggregation import contributed
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.base import Base
 from fedplan.federation.client import (
     Client,
     admit,
@@ -35,21 +36,23 @@ from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.buffers import buffers_of, require_rest
 from fedplan.models.params import Param
-from fedplan.models.quantised import value_in
 from fedplan.models.values import take
-from fedplan.tensors.devices import HOST, deterministic, device_of, integers
-from fedplan.tensors.named import Tensors, checksum, digest, nbytes
+from fedplan.tensors.devices import deterministic
+from fedplan.tensors.named import Tensors, digest, nbytes
 from fedplan.tensors.riders import beside, split_riders
 from fedplan.training.fit import Done, Job
 
 
-def local(agreement: Agreement, client: Client, request: Request) -> Update:
-    """A client's turn: it obeys its own copy of the plan, and answers the same request the same."""
+def local(agreement: Agreement, client: Client, request: Request, *, lent: bool = False) -> Update:
+    """A client's turn: it obeys its own copy of the plan, and answers the same request the same.
+
+    What is `lent` may be the model's own values: be done with the update before its next turn.
+    """
     with deterministic(client.deterministic):
-        return _local(agreement, client, request)
+        return _local(agreement, client, request, lent=lent)
 
 
-def _local(agreement: Agreement, client: Client, request: Request) -> Update:
+def _local(agreement: Agreement, client: Client, request: Request, *, lent: bool) -> Update:
     answered = client.journal.answered(request.name)
     home, notes = client.journal.home("" if answered else request.name)
     receive(agreement, client, request, notes)
@@ -57,14 +60,20 @@ def _local(agreement: Agreement, client: Client, request: Request) -> Update:
         values, line = answered
         admit(agreement, client, request, Answer("update", request.name, "", nbytes(values)))
     else:
-        values, line = _train(agreement, client, request, home, notes)
+        values, line = _train(agreement, client, request, home, notes, lent=lent)
     coded, riders = split_riders(values, agreement.method.riders)
     agreed, weight = agreement.fingerprint, line["weight"]
     return Update(client.name, request.name, agreed, coded, weight, line, riders)
 
 
 def _train(
-    agreement: Agreement, client: Client, request: Request, home: Tensors, notes: Mapping[str, Any]
+    agreement: Agreement,
+    client: Client,
+    request: Request,
+    home: Tensors,
+    notes: Mapping[str, Any],
+    *,
+    lent: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Check, choose, pay, train, check what rested, code what is shared, commit."""
     _require_forward(client, request.turn.round, notes)
@@ -78,7 +87,7 @@ def _train(
     _require_paid(agreement, client, request, roles, content)
     done = _fit(agreement, client, turn, roles, before, home, content)
     require_rest(client.model, still)
-    after = take(client.model, agreement.trainable)
+    after = take(client.model, agreement.trainable, lent=lent)
     was, now = _require_still(agreement, client, roles, before, after, notes.get("marks", {}))
     coded, weight = _coded(agreement, client, turn, roles, before, after, now)
     reply = {**coded, **done.riders}
@@ -203,7 +212,7 @@ def _require_still(
     was, now = dict(client.marks), dict(client.marks)
     for p in agreement.trainable:
         key = p.key
-        if before[key] is not client.start[key]:
+        if before[key] is not client.start.get(key):
             was[key] = (
                 own_marks[key]
                 if roles[p].own and key in own_marks
@@ -220,19 +229,15 @@ def _require_still(
 
 
 def _moved(client: Client, resting: Sequence[Param]) -> Iterator[Param]:
-    """Params that are not what the model started with.
+    """Params that are not what the model started with, told by checksums.
 
-    On a device they are told by checksums: to fetch all that rests, in every turn, would be to
-    move a whole frozen model for the sake of an adapter.
+    To hold or to fetch all that rests, in every turn, would be to have a whole frozen model twice
+    for the sake of an adapter.
     """
-    tensors = dict(client.model.named_parameters())
-    # One after the other: of a packed weight the value is a copy.
-    live = ((p, value_in(client.model, p, tensors[p.name])) for p in resting)
-    if device_of(client.model) == HOST:
-        return (p for p, value in live if not torch.equal(value, client.start[p.key]))
-    sums = integers(checksum(value) for _, value in live)
-    found = dict(zip(resting, sums, strict=True))
-    return (p for p in resting if found[p] != client.digests.checksum(client.start[p.key]))
+    if client.base is not None:
+        return client.base.moved(client.model, resting)
+    sums = {p.key: client.digests.checksum(client.start[p.key]) for p in resting}
+    return Base(sums=sums).moved(client.model, resting)
 
 
 def _line(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.base import Base, base_of
 from fedplan.federation.callbacks import Closed
 from fedplan.federation.client import Client, guard_of
 from fedplan.federation.codes import meant
@@ -42,7 +44,8 @@ class Federation:
     `names` are all who may take part; those without rows never answer. `exams` are what clients'
     models are tested on. `faults` says who drops out
     and who is late. The model is moved to the `device`, if one is said; all values stay in host
-    memory. `status` is told of each client's turn.
+    memory. `status` is told of each client's turn. `start` and `base` are what the model starts
+    with, where somebody has them already.
     """
 
     def __init__(
@@ -64,9 +67,12 @@ class Federation:
         deterministic: bool = Client.deterministic,
         exams: Mapping[str, Exam | None] | None = None,
         status: Status | None = None,
+        start: Mapping[str, Tensor] | None = None,
+        base: Base | None = None,
     ) -> None:
         self.status = status or Status()
-        start = take(model, agreement.params)
+        start = take(model, agreement.trainable) if start is None else start
+        base = base or base_of(model, agreement.params, start)
         self.model = settled(model.eval(), device) if device else model.eval()
         self.faults = faults or Faults()
         roster = {name: dict((traits or {}).get(name, {})) for name in names or rows}
@@ -77,15 +83,17 @@ class Federation:
             rounds=rounds,
             roster=roster,
             participation=participation,
+            marks=base.marks,
             rows=marks,
         )
+        del start
         self.clients = {
             name: Client(
                 name=name,
                 rows=held,
                 journal=Journal(home_of(folder, name), replies=replies),
                 model=model,
-                start=start,
+                start=self.server.start,
                 marks=self.server.marks,
                 loss=loss,
                 digests=self.server.digests,
@@ -93,6 +101,7 @@ class Federation:
                 deterministic=deterministic,
                 exam=(exams or {}).get(name),
                 guard=guard_of(self.agreement, folder / "privacy" / home_of(folder, name).name),
+                base=base,
             )
             for name, held in rows.items()
         }
@@ -121,9 +130,10 @@ class Federation:
         for name in [name for name in tally.cohort if name in self.clients]:
             self.status.beat()
             self.status.site(name, SiteState.ASKED)
-            update = self._asked(local, tally, name)
+            update = self._asked(partial(local, lent=True), tally, name)
             reach("round.answered")
             self.server.take(tally, update, late=name in late)
+            del update
             self.status.site(name, SiteState.ANSWERED)
         self.server.end(tally)
         return tally

@@ -102,6 +102,8 @@ class Simulation:
             deterministic=study.deterministic,
             exams={name: exam_of(study, self.shares, name) for name in names},
             status=self.status,
+            start=stage.start,
+            base=stage.base,
         )
         agreed_run(self.federation.server, study, self.shares)
 
@@ -162,7 +164,8 @@ class Simulation:
         return (*self.callbacks, *own)
 
     def _played(self) -> Closed:
-        before = self.federation.world_values()
+        # Else the last world would be held for a whole round.
+        before = self.federation.world_values() if self.study.evaluate.attention else {}
         tally = self.federation.round()
         due = self.scoring.due(self.federation.world.round, self.study.train.rounds)
         closed = self.federation.commit(tally, self.scores() if due else {}, self.signs(before))

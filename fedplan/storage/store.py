@@ -23,8 +23,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load, save, save_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import save, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, strided
 
 from fedplan.errors import StoreError
@@ -41,6 +40,7 @@ from fedplan.storage.generations import (
     require_same,
 )
 from fedplan.storage.locks import alone, claimed, synced
+from fedplan.storage.tensor_file import ALL, NONE, Names, read_tensors, tensors_in
 from fedplan.tensors.serialization import DTYPES
 
 Tensors = Mapping[str, Tensor]
@@ -148,9 +148,12 @@ class Store:
         """The newest generation whose files are there, cheaply: its tensors are not read."""
         return self._found(lambda _: True, self._unread)
 
-    def find(self, wanted: Wanted) -> Generation | None:
-        """The newest good generation with such a meta; tensors of others are not read."""
-        return self._found(wanted, self._tensors)
+    def find(self, wanted: Wanted, names: Names = ALL) -> Generation | None:
+        """The newest good generation with such a meta; tensors of others are not read.
+
+        It holds the tensors of these `names`: the others are checked and let go.
+        """
+        return self._found(wanted, lambda manifest: self._tensors(manifest, names))
 
     def _found(self, wanted: Wanted, load: Loader) -> Generation | None:
         with explained(f"{self._folder} cannot be read", "make it readable to this user"):
@@ -172,7 +175,7 @@ class Store:
             numbers, faults = self.numbers(), list[str]()
             for number in numbers:
                 try:
-                    self._tensors(self._manifest(number))
+                    self._tensors(self._manifest(number), NONE)
                 except Unfit as error:
                     faults.append(f"generation {number}: {error}")
         newest = max(numbers, default=0)
@@ -250,18 +253,18 @@ class Store:
             _require_size(manifest, _size(file, manifest.size))
         return {}
 
-    def _tensors(self, manifest: Manifest) -> dict[str, Tensor]:
-        seal, content = self._seal, _content(self._folder / manifest.file, manifest.size)
-        _require_size(manifest, len(content))
-        if hashlib.sha256(content).hexdigest() != manifest.sha256:
-            raise Unfit(f"{manifest.file} is damaged: its digest differs")
-        try:
-            # The bytes whose digest was taken, and not the file again, which may have changed.
-            return load(content if seal is None else seal.open(content, _about(manifest)))
-        except StoreError as error:
-            raise Unfit(f"{manifest.file} does not open: {error}") from error
-        except (SafetensorError, ValueError, KeyError, RuntimeError, AssertionError) as error:
-            raise Unfit(f"{manifest.file} is no safetensors file: {error}") from error
+    def _tensors(self, manifest: Manifest, names: Names = ALL) -> dict[str, Tensor]:
+        file = self._folder / manifest.file
+        if self._seal is not None:
+            return _opened(self._seal, manifest, file, names)
+        with _not_lost(file):
+            _require_size(manifest, _size(file, manifest.size))
+            # The bytes whose digest is taken, and not the file again, which may have changed.
+            tensors, digest, fault = read_tensors(file, names)
+        _require_digest(manifest, digest)
+        if fault:
+            raise Unfit(f"{manifest.file} is no safetensors file: {fault}")
+        return tensors
 
     def _require_next(self, number: int) -> None:
         if type(number) is not int or not 0 <= number < 10**18:
@@ -359,6 +362,24 @@ def _size(file: Path, most: int) -> int:
     if found.st_size > most:
         raise Unfit(f"{file.name} has {found.st_size} bytes, more than {most}")
     return found.st_size
+
+
+def _opened(seal: Encryption, manifest: Manifest, file: Path, names: Names) -> dict[str, Tensor]:
+    """The tensors of a sealed file."""
+    content = _content(file, manifest.size)
+    _require_size(manifest, len(content))
+    _require_digest(manifest, hashlib.sha256(content).hexdigest())
+    try:
+        return tensors_in(seal.open(content, _about(manifest)), names)
+    except StoreError as error:
+        raise Unfit(f"{manifest.file} does not open: {error}") from error
+    except ValueError as error:
+        raise Unfit(f"{manifest.file} is no safetensors file: {error}") from error
+
+
+def _require_digest(manifest: Manifest, digest: str) -> None:
+    if digest != manifest.sha256:
+        raise Unfit(f"{manifest.file} is damaged: its digest differs")
 
 
 def _require_size(manifest: Manifest, size: int) -> None:
