@@ -175,6 +175,7 @@ class PlainSum:
     def close(self) -> Outcome:
         """The mean of each param; of riders, the sum of the changes over the whole roster."""
         means, weights, agreed = self.values.mean(), self.values.weights(), self.agreement
+        self.values = ExactSum()  # a round is closed once: what it took is free for its world
         drift = self.drift.by_kind(agreed.params, self.base, means, weights)
         made, errors = self.products.close(means, weights)
         means |= made
