@@ -49,7 +49,9 @@ CASES = {
     "small-lora": Case("gpt2", SMALL, "bfloat16", "fedit", {"rank": 4, "with_head": False}),
     "gpt2-float32": Case("gpt2", {}, "float32", "fedavg", {}),
     "gpt2-bf16": Case("gpt2", {}, "bfloat16", "fedavg", {}),
-    "llama-lora": Case("llama", LLAMA, "bfloat16", "fedit", {"rank": 8, "with_head": False}, sites=1),
+    "llama-lora": Case(
+        "llama", LLAMA, "bfloat16", "fedit", {"rank": 8, "with_head": False}, sites=1
+    ),
     "llama-safl": Case("llama", LLAMA, "bfloat16", "safl", {"k": 8}, sites=1),
 }
 
