@@ -56,9 +56,10 @@ LENT = {
         rounds_ahead spelled_out stated text_of touched value
     """,
     "data": """
-        Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_NAMES contents division
-        is_among label_text labels_in model_loss named_columns names_in refitted
-        require_packing require_sight rows some spread task_class to_train values where
+        Collate KINDS METRIC_NAMES Measure NO_LABEL OWN Own Seeded TASK_NAMES contents
+        division is_among label_text labels_in model_loss named_columns names_in
+        refitted require_packing require_sight rows some spread task_class to_train
+        values where
     """,
     "training": """
         CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES WRAP_NAMES adjust
@@ -87,15 +88,15 @@ LENT = {
         understood update_of warnings_of world_values
     """,
     "studies": """
-        Count DeviceName Given Section WentOn agreed_run as_fault exam_of flat found_in
-        guarantee_of laid_over looked_at method_of note_task odd opened_run outline_of
-        participation_of placed read_toml require_fitting require_free scoring_of
-        shares_of study_in study_of write_run
+        Count DeviceName Given Section WentOn agreed_run as_fault begun carry_over
+        continuing exam_of flat found_in guarantee_of looked_at method_of note_task odd
+        open_study opened_run outline_of participation_of read_toml require_fitting
+        require_free scoring_of shares_of study_in study_of write_run
     """,
     "runners": """
-        ServerSection Site Worker drive is_known link_in make_keys make_site_keys
-        new_federation new_site noded private public_key read_site run_link run_study
-        serve simulate table_of
+        ServerSection Site Worker drive folder_of is_known link_in make_keys
+        make_site_keys new_federation new_site noded private public_key read_site
+        run_link run_study serve simulate table_of
     """,
     "reports": """
         Figure Forecast Segment asked follow_flower foretold in_order log_line megabytes

@@ -62,7 +62,7 @@ class Journal:
     def last(self, before: str = "") -> str:
         """The last request that was answered: now, or before another one. Nothing at first."""
         found = self._store.find(lambda meta: meta.get("request") != before, NONE)
-        return str(found.meta.get("request")) if found else ""
+        return str(found.meta["request"] or "") if found else ""
 
     def answered(self, request: str) -> Read | None:
         """The reply that was committed for this very request, if it was one of the last two."""
@@ -83,6 +83,13 @@ class Journal:
                 "the folder back, or remove it to begin anew"
             )
         return {}, {}
+
+    def begin(self, home: Tensors) -> None:
+        """Keep this before the first request, unless there is something already."""
+        if self._store.numbers():
+            return
+        tensors = {f"home/{name}": tensor for name, tensor in home.items()}
+        self._store.write(tensors, {"request": None, "notes": {}, "reply": {}}, number=FIRST - 1)
 
     def commit(
         self, request: str, home: Tensors, notes: Meta, reply: Tensors, reply_meta: Meta
