@@ -31,10 +31,11 @@ APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
 LENT = {
     "tensors": """
-        AUTO DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE PIECES at_rest
-        autocast beside brought checksum deterministic device_named device_of
-        device_text device_word forked integers is_rider nbytes numbers param_of plain
-        rider riders_of scaler settled split_riders widest
+        AUTO DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE PIECES Place
+        at_rest autocast beside brought checksum deterministic device_named device_of
+        device_text device_word forked integers is_rider nbytes numbers param_of
+        places_in plain rider riders_of scaler settled split_riders viewed whole_digest
+        widest
     """,
     "storage": """
         BrokenChain ChainFile Claim Entry Generation Head Process Read a_study_name
@@ -74,18 +75,18 @@ LENT = {
         capped counted derived needed read_secret require_pace secret_of
     """,
     "federation": """
-        AGREEMENT ANSWERS APPROVAL Account BEST Callback Closed DELTA Disclosure
+        AGREEMENT ANSWERS APPROVAL Account BEST Base Callback Closed DELTA Disclosure
         EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity KEY KINDS
         Kept LEDGER LIVE LOWER Limits METRICS Metrics Patience PlainSum ROLES RULES RUN
         Record RecordError RunState RunStatus SMALL STUDY Scores Scoring SiteState
         SiteStatus Status TRACKER_NAMES WORLD Warrant agreements_in announced
-        ask_to_stop by_part by_senders caps_of changed_rows code_of cut drifts_of ended
-        evaluate guard_of is_id joined journal_in keyed last_of last_told mark_of meant
-        metrics_of other_versions own_values own_versions parsed parted personal_values
-        place_of private_folder question read_agreement read_answers read_egress
-        read_faults read_identity read_record read_status request_header request_message
-        require_sound run_of said_of scored scores_of state_said stopping together told
-        understood update_of warnings_of world_values
+        ask_to_stop base_of by_part by_senders caps_of changed_rows code_of cut
+        drifts_of ended evaluate guard_of is_id joined journal_in keyed last_of
+        last_told mark_of meant metrics_of other_versions own_values own_versions parsed
+        parted personal_values place_of private_folder question read_agreement
+        read_answers read_egress read_faults read_identity read_record read_status
+        request_header request_message require_sound run_of said_of scored scores_of
+        state_said stopping together told understood update_of warnings_of world_values
     """,
     "studies": """
         Count DeviceName Given Section WentOn agreed_run as_fault begun carry_over

@@ -15,10 +15,10 @@ from fedplan import seeds
 from fedplan.data.examples import Examples, Loss
 from fedplan.federation.account import Account, Answer
 from fedplan.federation.agreement import Agreement, basis
-from fedplan.federation.base import Base
 from fedplan.federation.exams import Disclosure, Exam
 from fedplan.federation.marks import joint, mark_of, model_mark
 from fedplan.federation.messages import Lacking, Refused, Request
+from fedplan.federation.origin import Base
 from fedplan.federation.record import spelled
 from fedplan.language.plan import Roles
 from fedplan.language.resolution import permitted

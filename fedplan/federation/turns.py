@@ -16,7 +16,6 @@ from fedplan.errors import FedplanError
 from fedplan.federation.account import Answer
 from fedplan.federation.aggregation import contributed
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.base import Base
 from fedplan.federation.client import (
     Client,
     admit,
@@ -30,6 +29,7 @@ from fedplan.federation.client import (
 )
 from fedplan.federation.marks import keyed
 from fedplan.federation.messages import Refused, Request, Update
+from fedplan.federation.origin import Base
 from fedplan.federation.record import TurnRecord, joined, spelled
 from fedplan.language.plan import Role, Roles
 from fedplan.language.resolution import resolve

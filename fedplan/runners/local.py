@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.base import Base, base_of
 from fedplan.federation.callbacks import Closed
 from fedplan.federation.client import Client, guard_of
 from fedplan.federation.codes import meant
 from fedplan.federation.evaluation import Scores, evaluate, question
 from fedplan.federation.exams import Exam
 from fedplan.federation.messages import Lacking, Refused, Request
+from fedplan.federation.origin import Base, base_of
 from fedplan.federation.participation import Participation
 from fedplan.federation.polls import poll
 from fedplan.federation.rounds import Tally

@@ -11,13 +11,11 @@ With a seal the tensor file is sealed, and so is the meta in the manifest.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
-import stat
-from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
@@ -40,7 +38,17 @@ from fedplan.storage.generations import (
     require_same,
 )
 from fedplan.storage.locks import alone, claimed, synced
-from fedplan.storage.tensor_file import ALL, NONE, Names, read_tensors, tensors_in
+from fedplan.storage.tensor_file import (
+    ALL,
+    NONE,
+    Names,
+    about,
+    checked_tensors,
+    content_of,
+    not_lost,
+    require_size,
+    size_of,
+)
 from fedplan.tensors.serialization import DTYPES
 
 Tensors = Mapping[str, Tensor]
@@ -59,8 +67,6 @@ _TENSORS = re.compile(r"[0-9]+\.[0-9a-f]{16}\.safetensors", re.ASCII)
 
 _TEMPORARY = re.compile(r"[0-9]+\.(json|safetensors)\.tmp|\.tmp\w{6}", re.ASCII)
 """Ours, and those that safetensors writes to before it renames."""
-
-_LOST = {errno.ENOENT, errno.EIO}
 
 
 class Store:
@@ -226,7 +232,7 @@ class Store:
     def _manifest(self, number: int) -> Manifest:
         file = self._folder / f"{number}.json"
         try:
-            return read_manifest(_content(file, LARGEST_MANIFEST), number, self._seal)
+            return read_manifest(content_of(file, LARGEST_MANIFEST), number, self._seal)
         except StoreError as error:
             raise StoreError(f"{file} {error}") from error
 
@@ -249,22 +255,12 @@ class Store:
     def _unread(self, manifest: Manifest) -> dict[str, Tensor]:
         """No tensors, if a file of their size is there."""
         file = self._folder / manifest.file
-        with _not_lost(file):
-            _require_size(manifest, _size(file, manifest.size))
+        with not_lost(file):
+            require_size(manifest, size_of(file, manifest.size))
         return {}
 
     def _tensors(self, manifest: Manifest, names: Names = ALL) -> dict[str, Tensor]:
-        file = self._folder / manifest.file
-        if self._seal is not None:
-            return _opened(self._seal, manifest, file, names)
-        with _not_lost(file):
-            _require_size(manifest, _size(file, manifest.size))
-            # The bytes whose digest is taken, and not the file again, which may have changed.
-            tensors, digest, fault = read_tensors(file, names)
-        _require_digest(manifest, digest)
-        if fault:
-            raise Unfit(f"{manifest.file} is no safetensors file: {fault}")
-        return tensors
+        return checked_tensors(self._folder / manifest.file, manifest, self._seal, names)
 
     def _require_next(self, number: int) -> None:
         if type(number) is not int or not 0 <= number < 10**18:
@@ -292,7 +288,7 @@ class Store:
             temporary.chmod(0o600)
         else:
             with open(temporary, "xb", opener=_private) as file:
-                file.writelines(self._seal.pieces(save(tensors), _about(manifest)))
+                file.writelines(self._seal.pieces(save(tensors), about(manifest)))
         reach("store.tensors_written")
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
@@ -346,60 +342,6 @@ class Store:
 
 def _private(file: str, flags: int) -> int:
     return os.open(file, flags, 0o600)
-
-
-def _content(file: Path, most: int) -> bytes:
-    """The bytes of a plain file, if they are no more than `most`."""
-    with _not_lost(file):
-        _size(file, most)
-        return file.read_bytes()
-
-
-def _size(file: Path, most: int) -> int:
-    found = file.lstat()
-    if not stat.S_ISREG(found.st_mode):
-        raise Unfit(f"{file.name} is no plain file")
-    if found.st_size > most:
-        raise Unfit(f"{file.name} has {found.st_size} bytes, more than {most}")
-    return found.st_size
-
-
-def _opened(seal: Encryption, manifest: Manifest, file: Path, names: Names) -> dict[str, Tensor]:
-    """The tensors of a sealed file."""
-    content = _content(file, manifest.size)
-    _require_size(manifest, len(content))
-    _require_digest(manifest, hashlib.sha256(content).hexdigest())
-    try:
-        return tensors_in(seal.open(content, _about(manifest)), names)
-    except StoreError as error:
-        raise Unfit(f"{manifest.file} does not open: {error}") from error
-    except ValueError as error:
-        raise Unfit(f"{manifest.file} is no safetensors file: {error}") from error
-
-
-def _require_digest(manifest: Manifest, digest: str) -> None:
-    if digest != manifest.sha256:
-        raise Unfit(f"{manifest.file} is damaged: its digest differs")
-
-
-def _require_size(manifest: Manifest, size: int) -> None:
-    if size != manifest.size:
-        raise Unfit(f"{manifest.file} has {size} bytes of {manifest.size}")
-
-
-@contextmanager
-def _not_lost(file: Path) -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _LOST:
-            raise
-        raise Unfit(f"{file.name} is lost: {error.strerror}") from error
-
-
-def _about(manifest: Manifest) -> str:
-    """The words that tensors are sealed under."""
-    return f"tensors {manifest.number}"
 
 
 def _apart(tensors: Tensors) -> dict[str, Tensor]:

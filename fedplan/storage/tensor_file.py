@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -13,11 +16,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from fedplan.errors import StoreError
+from fedplan.storage.encryption import Encryption
+from fedplan.storage.generations import Manifest, Unfit
 from fedplan.tensors.layout import Place, places_in, viewed
 
 LARGEST_HEAD = 2**27
 """Bytes that the names and shapes of a file may take."""
 _PIECE = 2**20
+_LOST = {errno.ENOENT, errno.EIO}
 
 Names = Callable[[str], bool]
 """Which tensors of a file are wanted, by their names."""
@@ -119,3 +126,76 @@ class _Hashed:
                 raise ValueError("it ends too soon")
             self.found.update(place[at : at + count])
             at += count
+
+
+def checked_tensors(
+    file: Path, manifest: Manifest, seal: Encryption | None, names: Names
+) -> dict[str, Tensor]:
+    """The tensors of the file that a manifest speaks of; one that is not that is unfit."""
+    if seal is not None:
+        return _opened(file, manifest, seal, names)
+    with not_lost(file):
+        require_size(manifest, size_of(file, manifest.size))
+        # The bytes whose digest is taken, and not the file again, which may have changed.
+        tensors, digest, fault = read_tensors(file, names)
+    _require_digest(manifest, digest)
+    if fault:
+        raise Unfit(f"{manifest.file} is no safetensors file: {fault}")
+    return tensors
+
+
+def _opened(file: Path, manifest: Manifest, seal: Encryption, names: Names) -> dict[str, Tensor]:
+    """The tensors of a sealed file."""
+    content = content_of(file, manifest.size)
+    require_size(manifest, len(content))
+    _require_digest(manifest, hashlib.sha256(content).hexdigest())
+    try:
+        return tensors_in(seal.open(content, about(manifest)), names)
+    except StoreError as error:
+        raise Unfit(f"{manifest.file} does not open: {error}") from error
+    except ValueError as error:
+        raise Unfit(f"{manifest.file} is no safetensors file: {error}") from error
+
+
+def _require_digest(manifest: Manifest, digest: str) -> None:
+    if digest != manifest.sha256:
+        raise Unfit(f"{manifest.file} is damaged: its digest differs")
+
+
+def content_of(file: Path, most: int) -> bytes:
+    """The bytes of a plain file, if they are no more than `most`."""
+    with not_lost(file):
+        size_of(file, most)
+        return file.read_bytes()
+
+
+def size_of(file: Path, most: int) -> int:
+    """The bytes that a plain file has, if they are no more than `most`."""
+    found = file.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise Unfit(f"{file.name} is no plain file")
+    if found.st_size > most:
+        raise Unfit(f"{file.name} has {found.st_size} bytes, more than {most}")
+    return found.st_size
+
+
+def require_size(manifest: Manifest, size: int) -> None:
+    """Refuse a file of another size than its manifest says."""
+    if size != manifest.size:
+        raise Unfit(f"{manifest.file} has {size} bytes of {manifest.size}")
+
+
+@contextmanager
+def not_lost(file: Path) -> Generator[None]:
+    """Tell of a file that is gone, or that its disk does not give, as of one that is unfit."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _LOST:
+            raise
+        raise Unfit(f"{file.name} is lost: {error.strerror}") from error
+
+
+def about(manifest: Manifest) -> str:
+    """The words that tensors are sealed under."""
+    return f"tensors {manifest.number}"

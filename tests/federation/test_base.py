@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.base import base_of
 from fedplan.federation.defence import Defence
+from fedplan.federation.origin import base_of
 from fedplan.federation.turns import local
 from fedplan.methods.registry import method_named
 from fedplan.models.description import describe

@@ -169,7 +169,7 @@ def server(case: Case, name: str) -> dict[str, Any]:
     def play(model: Any, agreement: Any) -> None:
         from grids import InProcess
 
-        from fedplan.federation.base import base_of
+        from fedplan.federation.origin import base_of
         from fedplan.federation.patience import Patience
         from fedplan.federation.server import Server
         from fedplan.models.values import take
@@ -233,9 +233,9 @@ def site(case: Case, client: str, run: str, folder: str) -> dict[str, Any]:
     os.dup2(2, 1)
 
     def play(model: Any, agreement: Any) -> None:
-        from fedplan.federation.base import base_of
         from fedplan.federation.client import Client
         from fedplan.federation.endpoint import Endpoint, journal_in, place_of
+        from fedplan.federation.origin import base_of
         from fedplan.models.values import take
         from fedplan.tensors.message import Message
 

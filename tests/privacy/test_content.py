@@ -74,7 +74,7 @@ def edited(folder: Path, edit: dict[str, Any], method: dict[str, Any]) -> Endpoi
 
 def rebased(endpoint: Endpoint) -> None:
     """Another value of a param that no plan of these tests trains: the class token."""
-    from fedplan.federation.base import base_of
+    from fedplan.federation.origin import base_of
     from fedplan.models.values import put, take
 
     site, agreement = endpoint.site, endpoint.agreement

@@ -7,7 +7,7 @@ a checksum that was taken before the first turn tells whether it moved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -37,14 +37,27 @@ class Base:
         return (p for p in asked if found[p.key] != self.sums[p.key])
 
 
-def base_of(model: nn.Module, params: Params, start: Tensors) -> Base:
-    """The base that a model is, before any turn; `start` are the values of what may change."""
+def base_of(
+    model: nn.Module,
+    params: Params,
+    start: Tensors,
+    known: Mapping[str, tuple[int, str]] | None = None,
+) -> Base:
+    """The base that a model is, before any turn; `start` are the values of what may change.
+
+    What is `known` is the digest of a param by the checksum that it then had.
+    """
     tensors, digests = dict(model.named_parameters()), dict[str, str]()
+    sums = sums_of(model, [p for p in params if p.key not in start])
     for p in params:
+        total, whole = (known or {}).get(p.key, (0, ""))
+        if whole and p.key in sums and sums[p.key] == total:
+            digests[p.key] = whole
+            continue
         # One after the other: of a packed weight, or one on a device, the value is a copy.
         value = start[p.key] if p.key in start else value_in(model, p, tensors[p.name]).to(HOST)
         digests[p.key] = whole_digest(value)
-    return Base(digests, sums_of(model, [p for p in params if p.key not in start]))
+    return Base(digests, sums)
 
 
 def sums_of(model: nn.Module, params: Iterable[Param]) -> dict[str, int]:
