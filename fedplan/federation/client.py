@@ -70,7 +70,7 @@ class Client:
     @cached_property
     def key(self) -> bytes:
         """What digests of its own values are keyed by: nobody else can check a guess at one."""
-        return secret_of(self.journal.folder / KEY, self.journal.seal)
+        return secret_of(self.journal.made() / KEY, self.journal.seal)
 
     def mark(self) -> str:
         """The digest of its rows, worked out once for as long as they are the same."""
@@ -171,8 +171,10 @@ def start_values(
         p.key: next(v[p.key] for v in reversed(held) if p.key in v) for p in agreement.trainable
     }
     put(client.model, values, agreement.trainable)
-    # A probe must not find the mode in which some other turn has left the model.
-    client.model.eval()
+    # A probe must not find the mode in which some other turn has left the model. To set it costs
+    # more than to look.
+    if any(module.training for module in client.model.modules()):
+        client.model.eval()
     return values
 
 

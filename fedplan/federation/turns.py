@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedplan import seeds
@@ -35,10 +34,9 @@ from fedplan.language.plan import Role, Roles
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.buffers import buffers_of, require_rest
-from fedplan.models.params import Param
 from fedplan.models.values import take
 from fedplan.tensors.devices import deterministic
-from fedplan.tensors.named import Tensors, digest, nbytes
+from fedplan.tensors.named import Tensors, nbytes, same_bits
 from fedplan.tensors.riders import beside, split_riders
 from fedplan.training.fit import Done, Job
 
@@ -137,7 +135,7 @@ def _coded(
     sent = agreement.method.wire.decode(coded, base)
     # A digest of more than was sent would tell what the wire, or the weight, left out.
     other = {k: v for k, v in sent.items() if v.data_ptr() != after[k].data_ptr()}
-    marks.update({k: digest(v) for k, v in other.items()})
+    marks.update({k: client.digests.of(v) for k, v in other.items()})
     return coded, weight
 
 
@@ -218,26 +216,15 @@ def _require_still(
                 if roles[p].own and key in own_marks
                 else client.digests.of(before[key])
             )
-        now[key] = digest(after[key]) if roles[p].trained else was[key]
-        if not roles[p].trained and not torch.equal(before[key], after[key]):
+        now[key] = client.digests.of(after[key]) if roles[p].trained else was[key]
+        if not roles[p].trained and not same_bits(before[key], after[key]):
             raise FedplanError(f"{key} is {roles[p].name} and moved: the fit broke the plan").coded(
                 "training"
             )
-    for p in _moved(client, [p for p in agreement.params if p.key not in before]):
+    base = client.base or Base({k: client.digests.whole(v) for k, v in client.start.items()})
+    for p in base.moved(client.model, agreement.resting):
         raise FedplanError(f"{p.key} is trained by no turn of the plan, and moved")
     return was, now
-
-
-def _moved(client: Client, resting: Sequence[Param]) -> Iterator[Param]:
-    """Params that are not what the model started with, told by checksums.
-
-    To hold or to fetch all that rests, in every turn, would be to have a whole frozen model twice
-    for the sake of an adapter.
-    """
-    if client.base is not None:
-        return client.base.moved(client.model, resting)
-    sums = {p.key: client.digests.checksum(client.start[p.key]) for p in resting}
-    return Base(sums=sums).moved(client.model, resting)
 
 
 def _line(

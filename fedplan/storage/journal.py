@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from torch import Tensor
@@ -21,8 +22,12 @@ FIRST = 1
 
 
 def home_of(run: Path, client: str) -> Path:
-    """Where a run keeps a client's journal: one folder, whatever the client is called."""
-    return run / "homes" / folder_named(client)
+    """Where a run keeps a client's journal: one folder, whatever the client is called.
+
+    Two digests of its name stand above it, so that of a million homes no folder holds thousands.
+    """
+    shard = hashlib.sha256(client.encode("utf-8", "surrogatepass")).hexdigest()
+    return run / "homes" / shard[:2] / shard[2:4] / folder_named(client)
 
 
 class Journal:
@@ -47,8 +52,12 @@ class Journal:
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """Where it lies, once there is something to keep."""
         return self._folder
+
+    def made(self) -> Path:
+        """Its folder, made if nothing was put into it yet."""
+        return self._store.made()
 
     @property
     def skipped(self) -> list[Skipped]:

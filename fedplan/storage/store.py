@@ -11,7 +11,6 @@ With a seal the tensor file is sealed, and so is the meta in the manifest.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -22,7 +21,7 @@ from secrets import token_hex
 from typing import Any
 
 from safetensors.torch import save, save_file  # pyright: ignore[reportUnknownVariableType]
-from torch import Tensor, strided
+from torch import Tensor
 
 from fedplan.errors import StoreError
 from fedplan.storage.encryption import Encryption
@@ -34,6 +33,8 @@ from fedplan.storage.generations import (
     Manifest,
     Skipped,
     Unfit,
+    apart,
+    digest_of,
     read_manifest,
     require_same,
 )
@@ -49,7 +50,6 @@ from fedplan.storage.tensor_file import (
     require_size,
     size_of,
 )
-from fedplan.tensors.serialization import DTYPES
 
 Tensors = Mapping[str, Tensor]
 
@@ -73,8 +73,8 @@ class Store:
     """A folder of generations, of which the newest `keep` good ones stay.
 
     One process writes at a time; any may read. `claim` keeps the others from it for longer. With a
-    `seal` nothing but numbers and sizes can be read from the disk. Who is only `reading` makes no
-    folder and changes nothing on the disk.
+    `seal` nothing but numbers and sizes can be read from the disk. Its folder is made when
+    something is first put into it. Who is only `reading` changes nothing on the disk.
     """
 
     def __init__(
@@ -84,17 +84,23 @@ class Store:
             raise StoreError(f"keep is {keep}: a store keeps at least 1 generation")
         self._unfit: dict[int, str] = {}
         self._folder, self._keep, self._seal, self._reading = folder, keep, seal, reading
-        if reading:
-            return
+
+    def made(self) -> Path:
+        """Its folder, which is made when something is first put into it."""
+        folder = self._folder
+        if folder.is_dir():
+            return folder
         with explained(f"{folder} cannot be made", "name a folder that you may write to"):
             missing = [each for each in (folder, *folder.parents) if not each.exists()]
             for each in reversed(missing):
                 each.mkdir(mode=0o700, exist_ok=True)
                 synced(each.parent)
             folder.mkdir(exist_ok=True)
+        return folder
 
     def claim(self) -> None:
         """Let no other process write here while this Store lives, however its process ends."""
+        self.made()
         with explained(f"{self._folder} cannot be claimed", "make it readable to this user"):
             self._claim = claimed(self._folder)
 
@@ -106,6 +112,7 @@ class Store:
         require_same(meta, self._seal)
         if self._reading:
             raise StoreError(f"{self._folder} was opened for reading: nothing is written")
+        self.made()
         with (
             explained(
                 f"generation {number} was not finished in {self._folder}",
@@ -116,7 +123,7 @@ class Store:
             self._require_next(number)
             try:
                 begun = Manifest(number, dict(meta), "", 0, self._one_origin())
-                self._commit(begun, _apart(tensors))
+                self._commit(begun, apart(tensors))
             finally:
                 with suppress(OSError):
                     self._remove(_TEMPORARY)
@@ -163,7 +170,7 @@ class Store:
 
     def _found(self, wanted: Wanted, load: Loader) -> Generation | None:
         with explained(f"{self._folder} cannot be read", "make it readable to this user"):
-            if not self._reading:
+            if not self._reading and self._folder.exists():
                 # What a killed writer renamed may not be on disk yet: nobody acts on it before.
                 synced(self._folder)
             numbers, found = self._look(wanted, load)
@@ -207,7 +214,7 @@ class Store:
 
     def numbers(self) -> list[int]:
         """The numbers of all generations, good or not, the newest first."""
-        if self._reading and not self._folder.exists():
+        if not self._folder.exists():
             return []
         names = (_NUMBER.fullmatch(name) for name in os.listdir(self._folder))
         return sorted((int(name[1]) for name in names if name), reverse=True)
@@ -293,7 +300,7 @@ class Store:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
             reach("store.tensors_synced")
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = digest_of(file, {} if self._seal else tensors)
             size = os.fstat(file.fileno()).st_size
         manifest = replace(manifest, sha256=digest, size=size)
         temporary.rename(self._folder / manifest.file)
@@ -342,19 +349,3 @@ class Store:
 
 def _private(file: str, flags: int) -> int:
     return os.open(file, flags, 0o600)
-
-
-def _apart(tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors as safetensors takes them: dense, none in the memory of another."""
-    apart: dict[str, Tensor] = {}
-    taken = set[int]()
-    for name, tensor in tensors.items():
-        if name == "__metadata__" or not name.isprintable():
-            raise StoreError(f"a tensor cannot be named {name!r}: use another, printable name")
-        if tensor.dtype not in DTYPES or tensor.layout != strided:
-            raise StoreError(f"{name!r} is {tensor.dtype}, {tensor.layout}: make it dense float32")
-        dense = tensor.detach().cpu().contiguous()
-        memory = dense.untyped_storage().data_ptr()
-        apart[name] = dense.clone() if memory in taken else dense
-        taken.add(memory)
-    return apart

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from fedplan.federation.identity import RUN, is_id, read_identity
 from fedplan.federation.remains import last_told
+from fedplan.federation.segments import newest_segment
 from fedplan.federation.server import STUDY
-from fedplan.federation.world import LEDGER, WORLD
+from fedplan.federation.world import WORLD
 from fedplan.privacy.guard import CHARGES
 from fedplan.storage.errors import explained
 from fedplan.storage.journal import Journal, home_of
@@ -101,7 +102,7 @@ def begun(folder: Path) -> bool:
     """
     with explained(f"{folder} cannot be read", "make it readable to this user"):
         charges = (folder / "privacy").rglob(CHARGES)
-        closed = _done(folder) > 0 or last_told(folder / LEDGER) > 1
+        closed = _done(folder) > 0 or last_told(newest_segment(folder)) > 1
         return closed or any(file.stat().st_size for file in charges)
 
 

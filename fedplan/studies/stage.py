@@ -7,7 +7,6 @@ import copy
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,12 +32,10 @@ from fedplan.methods.products import product_told
 from fedplan.methods.registry import method_named, server_optimiser_named
 from fedplan.methods.told import Told, told_method
 from fedplan.models.description import describe
-from fedplan.models.hub import is_hub_id
 from fedplan.models.params import Params
 from fedplan.models.quantised import steadied
 from fedplan.models.values import take
 from fedplan.privacy.guarantee import Guarantee
-from fedplan.studies.bases import base_in
 from fedplan.studies.given import Given
 from fedplan.studies.model import adapted, outlined_model, starting_model
 from fedplan.studies.schema import ConfigError, Study
@@ -56,15 +53,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """What each end of a study builds for itself: the rows, the model, and what all agree on.
-
-    `folder` is where the model was loaded from, if it is on this disk.
-    """
+    """What each end of a study builds for itself: the rows, the model, and what all agree on."""
 
     shares: Shares
     model: nn.Module
     agreement: Agreement
-    folder: Path | None = None
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
@@ -74,8 +67,7 @@ class Stage:
     @cached_property
     def base(self) -> Base:
         """What tells the model apart, and that the rest of it stands still."""
-        held = (self.model, self.agreement.params, self.start)
-        return base_in(self.folder, *held) if self.folder is not None else base_of(*held)
+        return base_of(self.model, self.agreement.params, self.start)
 
     @property
     def marks(self) -> dict[str, str]:
@@ -106,9 +98,7 @@ def stage_of(
     torch.set_num_threads(study.threads)
     shares, made = shares_of(study, own), method_of(study)
     model = starting_model(study, shares.task, made)
-    said = study.model.path
-    folder = Path(said) if said and not is_hub_id(said) else None
-    stage = Stage(shares, model, agreement_of(study, describe(model)), folder)
+    stage = Stage(shares, model, agreement_of(study, describe(model)))
     check(stage.agreement.method.plan, stage.agreement.params)
     pinned = study.model.digest
     if pinned and stage.digest != pinned:
