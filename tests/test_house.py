@@ -84,7 +84,7 @@ LENT = {
         place_of private_folder question read_agreement read_answers read_egress
         read_faults read_identity read_record read_status request_header request_message
         require_sound run_of said_of scored scores_of state_said stopping together told
-        understood update_of warnings_of world_values
+        understood unlike_versions update_of warnings_of world_values
     """,
     "studies": """
         Count DeviceName Given Section WentOn agreed_run as_fault exam_of flat found_in
