@@ -167,7 +167,7 @@ def _require_forward(client: Client, number: int, notes: Mapping[str, Any]) -> N
         raise Refused(
             f"{client.name} has taken its turn in round {last} of this run, and is asked for round "
             f"{number}: the server has lost its world; put a copy back, or begin another run"
-        )
+        ).coded("past-round")
 
 
 def _fit(
