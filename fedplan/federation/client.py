@@ -20,7 +20,6 @@ from fedplan.federation.marks import joint, mark_of, model_mark
 from fedplan.federation.messages import Lacking, Refused, Request
 from fedplan.federation.record import spelled
 from fedplan.language.plan import Roles
-from fedplan.language.resolution import permitted
 from fedplan.language.turn import Turn
 from fedplan.models.values import put
 from fedplan.privacy.guard import ClientGuard
@@ -158,7 +157,7 @@ def start_values(
     It is the client's own, or the world's: scores never change whose a param is. What becomes the
     client's own for the first time starts from the world's.
     """
-    roles = permitted(agreement.method.plan, agreement.params, turn)
+    roles = agreement.permitted(turn)
     own = {p.key: home[p.key] for p in agreement.trainable if roles[p].own and p.key in home}
     values = {p.key: client.start[p.key] for p in agreement.trainable}
     values |= {key: client.seen[key] for key in values if key in client.seen} | own
