@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.defence import MEAN
 from fedplan.federation.drift import Drift, around
@@ -187,6 +188,15 @@ class PlainSum:
         self.weight += weight
         self.capped |= {client: (said, weight)} if weight < said else {}
 
+    def merge(self, other: PlainSum) -> None:
+        """Add all that another sum of the same round holds, as if its updates had come here."""
+        self.values.merge(other.values)
+        self.riders.merge(other.riders)
+        self.products.total.merge(other.products.total)
+        self.drift.merge(other.drift)
+        self.weight += other.weight
+        self.capped |= other.capped
+
     def close(self) -> Outcome:
         """The mean of each param; of riders, the sum of the changes over the whole roster."""
         means, weights, agreed = self.values.mean(), self.values.weights(), self.agreement
@@ -231,6 +241,12 @@ class HeldSum:
         """Hold one client's update."""
         self.values[client], self.riders[client] = values, riders
         self.weights[client] = weight
+
+    def merge(self, other: HeldSum) -> None:
+        """Hold what another sum of the same round holds, too."""
+        self.values |= other.values
+        self.riders |= other.riders
+        self.weights |= other.weights
 
     def close(self) -> Outcome:
         """Shorten what is too long, and have the rule make one value of all."""
@@ -299,10 +315,11 @@ class Private:
 class PrivateSum:
     """A round's exact sum of clipped changes; `within` are those that were short enough.
 
-    How far clients were apart would be a release of its own, that nobody has paid for.
+    How far clients were apart would be a release of its own, that nobody has paid for. Without a
+    `guard` it is a worker's part of the sum, which is merged and never released.
     """
 
-    guard: ServerGuard
+    guard: ServerGuard | None
     mechanism: Mechanism
     base: Tensors
     number: int
@@ -321,8 +338,15 @@ class PrivateSum:
         self.within += self.mechanism.add(self.changes, change)
         self.count += 1
 
+    def merge(self, other: PrivateSum) -> None:
+        """Add all that another sum of the same round holds, as if its updates had come here."""
+        self.changes.merge(other.changes)
+        self.count, self.within = self.count + other.count, self.within + other.within
+
     def close(self) -> Outcome:
         """The values with the noisy mean change, which is charged before it is released."""
+        if self.guard is None:
+            raise FedplanError("a part of a private sum is not released: merge it into the round's")
         about, within = _about(self.number), f"{self.within} of {self.count}"
         made = self.mechanism
         released = self.guard.release(made, self.changes, self.number, about, within)

@@ -38,6 +38,11 @@ class Drift:
             moved = weight * round(_told(square) * STEPS)
             self.squares[key] = self.squares.get(key, 0) + moved
 
+    def merge(self, other: Drift) -> None:
+        """Add what another sum of the same round holds."""
+        for key, square in other.squares.items():
+            self.squares[key] = self.squares.get(key, 0) + square
+
     def by_kind(
         self,
         params: Params,
