@@ -24,9 +24,26 @@ def run(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Where the run is kept.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run.")] = False,
+    continue_from: Annotated[
+        str,
+        typer.Option(help="An earlier run's folder or id: begin with what clients kept there."),
+    ] = "",
     runner: Annotated[
-        str, typer.Option(help="local: on this machine; flower: by the sites of a federation.")
+        str,
+        typer.Option(
+            help="local: here, one client after the other; pool or ray: by workers, many at once; "
+            "flower: by the sites of a federation."
+        ),
     ] = "local",
+    workers: Annotated[
+        int | None, typer.Option(help="For pool and ray: how many; else a core each.")
+    ] = None,
+    gpus_per_worker: Annotated[
+        float, typer.Option(help="For ray: what each worker has of a GPU.")
+    ] = 0.0,
+    ray_address: Annotated[
+        str, typer.Option(help="For ray: a cluster's address; else Ray is started here.")
+    ] = "",
     server: Annotated[
         Path, typer.Option(help="For flower: the folder of the federation's server.")
     ] = Path("server"),
@@ -40,18 +57,20 @@ def run(
     """Run a study. Stop it at any moment: --resume goes on with the same bits."""
     from fedplan.reports.operation import Operation
     from fedplan.reports.progress import follow, follow_flower
+    from fedplan.runners.hands import workers_of
+    from fedplan.studies.continuation import open_study
 
     with told():
         watched = Operation(metrics_port, tuple(webhook or ()))
+        opened = open_study(study, change or [], output, resume=resume, earlier=continue_from)
         if runner == "flower":
             watched = replace(watched, certificates=server.absolute().parent)
-            follow_flower(
-                study, change or [], output, resume=resume, server=server, operation=watched
-            )
-        elif runner == "local":
-            follow(study, change or [], output, resume=resume, operation=watched)
+            follow_flower(*opened, server=server, operation=watched)
+        elif runner in ("local", "pool", "ray"):
+            hired = workers_of(runner, workers, gpus_per_worker, ray_address)
+            follow(*opened, earlier=continue_from, operation=watched, workers=hired)
         else:
-            raise FedplanError(f"--runner is local or flower, not {runner!r}")
+            raise FedplanError(f"--runner is local, pool, ray or flower, not {runner!r}")
 
 
 def status(
@@ -126,11 +145,16 @@ def logs(
     console = Console(highlight=False, soft_wrap=True)
     with told():
         lines = (follow_log if follow else read_log)(folder, site=site, since=moment(since))
+        found = False
         try:
             for entry in lines:
+                found = True
                 if as_json:
                     print(json.dumps(asdict(entry)), flush=True)
                 else:
                     console.print(log_line(entry))
         except KeyboardInterrupt:
             raise typer.Exit(0) from None
+        if site and not found:
+            there = sorted({entry.site for entry in read_log(folder)} - {""})
+            raise FedplanError(f"no line is of {site!r} then; lines are of {', '.join(there)}")

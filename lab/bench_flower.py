@@ -3,7 +3,8 @@
 
 Three sites behind the written proxy, TLS, node keys; the stock app has SuperNodes of its own on
 loopback, without TLS, which favours it. Both train MiniLM (22.7 M params) for two steps of 16 texts
-of 64 tokens. They take turns; a round's time is that between two closed rounds.
+of 64 tokens. They take turns; a round's time is that between two closed rounds. Without a folder it
+is the bench's own MiniLM, drawn from its configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests" / "kit")]
 from deployment import BIN, Deployment, free_ports, until_open
 from study import FACTS, LAB
 
@@ -70,7 +71,7 @@ def built():
     import torch
     from transformers import AutoModelForSequenceClassification
     torch.set_num_threads(1)
-    return AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2)
+    return AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, ignore_mismatched_sizes=True)
 
 client = ClientApp()
 
@@ -212,5 +213,14 @@ def main(model: str) -> None:
     print("\n".join(lines))
 
 
+def drawn() -> str:
+    """The bench's MiniLM, and its tokenizer."""
+    from lab.bench.rows import ROWS
+    from lab.bench.workloads import laid_out
+
+    place = Path(tempfile.gettempdir()) / "fedplan-bench"
+    return str(laid_out(ROWS["turn-minilm-1"].workload, place) / "model")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1] if len(sys.argv) > 1 else drawn())

@@ -123,3 +123,12 @@ def test_every_command_has_a_function_with_a_documented_name() -> None:
     for name in named.values():
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute) is not None
+
+
+def test_the_tables_of_scale_are_those_of_the_unit_costs() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "lab" / "scale.py")], capture_output=True, text=True, check=True
+    )
+    told = (ROOT / "docs" / "scale.md").read_text()
+    for table in done.stdout.split("### ")[1:]:
+        assert f"### {table.strip()}" in told, "make it anew: python lab/scale.py --write"

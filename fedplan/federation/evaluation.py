@@ -151,7 +151,7 @@ def _models(
     """The values of each model that is scored."""
     roles = permitted(agreement.method.plan, agreement.params, own_turn(client, request))
     keys = [p.key for p in agreement.trainable]
-    world = {key: client.seen.get(key, client.start[key]) for key in keys}
+    world = {key: (client.seen if key in client.seen else client.start)[key] for key in keys}
     own = {p.key: home[p.key] for p in agreement.trainable if roles[p].own and p.key in home}
     personal = exam.personal and client.disclosure.own
     return {WORLD: world, **({OWN: world | own} if personal else {})}
@@ -161,7 +161,7 @@ def _require_same(client: Client, request: Request, content: str) -> None:
     """Refuse other values under the same question: enough of them would tell what is kept."""
     if not content:
         return  # of a simulation, whose server is itself
-    file = client.journal.folder.parent / EXAMINED
+    file = client.journal.made().parent / EXAMINED
     try:
         said: Any = json.loads(file.read_text(encoding="utf-8") if file.exists() else "{}")
         known = {str(name): str(mark) for name, mark in cast("dict[Any, Any]", said).items()}

@@ -291,7 +291,7 @@ def test_no_turn_follows_from_scores_and_the_world_comes_down_once(here: Path) -
         world = open_run(run).world
         found[name] = {
             "world": digests(world.values),
-            "known": (world.known, world.versions, world.settled, world.heard),
+            "known": (world.met, world.versions),
             "ledger": (run / "ledger.jsonl").read_bytes(),
             "homes": homes(sites),
             "up": sum(line["up"] for line in egress),
@@ -354,7 +354,9 @@ def test_a_site_lets_leave_what_it_allows(here: Path) -> None:
     # A simulation may say the same of its clients, and has the same bytes.
     whole = Simulation(read_study(file), here / "local")
     for name, word in zip(names, words, strict=True):
-        whole.federation.clients[name].disclosure = sites.disclosures[word]
+        client = whole.federation.clients[name]
+        client.disclosure = sites.disclosures[word]
+        whole.federation.clients[name] = client
     whole.run()
     assert (here / "local/metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
 

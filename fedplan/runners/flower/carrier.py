@@ -72,6 +72,8 @@ def carry_study(
     if stop is not None:
         # The rows are at the sites, and so is every score but that of a common test.
         stop.require_measured([*(["world"] if test else []), *(["sites"] if scoring.sites else [])])
+    # A server needs no model, unless it tests one: what it starts with is in its world.
+    del stage
     told = status or Status(folder)
     carrier = Carrier(
         grid,
@@ -245,7 +247,11 @@ class Carrier:
             elif self._lacks(tally, name, answer):
                 letters[name] = self._letter(tally, name)
             else:
+                # All who are there have been asked: who comes later has it packed anew.
+                self._packed = ((), ArrayRecord())
                 self._count(tally, name, answer)
+            # Else it would be held while the next one is fetched.
+            del answer
         silent = tally.cohort.keys() - set(tally.heard) - tally.rejected.keys()
         tally.rejected |= {name: "no answer" for name in silent}
         for name in silent - self.calls.absent:
