@@ -234,11 +234,14 @@ class Team:
         *,
         lone: bool,
     ) -> None:
+        again = True
         while True:
-            # The last is given out first: the longest, or by one worker those that stand first.
-            queue.sort(key=lambda job: (job.cost, -job.place))
+            if again:
+                # The last is given out first: the longest, or by one worker who stands first.
+                queue.sort(key=lambda job: (job.cost, -job.place))
             self._give(queue, total, 1 if lone else self.hands.count)
-            if not queue and not any(seat.out for seat in self.seats.values() if seat.ready):
+            left = len(queue)
+            if not left and not any(seat.out for seat in self.seats.values() if seat.ready):
                 return
             answers = self.hands.heard(BEAT)
             self.status.beat()
@@ -247,6 +250,7 @@ class Team:
                     queue += self._again(number)
                 elif (job := self._heard(number, answer, take, join)) is not None:
                     queue.append(job)
+            again = len(queue) > left
 
     def _give(self, queue: list[Errand], total: Words | None, few: int) -> None:
         """Give each worker that has nothing to do the next job, or ask it for its sum."""

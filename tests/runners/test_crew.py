@@ -91,7 +91,8 @@ def kill(hands: Processes, stop: threading.Event, kills: int, seed: int) -> list
 
 
 @pytest.mark.parametrize(
-    "name", ["homes", *(pytest.param(n, marks=pytest.mark.nightly) for n in METHODS)]
+    "name",
+    [n if n == "homes" else pytest.param(n, marks=pytest.mark.nightly) for n in METHODS],
 )
 def test_processes_leave_the_same_files(
     name: str, here: Path, monkeypatch: Patch, pool: Resident
