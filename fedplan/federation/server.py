@@ -57,8 +57,9 @@ Roster = Mapping[str, Mapping[str, str]]
 class Server:
     """A world and its ledger. What it has committed survives any kill.
 
-    `start` are the values that the model starts with, of every param, and `marks` the digest of
-    each; `rows` are the digests of clients' rows, where they are seen.
+    `start` are the values that the model starts with, of every param that may change, and `marks`
+    the digest of each param; without these it takes the values of all. What the world has moved
+    for good is let go of. `rows` are the digests of clients' rows, where they are seen.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Server:
         marks: Mapping[str, str] | None = None,
         rows: Mapping[str, str] | None = None,
     ) -> None:
-        self.start, self.folder, self.rounds = start, folder, rounds
+        self.start, self.folder, self.rounds = dict(start), folder, rounds
         self.roster: dict[str, Mapping[str, str]] = dict(roster)
         self.digests = Digests()
         self.marks = dict(marks) if marks is not None else digests(start)
@@ -94,6 +95,7 @@ class Server:
             found.meta if found else {},
         )
         self._marked = dict[Path, tuple[tuple[int, int, int], list[int | str]]]()
+        self._let_go()
         self._agreed: list[int | str] | None = files.get(STUDY)
         self.ledger = open_ledger(folder, files, self.world.round)
         length, sha256 = files.get(METRICS, (0, ""))
@@ -270,10 +272,16 @@ class Server:
         meta |= {"run": self.identity.id, "files": self._files(), **self.aggregation.saved()}
         self.store.write(tensors, meta, number=self.world.round)
         reach("round.committed")
+        self._let_go()
         past.add(whole, turns, scores or {})
         for each in whole.warnings:
             log.warning("round %d: %s", whole.round, each)
         return Closed(self.rounds, whole, turns, scores or {}, Metrics(past.metrics))
+
+    def _let_go(self) -> None:
+        """Forget the start of what the world has moved: whoever lacks it is sent the world's."""
+        for key in [key for key in self.start if self.world.versions.get(key, 0)]:
+            del self.start[key]
 
     def score(self, closed: Closed, scores: Mapping[str, Any]) -> Closed:
         """Write down the scores of the last round, which were asked for once it was committed.
