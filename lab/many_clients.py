@@ -3,7 +3,7 @@
 
 A server with a ViT of 72 small tensors (12 k values) is played by hand: each client's update is a
 copy of one that is worked out once a round, so that what is measured is the server and nothing
-else. Of a large round 1,000 updates, spread evenly over it, go through `take`; of the others the
+else. Of a large round 500 updates, spread evenly over it, go through `take`; of the others the
 record is read and kept, as `take` does it, and nothing is added. So late ones are seen, and a row
 takes minutes. Each row is a process of its own. Times are CPU seconds of one thread.
 
@@ -44,10 +44,10 @@ from fedplan.training.fit import Pace
 OUT = Path(__file__).parent / "results" / "many-clients.json"
 ROWS = (
     (100, 100, 4, 1000),
-    (1_000, 1_000, 2, 1000),
-    (10_000, 10_000, 1, 1000),
-    (20_000, 20_000, 1, 1000),
-    (10_000, 1_000_000, 3, 200),
+    (1_000, 1_000, 1, 500),
+    (10_000, 10_000, 1, 500),
+    (20_000, 20_000, 1, 500),
+    (10_000, 1_000_000, 3, 150),
 )
 """Clients that are asked at once, those registered, rounds, and how many a round are taken."""
 SHAPE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
