@@ -94,6 +94,7 @@ class Server:
             participation or Participation(),
             found.meta if found else {},
         )
+        self._marked = dict[Path, tuple[tuple[int, int, int], list[int | str]]]()
         self._let_go()
         self._agreed: list[int | str] | None = files.get(STUDY)
         self.ledger = open_ledger(folder, files, self.world.round)
@@ -346,8 +347,16 @@ class Server:
         files = [self.folder / name for name in SMALL if (self.folder / name).exists()]
         for name in (SECRET, CHARGES) if self.agreement.guarantee else ():
             files += sorted((self.folder / "privacy").rglob(name))
-        marks = {str(file.relative_to(self.folder)): mark_of_file(file) for file in files}
+        marks = {str(file.relative_to(self.folder)): self._mark(file) for file in files}
         return marks | {f.file.name: f.mark for f in (self.ledger, self.metrics)}
+
+    def _mark(self, file: Path) -> list[int | str]:
+        """The length and the digest of a file, read again only if it was written again."""
+        found = file.stat()
+        now = (found.st_mtime_ns, found.st_size, found.st_ino)
+        if file not in self._marked or self._marked[file][0] != now:
+            self._marked[file] = now, mark_of_file(file)
+        return self._marked[file][1]
 
     def world_values(self) -> dict[str, Tensor]:
         """The federation's model: its values, and the start's for what each client keeps."""

@@ -27,6 +27,7 @@ from fedplan.errors import StoreError
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.errors import explained
 from fedplan.storage.failpoints import reach
+from fedplan.storage.files import make_folder
 from fedplan.storage.generations import (
     LARGEST_MANIFEST,
     Generation,
@@ -87,16 +88,9 @@ class Store:
 
     def made(self) -> Path:
         """Its folder, which is made when something is first put into it."""
-        folder = self._folder
-        if folder.is_dir():
-            return folder
-        with explained(f"{folder} cannot be made", "name a folder that you may write to"):
-            missing = [each for each in (folder, *folder.parents) if not each.exists()]
-            for each in reversed(missing):
-                each.mkdir(mode=0o700, exist_ok=True)
-                synced(each.parent)
-            folder.mkdir(exist_ok=True)
-        return folder
+        with explained(f"{self._folder} cannot be made", "name a folder that you may write to"):
+            make_folder(self._folder)
+        return self._folder
 
     def claim(self) -> None:
         """Let no other process write here while this Store lives, however its process ends."""

@@ -32,6 +32,7 @@ _UPPER = _LOWER * 2**CARRY
 _LOWER_BITS, _UPPER_BITS = struct.unpack("2q", struct.pack("2d", _LOWER, _UPPER))
 _CHUNK = 2**16  # numbers whose scratch stays in a core's cache
 _FACTS = ("dtype", "weight", "senders", "reach")
+_RAW = (*_FACTS, "shape", "load", "lifted")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES = {str(dtype)[6:]: dtype for dtype in _FLOATS}
 
@@ -295,6 +296,25 @@ class ExactSum:
             except (KeyError, TypeError) as error:
                 text = f"{name} is not part of a sum ({error}): read what `tensors` wrote"
                 raise SumError(text) from error
+        return found
+
+    def raw(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The sum as it stands, for one who trusts it and merges it at once: nothing is copied."""
+        tensors, facts = dict[str, Tensor](), dict[str, Any]()
+        for name, total in self._sorted():
+            tensors[f"{name}.lower"] = total.lower
+            tensors |= {f"{name}.upper": total.upper} if total.upper is not None else {}
+            facts[name] = {key: getattr(total, key) for key in _RAW}
+        return tensors, facts
+
+    @classmethod
+    def of_raw(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> ExactSum:
+        """The sum that `raw` gave."""
+        found = cls()
+        for name, fact in facts.items():
+            said = {**fact, "shape": tuple(fact["shape"])}
+            lower, upper = tensors[f"{name}.lower"], tensors.get(f"{name}.upper")
+            found._totals[name] = _Total(lower=lower, upper=upper, **said)
         return found
 
     def _sorted(self) -> list[tuple[str, _Total]]:
