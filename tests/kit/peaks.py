@@ -122,6 +122,7 @@ def measured(case: Case, play: Callable[[Any, Any], None]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     _undrawn()
+    import peft
     import transformers
     from transformers.models.gpt2 import modeling_gpt2
     from transformers.models.llama import modeling_llama
@@ -130,7 +131,7 @@ def measured(case: Case, play: Callable[[Any, Any], None]) -> dict[str, Any]:
     import fedplan.runners.flower.carrier
     import fedplan.runners.local  # noqa: F401
 
-    _ = transformers, modeling_gpt2, modeling_llama
+    _ = peft, transformers, modeling_gpt2, modeling_llama
     # What is loaded when it is first used is no part of what a run holds.
     _play(*made(TINY))
     gc.collect()
