@@ -88,13 +88,13 @@ LENT = {
         read_agreement read_answers read_egress read_faults read_identity read_record
         read_status read_turn request_header request_message require_sound run_of
         said_of scored scores_of segment_number sent state_said stopping together told
-        understood update_of warnings_of world_values
+        understood unlike_versions update_of warnings_of world_values
     """,
     "studies": """
         Count DeviceName Given Section WentOn agreed_run as_fault begun carry_over
         continuing exam_of flat found_in guarantee_of looked_at method_of note_task odd
-        open_study opened_run outline_of participation_of placed read_toml require_fitting
-        require_free scoring_of shares_of study_in study_of write_run
+        open_study opened_run outline_of participation_of placed read_toml
+        require_fitting require_free scoring_of shares_of study_in study_of write_run
     """,
     "runners": """
         ServerSection Site Worker Workers drive folder_of is_known link_in make_keys

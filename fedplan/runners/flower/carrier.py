@@ -22,7 +22,7 @@ from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
 from fedplan.federation.states import RunState, SiteState, state_said
 from fedplan.federation.status import Status
-from fedplan.federation.versions import other_versions
+from fedplan.federation.versions import other_versions, unlike_versions
 from fedplan.models.values import put
 from fedplan.privacy.errors import PrivacyError
 from fedplan.runners.faults import Faults, faults_of
@@ -128,6 +128,7 @@ class Carrier:
         self.callbacks = tuple(callbacks)
         self.faults, self._late = faults or Faults(), set[str]()
         self._unfit: dict[str, str] = {}
+        self._unlike: dict[str, str] = {}
         self._packed: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
         self.scoring, self.test = scoring or Scoring(), test
         self.evaluations = Evaluations(self.calls, server, self._arrays)
@@ -202,6 +203,14 @@ class Carrier:
             else:
                 self._unfit.pop(name, None)
                 self.server.roster[name] = guest.traits
+                self._tell_versions(name, guest)
+
+    def _tell_versions(self, name: str, guest: Guest) -> None:
+        """Tell once of a site that takes part with other packages than ours."""
+        odd = unlike_versions(guest.versions)
+        if odd and self._unlike.get(name) != odd:
+            self.status.tell("site versions", f"has {odd}; it takes part", site=name)
+        self._unlike[name] = odd
 
     def _unfit_for(self, name: str, guest: Guest) -> str:
         """Why a site cannot take part, in words; nothing if it can.
