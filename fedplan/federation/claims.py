@@ -15,10 +15,9 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.messages import Rejected, Request, Update, listed
 from fedplan.federation.record import ROLES, Scores, TurnRecord, parted
 from fedplan.language.plan import Role, Roles
-from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.params import Block
-from fedplan.tensors.named import Tensors, digest
+from fedplan.tensors.named import Digests, Tensors
 
 Known = Callable[[str], str | None]
 """The digest of what a client was sent under a key; None where the server does not know it."""
@@ -38,7 +37,7 @@ def roles_of(agreement: Agreement, record: TurnRecord) -> Roles:
     turn = Turn(record.round, record.client, record.phase, record.traits, said)
     if agreement.chooses(turn) != (said is not None):
         raise Rejected("its record has scores where nothing is chosen, or none where it is")
-    roles = resolve(agreement.method.plan, agreement.params, turn)
+    roles = agreement.resolved(turn)
     if len(record.roles) != len(roles):
         raise Rejected(f"its record has {len(record.roles)} roles for {len(roles)} params")
     for param, letter in zip(agreement.params, record.roles, strict=True):
@@ -78,7 +77,12 @@ def require_turn(
 
 
 def require_marks(
-    agreement: Agreement, record: TurnRecord, roles: Roles, values: Tensors, known: Known
+    agreement: Agreement,
+    record: TurnRecord,
+    roles: Roles,
+    values: Tensors,
+    known: Known,
+    digests: Digests,
 ) -> None:
     """Refuse digests that are not of what was sent and of what came back."""
     before, after = parted(agreement.params, record.before), parted(agreement.params, record.after)
@@ -89,7 +93,7 @@ def require_marks(
         key = param.key
         if not role.own and known(key) not in (None, before[key]):
             raise Rejected(f"its record says that {key} started from what was not sent")
-        if role is Role.SHARE and exact and digest(values[key]) != after[key]:
+        if role is Role.SHARE and exact and digests.of(values[key]) != after[key]:
             raise Rejected(f"its record says another {key} than came")
 
 
