@@ -42,7 +42,7 @@ path = "{model}"
 [task]
 kind = "text-classification"
 label = "label"
-labels = ["a", "b"]
+labels = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j"]
 max_length = 64
 [data]
 own_test = 0.0
@@ -71,7 +71,7 @@ def built():
     import torch
     from transformers import AutoModelForSequenceClassification
     torch.set_num_threads(1)
-    return AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, ignore_mismatched_sizes=True)
+    return AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=10)
 
 client = ClientApp()
 

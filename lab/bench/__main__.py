@@ -89,10 +89,15 @@ def measure(name: str, row: Row, names: list[str], places: Places, asked: Any) -
         "told": {},
     }
     try:
-        for turn in range(asked.repetitions + 1):
+        for turn in range(asked.repetitions + 1 if running else 0):
             order = sorted(running)[turn % len(running) :] + sorted(running)[: turn % len(running)]
             for engine in order:
-                took = running[engine].play(each if turn else 1)
+                try:
+                    took = running[engine].play(each if turn else 1)
+                except EngineFault as error:
+                    print(f"  left out: {error}", flush=True)
+                    running.pop(engine).end()
+                    continue
                 took = {word: round(value, 4) for word, value in took.items()}
                 if turn:
                     result["seconds"][engine].append(took)
@@ -107,11 +112,11 @@ def measure(name: str, row: Row, names: list[str], places: Places, asked: Any) -
             engine.end()
 
 
-def whole(name: str, repetitions: int) -> bool:
-    """Whether a row's file has all repetitions."""
+def whole(name: str, engines: list[str], repetitions: int) -> bool:
+    """Whether a row's file has all repetitions of these engines."""
     file = OUT / f"{name}.json"
-    held = json.loads(file.read_text())["seconds"] if file.exists() else {}
-    return bool(held) and all(len(seconds) >= repetitions for seconds in held.values())
+    row = json.loads(file.read_text()) if file.exists() else {"told": {}, "seconds": {}}
+    return all(n in row["told"] and len(row["seconds"][n]) >= repetitions for n in engines)
 
 
 def main() -> None:
