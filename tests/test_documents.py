@@ -132,3 +132,11 @@ def test_the_tables_of_scale_are_those_of_the_unit_costs() -> None:
     told = (ROOT / "docs" / "scale.md").read_text()
     for table in done.stdout.split("### ")[1:]:
         assert f"### {table.strip()}" in told, "make it anew: python lab/scale.py --write"
+
+
+def test_the_table_of_the_bench_is_that_of_its_result_files() -> None:
+    told = "import sys; from lab.bench.table import table; sys.stdout.write(table())"
+    words = [sys.executable, "-c", told]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
+    kept = (ROOT / "lab" / "results" / "bench" / "table.md").read_text()
+    assert done.stdout == kept, "make it anew: python -m lab.bench.table"

@@ -200,6 +200,7 @@ class PlainSum:
     def close(self) -> Outcome:
         """The mean of each param; of riders, the sum of the changes over the whole roster."""
         means, weights, agreed = self.values.mean(), self.values.weights(), self.agreement
+        self.values = ExactSum()  # a round is closed once: what it took is free for its world
         drift = self.drift.by_kind(agreed.params, self.base, means, weights)
         made, errors = self.products.close(means, weights)
         means |= made
@@ -238,8 +239,8 @@ class HeldSum:
                     raise Rejected(f"{key!r} is too large to be added to what others may send")
 
     def add(self, client: str, values: Tensors, riders: Tensors, weight: int) -> None:
-        """Hold one client's update."""
-        self.values[client], self.riders[client] = values, riders
+        """Hold one client's update: a copy, for the values may be lent."""
+        self.values[client], self.riders[client] = _copied(values), _copied(riders)
         self.weights[client] = weight
 
     def merge(self, other: HeldSum) -> None:
@@ -386,6 +387,10 @@ def summed(polled: Polled) -> dict[Block, float]:
     sound = [s for s in polled.values() if all(abs(x) <= LARGEST_SCORE for x in s.values())]
     blocks = dict.fromkeys(block for scores in sound for block in scores)
     return {block: fsum(s[block] for s in sound if block in s) for block in blocks}
+
+
+def _copied(values: Tensors) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in values.items()}
 
 
 def _about(number: int) -> str:

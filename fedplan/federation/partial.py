@@ -99,13 +99,15 @@ def merge(total: OpenSum, tensors: Tensors, said: Mapping[str, Any]) -> None:
 def _sums_sent(sums: Mapping[str, ExactSum]) -> Sent:
     tensors, facts = dict[str, Tensor](), dict[str, Any]()
     for name, each in sums.items():
-        found, facts[name] = each.tensors()
+        found, facts[name] = each.raw()
         tensors |= {f"{name}/{key}": value for key, value in found.items()}
     return tensors, facts
 
 
 def _sums_read(tensors: Tensors, facts: Mapping[str, Any]) -> dict[str, ExactSum]:
-    return {name: ExactSum.read(_under(f"{name}/", tensors), held) for name, held in facts.items()}
+    return {
+        name: ExactSum.of_raw(_under(f"{name}/", tensors), held) for name, held in facts.items()
+    }
 
 
 def _held_sent(total: HeldSum) -> Sent:

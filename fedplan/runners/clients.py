@@ -13,6 +13,7 @@ from fedplan.data.examples import Examples, Loss
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client, guard_of
 from fedplan.federation.exams import Exam
+from fedplan.federation.origin import Base
 from fedplan.federation.world import World
 from fedplan.privacy.guard import CHARGES, ClientGuard
 from fedplan.storage.journal import Journal, home_of
@@ -25,8 +26,8 @@ class Clients(MutableMapping[str, Client]):
 
     What a client has seen of the world is the world's own tensors, as far as they are still the
     ones that it has: so no older world stays alive, and a million names cost no more than their
-    rows. Who is put here by hand stays. `marks` are digests of what the model starts with, and
-    `rows_marks` those of clients' rows, where they are known.
+    rows. Who is put here by hand stays. `marks` are digests of what the model starts with, as
+    `base` has them, and `rows_marks` those of clients' rows, where they are known.
     """
 
     agreement: Agreement
@@ -43,6 +44,7 @@ class Clients(MutableMapping[str, Client]):
     rows_marks: Mapping[str, str] = field(default_factory=dict[str, str])
     replies: bool = False
     deterministic: bool = Client.deterministic
+    base: Base | None = None
     kept: dict[str, Client] = field(default_factory=dict[str, Client])
 
     def __getitem__(self, name: str) -> Client:
@@ -74,6 +76,7 @@ class Clients(MutableMapping[str, Client]):
             deterministic=self.deterministic,
             exam=self.exams.get(name),
             marked=(rows, mark) if mark else None,
+            base=self.base,
         )
 
     def journal(self, name: str) -> Journal:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 from fedplan.federation.agreement import Agreement
@@ -57,9 +58,10 @@ class OneProcess:
         for name in names:
             self.status.beat()
             self.status.site(name, SiteState.ASKED)
-            update = self._asked(local, tally, name)
+            update = self._asked(partial(local, lent=True), tally, name)
             reach("round.answered")
             self.server.take(tally, update, late=name in late)
+            del update  # the model's own values, which the next turn writes to
             self.status.site(name, SiteState.ANSWERED)
 
     def scored(self, names: Sequence[str]) -> tuple[dict[str, Scores], dict[str, str]]:

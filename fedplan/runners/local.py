@@ -16,6 +16,7 @@ from fedplan.federation.callbacks import Closed
 from fedplan.federation.client import Client
 from fedplan.federation.evaluation import Scores
 from fedplan.federation.exams import Exam
+from fedplan.federation.origin import Base, base_of
 from fedplan.federation.participation import Participation
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
@@ -36,7 +37,8 @@ class Federation:
     models are tested on. `faults` says who drops out
     and who is late. The model is moved to the `device`, if one is said; all values stay in host
     memory. `status` is told of each client's turn. `hire` says who plays the turns; without it this
-    process does, one after the other.
+    process does, one after the other. `start` and `base` are what the model starts with, where
+    somebody has them already.
     """
 
     def __init__(
@@ -59,9 +61,12 @@ class Federation:
         exams: Mapping[str, Exam | None] | None = None,
         status: Status | None = None,
         hire: Callable[[Server, Clients, Status], Crew] | None = None,
+        start: Mapping[str, Tensor] | None = None,
+        base: Base | None = None,
     ) -> None:
         self.status = status or Status()
-        start = take(model, agreement.params)
+        start = take(model, agreement.trainable) if start is None else start
+        base = base or base_of(model, agreement.params, start)
         self.model = settled(model.eval(), device) if device else model.eval()
         self.faults = faults or Faults()
         roster = {name: dict((traits or {}).get(name, {})) for name in names or rows}
@@ -72,15 +77,17 @@ class Federation:
             rounds=rounds,
             roster=roster,
             participation=participation,
+            marks=base.marks,
             rows=marks,
         )
+        del start
         self.clients = Clients(
             agreement=self.server.agreement,
             model=self.model,
             rows=dict(rows),
             loss=loss,
             folder=folder,
-            start=start,
+            start=self.server.start,
             marks=self.server.marks,
             digests=self.server.digests,
             world=lambda: self.server.world,
@@ -89,6 +96,7 @@ class Federation:
             rows_marks=marks or {},
             replies=replies,
             deterministic=deterministic,
+            base=base.placed(self.model, self.agreement.resting),
         )
         hired = hire or OneProcess
         self.crew: Crew = hired(self.server, self.clients, self.status)

@@ -72,6 +72,7 @@ class Player:
             exams={name: exam_of(study, stage.shares, name) for name in sites},
             rows_marks=stage.shares.marks if hides else {},
             deterministic=study.deterministic,
+            base=stage.base.placed(stage.model, self.agreement.resting),
         )
 
     def answer(self, said: Mapping[str, Any], tensors: Tensors) -> Sent:
@@ -174,7 +175,7 @@ class Player:
         began = time.perf_counter()
         assert tally is not None
         tally.cohort = {name: request}
-        update = local(self.agreement, self._client(said), request)
+        update = local(self.agreement, self._client(said), request, lent=True)
         pull(self.agreement, self.world, tally, update, late=said["late"])
         line, rejected = tally.lines.pop(name, None), tally.rejected.pop(name, None)
         return {}, {

@@ -127,6 +127,8 @@ class Simulation:
             exams=exams,
             status=self.status,
             hire=self.team.hired if self.team else None,
+            start=stage.start,
+            base=stage.base,
         )
         agreed_run(self.federation.server, study, self.shares)
 
@@ -191,7 +193,8 @@ class Simulation:
         return (*self.callbacks, *own)
 
     def _played(self) -> Closed:
-        before = self.federation.world_values()
+        # Else the last world would be held for a whole round.
+        before = self.federation.world_values() if self.study.evaluate.attention else {}
         tally = self.federation.round()
         due = self.scoring.due(self.federation.world.round, self.study.train.rounds)
         closed = self.federation.commit(tally, self.scores() if due else {}, self.signs(before))

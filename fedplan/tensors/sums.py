@@ -21,6 +21,7 @@ LARGEST_SUM = 2**98
 """In steps of the grid: the sum of weight times the largest magnitude stays below it."""
 
 _FACTS = ("dtype", "weight", "senders", "reach")
+_RAW = (*_FACTS, "shape", "load", "lifted")
 
 
 class SumError(FedplanError):
@@ -142,6 +143,25 @@ class ExactSum:
             except (KeyError, TypeError) as error:
                 text = f"{name} is not part of a sum ({error}): read what `tensors` wrote"
                 raise SumError(text) from error
+        return found
+
+    def raw(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The sum as it stands, for one who trusts it and merges it at once: nothing is copied."""
+        tensors, facts = dict[str, Tensor](), dict[str, Any]()
+        for name, total in self._sorted():
+            tensors[f"{name}.lower"] = total.lower
+            tensors |= {f"{name}.upper": total.upper} if total.upper is not None else {}
+            facts[name] = {key: getattr(total, key) for key in _RAW}
+        return tensors, facts
+
+    @classmethod
+    def of_raw(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> ExactSum:
+        """The sum that `raw` gave."""
+        found = cls()
+        for name, fact in facts.items():
+            said = {**fact, "shape": tuple(fact["shape"])}
+            lower, upper = tensors[f"{name}.lower"], tensors.get(f"{name}.upper")
+            found._totals[name] = Total(lower=lower, upper=upper, **said)
         return found
 
     def _sorted(self) -> list[tuple[str, Total]]:
