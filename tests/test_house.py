@@ -32,7 +32,7 @@ APART = {("privacy", "methods")}
 LENT = {
     "tensors": """
         AUTO DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE PIECES at_rest
-        autocast beside brought checksum deterministic device_named device_of
+        autocast beside brought chance checksum deterministic device_named device_of
         device_text device_word forked integers is_rider nbytes numbers param_of plain
         rider riders_of scaler settled split_riders widest
     """,
@@ -56,12 +56,12 @@ LENT = {
         rounds_ahead spelled_out stated text_of touched value
     """,
     "data": """
-        Collate KINDS Measure NO_LABEL OWN Own Seeded TASK_NAMES contents division
+        Collate Hollow KINDS Measure NO_LABEL OWN Own Seeded TASK_NAMES contents division
         is_among label_text labels_in model_loss named_columns names_in refitted
         require_packing require_sight rows some spread task_class to_train values where
     """,
     "training": """
-        CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES WRAP_NAMES adjust
+        CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES ROOM WRAP_NAMES adjust
         checkpointed is_public loop_named public_look wrap_named
     """,
     "methods": """

@@ -28,6 +28,7 @@ from fedplan.privacy.mechanisms.secret import secret_of
 from fedplan.storage.journal import Journal
 from fedplan.tensors.named import Digests, Tensors
 from fedplan.tensors.riders import beside, param_of
+from fedplan.training.features import Features
 from fedplan.training.probes import Look, is_public, public_look
 
 KEY = "key"
@@ -43,6 +44,7 @@ class Client:
     With `deterministic` its device gives the same bits each time, or an error where it cannot. With
     `mute` it tells nobody the loss of its rows.
     `exam` is what its models are tested on, and `disclosure` says which scores may leave it.
+    `features` keeps what frozen parts make of rows, of all clients of a process.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Client:
     exam: Exam | None = None
     disclosure: Disclosure = field(default_factory=Disclosure)
     marked: tuple[Examples, str] | None = None
+    features: Features | None = None
 
     @cached_property
     def key(self) -> bytes:

@@ -32,6 +32,7 @@ from fedplan.runners.faults import Faults
 from fedplan.storage.failpoints import reach
 from fedplan.storage.journal import Journal, home_of
 from fedplan.tensors.devices import settled
+from fedplan.training.features import Features
 
 Said = TypeVar("Said")
 
@@ -42,7 +43,7 @@ class Federation:
     `names` are all who may take part; those without rows never answer. `exams` are what clients'
     models are tested on. `faults` says who drops out
     and who is late. The model is moved to the `device`, if one is said; all values stay in host
-    memory. `status` is told of each client's turn.
+    memory. `status` is told of each client's turn. `features` keeps frozen outputs for all clients.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Federation:
         deterministic: bool = Client.deterministic,
         exams: Mapping[str, Exam | None] | None = None,
         status: Status | None = None,
+        features: Features | None = None,
     ) -> None:
         self.status = status or Status()
         start = take(model, agreement.params)
@@ -92,6 +94,7 @@ class Federation:
                 traits=roster[name],
                 deterministic=deterministic,
                 exam=(exams or {}).get(name),
+                features=features,
                 guard=guard_of(self.agreement, folder / "privacy" / home_of(folder, name).name),
             )
             for name, held in rows.items()

@@ -102,6 +102,7 @@ class Simulation:
             deterministic=study.deterministic,
             exams={name: exam_of(study, self.shares, name) for name in names},
             status=self.status,
+            features=study.train.features,
         )
         agreed_run(self.federation.server, study, self.shares)
 

@@ -108,6 +108,7 @@ def _endpoint_in(worker: Worker, run: str) -> Endpoint:
         mute=worker.mute,
         exam=exam_of(study, stage.shares, name),
         disclosure=worker.disclosure,
+        features=study.train.features,
     )
     write_run(place, study, agreement.params)
     note_task(place, stage.shares)
