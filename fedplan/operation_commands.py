@@ -24,6 +24,10 @@ def run(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Where the run is kept.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run.")] = False,
+    continue_from: Annotated[
+        str,
+        typer.Option(help="An earlier run's folder or id: begin with what clients kept there."),
+    ] = "",
     runner: Annotated[
         str, typer.Option(help="local: on this machine; flower: by the sites of a federation.")
     ] = "local",
@@ -40,16 +44,16 @@ def run(
     """Run a study. Stop it at any moment: --resume goes on with the same bits."""
     from fedplan.reports.operation import Operation
     from fedplan.reports.progress import follow, follow_flower
+    from fedplan.studies.continuation import open_study
 
     with told():
         watched = Operation(metrics_port, tuple(webhook or ()))
+        opened = open_study(study, change or [], output, resume=resume, earlier=continue_from)
         if runner == "flower":
             watched = replace(watched, certificates=server.absolute().parent)
-            follow_flower(
-                study, change or [], output, resume=resume, server=server, operation=watched
-            )
+            follow_flower(*opened, server=server, operation=watched)
         elif runner == "local":
-            follow(study, change or [], output, resume=resume, operation=watched)
+            follow(*opened, earlier=continue_from, operation=watched)
         else:
             raise FedplanError(f"--runner is local or flower, not {runner!r}")
 
@@ -126,11 +130,16 @@ def logs(
     console = Console(highlight=False, soft_wrap=True)
     with told():
         lines = (follow_log if follow else read_log)(folder, site=site, since=moment(since))
+        found = False
         try:
             for entry in lines:
+                found = True
                 if as_json:
                     print(json.dumps(asdict(entry)), flush=True)
                 else:
                     console.print(log_line(entry))
         except KeyboardInterrupt:
             raise typer.Exit(0) from None
+        if site and not found:
+            there = sorted({entry.site for entry in read_log(folder)} - {""})
+            raise FedplanError(f"no line is of {site!r} then; lines are of {', '.join(there)}")

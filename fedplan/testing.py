@@ -177,7 +177,7 @@ def law_each_gets_what_it_lacks(case: _Case) -> None:
     }
     for name in rest:
         for key, version in push(agreement, world, name, {}).versions.items():
-            assert version > world.known[name].get(key, -1)
+            assert version > world.known_by(name).get(key, -1)
 
 
 def law_one_client_that_shares_all_is_plain_training(case: _Case) -> None:

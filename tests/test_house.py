@@ -34,7 +34,7 @@ LENT = {
         AUTO DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE PIECES at_rest
         autocast beside brought chance checksum deterministic device_named device_of
         device_text device_word forked integers is_rider nbytes numbers param_of plain
-        rider riders_of scaler settled split_riders widest
+        rider riders_of scaler settled split_riders whole_digest widest
     """,
     "storage": """
         BrokenChain ChainFile Claim Entry Generation Head Process Read a_study_name
@@ -53,12 +53,13 @@ LENT = {
         After Assign Best By Condition Crowd MANY Part Phase Roles Step Trait When
         adapter bias blocks body candidates certain common conditions fusion head key
         kinds_of lora_a lora_b mlp norm own phases_in phrase prompt query require_told
-        rounds_ahead spelled_out stated text_of touched value
+        rounds_ahead spelled_out stated text_of told_apart touched value
     """,
     "data": """
-        Collate Hollow KINDS Measure NO_LABEL OWN Own Seeded TASK_NAMES contents division
-        is_among label_text labels_in model_loss named_columns names_in refitted
-        require_packing require_sight rows some spread task_class to_train values where
+        Collate Hollow KINDS METRIC_NAMES Measure NO_LABEL OWN Own Seeded TASK_NAMES contents
+        division is_among label_text labels_in model_loss named_columns names_in
+        refitted require_packing require_sight rows some spread task_class to_train
+        values where
     """,
     "training": """
         CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES ROOM WRAP_NAMES adjust
@@ -75,27 +76,27 @@ LENT = {
     "federation": """
         AGREEMENT ANSWERS APPROVAL Account BEST Callback Closed DELTA Disclosure
         EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity KEY KINDS
-        Kept LEDGER LIVE LOWER Limits METRICS Metrics Patience PlainSum ROLES RULES RUN
+        Kept LIVE LOWER Limits METRICS Metrics Patience PlainSum ROLES RULES RUN
         Record RecordError RunState RunStatus SMALL STUDY Scores Scoring SiteState
         SiteStatus Status TRACKER_NAMES WORLD Warrant agreements_in announced
-        ask_to_stop by_part by_senders caps_of changed_rows code_of cut drifts_of ended
-        evaluate guard_of is_id joined journal_in keyed last_of last_told mark_of meant
-        metrics_of other_versions own_values own_versions parsed parted personal_values
+        ask_to_stop by_part by_senders caps_of changed_rows closed_faults code_of cut drifts_of ended
+        evaluate guard_of is_id joined journal_in keyed last_of last_told ledger_lines mark_of meant
+        metrics_of newest_segment opening_faults other_versions own_values own_versions parsed parted personal_values
         place_of private_folder question read_agreement read_answers read_egress
         read_faults read_identity read_record read_status request_header request_message
-        require_sound run_of said_of scored scores_of state_said stopping together told
+        require_sound run_of said_of segment_number scored scores_of state_said stopping together told
         understood update_of warnings_of world_values
     """,
     "studies": """
-        Count DeviceName Given Section WentOn agreed_run as_fault exam_of flat found_in
-        guarantee_of laid_over looked_at method_of note_task odd opened_run outline_of
-        participation_of placed read_toml require_fitting require_free scoring_of
-        shares_of study_in study_of write_run
+        Count DeviceName Given Section WentOn agreed_run as_fault begun carry_over
+        continuing exam_of flat found_in guarantee_of looked_at method_of note_task odd
+        open_study opened_run outline_of participation_of read_toml require_fitting
+        require_free scoring_of shares_of study_in study_of write_run
     """,
     "runners": """
-        ServerSection Site Worker drive is_known link_in make_keys make_site_keys
-        new_federation new_site noded private public_key read_site run_link run_study
-        serve simulate table_of
+        ServerSection Site Worker drive folder_of is_known link_in make_keys
+        make_site_keys new_federation new_site noded private public_key read_site
+        run_link run_study serve simulate table_of
     """,
     "reports": """
         Figure Forecast Segment asked follow_flower foretold in_order log_line megabytes

@@ -21,8 +21,8 @@ from fedplan.federation.record import (
     parted,
     read_record,
 )
+from fedplan.federation.segments import opening_faults, segment_number
 from fedplan.federation.server import SMALL
-from fedplan.federation.world import LEDGER
 from fedplan.privacy.mechanisms.secret import read_secret
 from fedplan.privacy.statement import Statement
 from fedplan.storage.journal import Journal
@@ -49,13 +49,16 @@ def _verdict(run: Run) -> tuple[list[str], str]:
 
 def _verified(run: Run) -> tuple[list[str], str]:
     found = run.file_faults()
-    if any(found.get(name, "") for name in SMALL) or found.get(LEDGER, "").endswith("is lost"):
+    gone = any(segment_number(name) and why.endswith("is lost") for name, why in found.items())
+    if gone or any(found.get(name, "") for name in SMALL):
         # Without these there is nothing to hold the rest against.
         return [*found.values()], ""
     records = list(_records(run))
     turns = [record for record in records if isinstance(record, TurnRecord)]
     faults = [*found.values(), *run.identity_faults()]
     faults += verify_lines(run.agreement, run.lines, run.identity.marks)
+    if not found:
+        faults += _opening_faults(run)
     faults += _world_faults(run, [each for each in records if isinstance(each, RoundRecord)])
     faults += _best_faults(run, [each for each in records if isinstance(each, RoundRecord)])
     faults += _charge_faults(run)
@@ -71,6 +74,14 @@ def _verified(run: Run) -> tuple[list[str], str]:
         f"{up} bytes went up and {down} came down, all of them explained by the plan "
         f"{run.agreement.method.plan.fingerprint}; no client's own param went up. {read}"
     )
+
+
+def _opening_faults(run: Run) -> list[str]:
+    """Segments of the ledger that open with other numbers than those before them make."""
+    try:
+        return list(opening_faults(run.folder, run.meta["files"]))
+    except RecordError:
+        return []  # such a line is a fault of its own
 
 
 def _records(run: Run) -> Iterator[Record]:

@@ -70,7 +70,7 @@ class Client:
     @cached_property
     def key(self) -> bytes:
         """What digests of its own values are keyed by: nobody else can check a guess at one."""
-        return secret_of(self.journal.folder / KEY, self.journal.seal)
+        return secret_of(self.journal.made() / KEY, self.journal.seal)
 
     def mark(self) -> str:
         """The digest of its rows, worked out once for as long as they are the same."""

@@ -161,7 +161,7 @@ def _require_same(client: Client, request: Request, content: str) -> None:
     """Refuse other values under the same question: enough of them would tell what is kept."""
     if not content:
         return  # of a simulation, whose server is itself
-    file = client.journal.folder.parent / EXAMINED
+    file = client.journal.made().parent / EXAMINED
     try:
         said: Any = json.loads(file.read_text(encoding="utf-8") if file.exists() else "{}")
         known = {str(name): str(mark) for name, mark in cast("dict[Any, Any]", said).items()}

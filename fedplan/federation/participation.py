@@ -20,5 +20,5 @@ class Participation:
         """The clients that are asked in a round, in the roster's order."""
         draw = torch.randperm(len(roster), generator=seeds.generator(experiment, "cohort", number))
         asked = max(1, round(self.share * len(roster)))
-        chosen = {roster[int(i)] for i in draw[:asked]}
-        return [name for name in roster if name in chosen]
+        places = draw[:asked].sort().values  # so that they stand in the roster's order
+        return [roster[int(i)] for i in places]

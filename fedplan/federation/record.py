@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from fedplan.errors import FedplanError
@@ -224,13 +223,6 @@ def _defended(found: object) -> Defended:
         {client: _number(each, "far") for client, each in far.items()},
         _count(said, "thin"),
     )
-
-
-def read_records(file: Path) -> list[Record]:
-    """The records of a ledger, as far as its lines are whole."""
-    content = file.read_bytes()
-    lines = content[: content.rfind(b"\n") + 1].splitlines()
-    return [read_record(parsed(line)) for line in lines]
 
 
 def parsed(line: bytes) -> object:

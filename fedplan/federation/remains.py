@@ -25,19 +25,6 @@ def last_told(ledger: Path, after: int = 0) -> int:
     return last
 
 
-def require_newest(ledger: Path, number: int, length: int) -> None:
-    """Refuse a world of a round that is older than its ledger, which had this length by then.
-
-    To go on would cut off what is told of, and a copy of the world would then be of no use.
-    """
-    last = last_told(ledger, length)
-    if last > number + 1:
-        raise FedplanError(
-            f"{ledger} tells of round {last}, and the world beside it is of round {number}: the "
-            "server has lost its world; put a copy back, or begin another run"
-        )
-
-
 def require_secrets(folder: Path, files: Mapping[str, Any]) -> None:
     """Refuse to draw noise by another secret: what was released once must not be drawn again."""
     for name in (name for name in files if Path(name).name == SECRET):

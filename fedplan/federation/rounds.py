@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from fedplan.errors import FedplanError
+from fedplan.federation.acquaintance import NOBODY, Met
 from fedplan.federation.aggregation import OpenSum, Outcome
 from fedplan.federation.agreement import Agreement, basis
 from fedplan.federation.claims import require_marks, require_turn
@@ -33,6 +34,59 @@ def announced(agreement: Agreement, world: World) -> World:
     )
 
 
+@dataclass(frozen=True)
+class Parcel:
+    """What goes down to all clients that lack the same: their requests share it."""
+
+    values: dict[str, Tensor]
+    versions: dict[str, int]
+    basis: str
+
+
+class Parcels:
+    """The requests of the next round; what they carry is made once for clients that are alike."""
+
+    def __init__(self, agreement: Agreement, world: World) -> None:
+        self._agreement, self._world = agreement, world
+        self._made: dict[tuple[object, ...], Parcel] = {}
+
+    def request(self, client: str, traits: Mapping[str, str], *, anew: bool = False) -> Request:
+        """What a client lacks, and nothing else; `anew`, all that it needs."""
+        agreement, world, number = self._agreement, self._world, self._world.round + 1
+        turn = Turn(round=number, client=client, phase=world.phase, traits=dict(traits))
+        met = world.met.get(client, NOBODY)
+        parcel = self._parcel(turn, NOBODY if anew else met)
+        return Request(
+            name=agreement.request(number, client),
+            agreed=agreement.fingerprint,
+            turn=turn,
+            values=parcel.values,
+            versions=parcel.versions,
+            basis=parcel.basis,
+            heard=met.round,
+            anew=anew,
+            run=agreement.run,
+        )
+
+    def _parcel(self, turn: Turn, met: Met) -> Parcel:
+        # The world holds each group for as long as this is used: no other has its id.
+        alike = (id(met), self._agreement.method.plan.settle(turn))
+        if alike not in self._made:
+            self._made[alike] = self._packed(turn, met)
+        return self._made[alike]
+
+    def _packed(self, turn: Turn, met: Met) -> Parcel:
+        world, wanted = self._world, self._agreement.wanted(turn, met.settled)
+        lacking = [
+            k for k, first in wanted.items() if met.versions.get(k, first) < world.versions[k]
+        ]
+        return Parcel(
+            values={k: world.values[k] for k in lacking},
+            versions={k: world.versions[k] for k in lacking},
+            basis=basis({k: world.versions[k] for k in wanted}),
+        )
+
+
 def push(
     agreement: Agreement,
     world: World,
@@ -42,22 +96,7 @@ def push(
     anew: bool = False,
 ) -> Request:
     """What a client lacks for the next round, and nothing else; `anew`, all that it needs."""
-    number = world.round + 1
-    turn = Turn(round=number, client=client, phase=world.phase, traits=dict(traits))
-    known = world.known.get(client, {}) if not anew else {}
-    wanted = agreement.wanted(turn, world.settled.get(client, 0) if not anew else 0)
-    lacking = [k for k, first in wanted.items() if known.get(k, first) < world.versions[k]]
-    return Request(
-        name=agreement.request(number, client),
-        agreed=agreement.fingerprint,
-        turn=turn,
-        values={k: world.values[k] for k in lacking},
-        versions={k: world.versions[k] for k in lacking},
-        basis=basis({k: world.versions[k] for k in wanted}),
-        heard=world.heard.get(client, 0),
-        anew=anew,
-        run=agreement.run,
-    )
+    return Parcels(agreement, world).request(client, traits, anew=anew)
 
 
 @dataclass
@@ -126,7 +165,7 @@ def _checked(agreement: Agreement, world: World, tally: Tally, update: Update) -
     request = tally.cohort.get(update.client)
     if request is None:
         raise Rejected(f"{update.client!r} was not asked in this round")
-    if update.client in tally.heard:
+    if update.client in tally.lines:
         raise Rejected(f"{update.client!r} was counted before")
     if (update.request, update.agreed) != (request.name, request.agreed):
         raise Rejected(f"it answers {update.request!r}, and {request.name!r} was asked")
@@ -211,18 +250,15 @@ def close(
             memory[key] = fresh
     for key, change in outcome.riders.items():
         values[key], versions[key] = values[key] + change, number
-    known, settled = _heard(agreement, world, tally)
     return replace(
         world,
         values=values,
         versions=versions,
         round=number,
-        known=known,
+        met=_met(agreement, world, tally),
         memory=memory,
         drift=outcome.drift,
-        heard=world.heard | dict.fromkeys(tally.heard, number),
         clip=outcome.clip,
-        settled=settled,
     )
 
 
@@ -237,15 +273,25 @@ def _require_made(key: str, old: Tensor, made: Tensor, memory: Mapping[str, Tens
         raise FedplanError(f"the server optimiser calls a memory {strange[0]!r}: give it a word")
 
 
-def _heard(
-    agreement: Agreement, world: World, tally: Tally
-) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-    """What each client now has of the world, and which params are its own."""
-    known, settled = dict(world.known), dict(world.settled)
+def _met(agreement: Agreement, world: World, tally: Tally) -> dict[str, Met]:
+    """What each client now has of the world, and which params are its own.
+
+    Clients of one group that were sent the same and have the same roles are one group again: so
+    there are as many as there are kinds of clients and rounds that somebody was last heard in.
+    """
+    met, number = dict(world.met), world.round + 1
+    by_way, by_content = dict[tuple[object, ...], Met](), dict[tuple[object, ...], Met]()
     for client in tally.heard:
         request = tally.cohort[client]
         anew = request.anew or tally.lines[client].anew
-        known[client] = {**({} if anew else known.get(client, {})), **request.versions}
-        own = agreement.owned(request.turn)
-        settled[client] = (0 if anew else settled.get(client, 0)) | own
-    return known, settled
+        before = NOBODY if anew else met.get(client, NOBODY)
+        said = agreement.method.plan.settle(request.turn)
+        # Ids stand for what the old world and the cohort hold until all are through.
+        way = (id(before), id(request.versions), said)
+        if way not in by_way:
+            versions = {**before.versions, **request.versions}
+            settled = before.settled | agreement.owned(request.turn)
+            content = (frozenset(versions.items()), settled)
+            by_way[way] = by_content.setdefault(content, Met(number, versions, settled))
+        met[client] = by_way[way]
+    return met

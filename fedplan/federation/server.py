@@ -18,22 +18,17 @@ from fedplan.errors import FedplanError
 from fedplan.federation.aggregation import OpenSum, aggregation_of
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.callbacks import Closed
-from fedplan.federation.history import Metrics, metrics_of, row_of
+from fedplan.federation.history import Metrics, Past, row_of
 from fedplan.federation.identity import RUN, Identity, identified, read_identity
 from fedplan.federation.messages import Update
 from fedplan.federation.participation import Participation
-from fedplan.federation.record import RoundRecord, TurnRecord, joined, read_records, read_round
-from fedplan.federation.remains import require_newest, require_secrets
-from fedplan.federation.rounds import Tally, announced, close, pull, push
-from fedplan.federation.warnings import Drifts, drifts_of, warnings_of
-from fedplan.federation.world import (
-    BEST,
-    LEDGER,
-    METRICS,
-    WORLD,
-    World,
-    world_values,
-)
+from fedplan.federation.record import RoundRecord, TurnRecord, joined, read_round
+from fedplan.federation.remains import require_secrets
+from fedplan.federation.rounds import Parcels, Tally, announced, close, pull, push
+from fedplan.federation.segments import next_segment, open_ledger, read_past, read_segment
+from fedplan.federation.warnings import warnings_of
+from fedplan.federation.world import BEST, METRICS, WORLD, World, world_values
+from fedplan.language.crowds import told_apart
 from fedplan.language.horizon import rounds_ahead
 from fedplan.language.plan import Role
 from fedplan.language.resolution import permitted, resolve
@@ -99,9 +94,9 @@ class Server:
             found.meta if found else {},
         )
         self._agreed: list[int | str] | None = files.get(STUDY)
-        require_newest(folder / LEDGER, self.world.round, files.get(LEDGER, (0, ""))[0])
-        self.ledger = _ledger(folder / LEDGER, files)
-        self.metrics = _ledger(folder / METRICS, files)
+        self.ledger = open_ledger(folder, files, self.world.round)
+        length, sha256 = files.get(METRICS, (0, ""))
+        self.metrics = Lines(folder / METRICS, length=length, sha256=sha256)
 
     def agree(self) -> None:
         """Stand by the study as it now is: rounds may be added to it, and places may change."""
@@ -116,8 +111,9 @@ class Server:
         self.world = announced(self.agreement, self.world)
         number = self.world.round + 1
         cohort = self.aggregation.cohort(number, list(self.roster))
+        parcels = Parcels(self.agreement, self.world)
         tally = Tally(
-            {n: push(self.agreement, self.world, n, self.roster[n]) for n in cohort},
+            {name: parcels.request(name, self.roster[name]) for name in cohort},
             self._total(number, None),
             marks=self.marks,
             digests=self.digests,
@@ -232,10 +228,11 @@ class Server:
         ahead = rounds_ahead(plan)
         if ahead is None:
             return dict.fromkeys((p.key for p in self.agreement.movable), inf)
+        kinds = told_apart(plan, self.roster)
         sayings = {
             plan.settle(turn): (turn, inf if ever else number)
             for number, ever in ahead
-            for turn in self._turns(number, phase)
+            for turn in (Turn(number, name, phase, traits) for name, traits in kinds)
         }
         found = dict[str, float]()
         for turn, last in sayings.values():
@@ -245,7 +242,9 @@ class Server:
         return found
 
     def _turns(self, number: int, phase: str) -> list[Turn]:
-        return [Turn(number, name, phase, traits) for name, traits in self.roster.items()]
+        """A turn of each kind of client that the plan tells apart: of a large roster, few."""
+        kinds = told_apart(self.agreement.method.plan, self.roster)
+        return [Turn(number, name, phase, traits) for name, traits in kinds]
 
     def commit(
         self,
@@ -257,10 +256,12 @@ class Server:
 
         `scores` are kept beside the ledger, `signs` in the round's own line.
         """
-        so_far, turns = self.history, tuple(tally.lines[name] for name in sorted(tally.lines))
+        past, turns = self._past, tuple(tally.lines[name] for name in sorted(tally.lines))
         whole = read_round({**self._whole(tally).json(), **(signs or {})})
-        whole = replace(whole, warnings=warnings_of(whole, turns, self._drifts))
-        self.ledger.append([*(turn.json() for turn in turns), whole.json()])
+        whole = replace(whole, warnings=warnings_of(whole, turns, past.drifts))
+        ledger, opening = next_segment(self.ledger, past)
+        ledger.append([*opening, *(turn.json() for turn in turns), whole.json()])
+        self.ledger = ledger
         reach("round.ledger_written")
         self.metrics.append([{"round": self.world.round, **scores}] if scores else [])
         reach("round.before_commit")
@@ -268,11 +269,10 @@ class Server:
         meta |= {"run": self.identity.id, "files": self._files(), **self.aggregation.saved()}
         self.store.write(tensors, meta, number=self.world.round)
         reach("round.committed")
-        so_far.append(row_of(whole, turns, scores or {}))
-        self._drifts.append(whole.drift)
+        past.add(whole, turns, scores or {})
         for each in whole.warnings:
             log.warning("round %d: %s", whole.round, each)
-        return Closed(self.rounds, whole, turns, scores or {}, Metrics(so_far))
+        return Closed(self.rounds, whole, turns, scores or {}, Metrics(past.metrics))
 
     def score(self, closed: Closed, scores: Mapping[str, Any]) -> Closed:
         """Write down the scores of the last round, which were asked for once it was committed.
@@ -297,21 +297,16 @@ class Server:
     @property
     def history(self) -> Metrics:
         """The metrics of every round that was committed."""
-        return self._past[0]
-
-    @property
-    def _drifts(self) -> Drifts:
-        return self._past[1]
+        return self._past.metrics
 
     @cached_property
-    def _past(self) -> tuple[Metrics, Drifts]:
-        """The metrics of all rounds and the drift of the last ones, from one reading."""
-        records = read_records(self.ledger.file)
-        return metrics_of(records, read_lines(self.metrics.file)), drifts_of(records)
+    def _past(self) -> Past:
+        """The numbers of all rounds and the drift of the last ones, from the open segment."""
+        return read_past(self.ledger, self.metrics.file)
 
     def last(self) -> Closed | None:
         """The last round that was committed, as it was told when it was."""
-        records = read_records(self.ledger.file)
+        _, records = read_segment(self.ledger.file)
         if not records or not isinstance(whole := records[-1], RoundRecord):
             return None
         lines = {line["round"]: line for line in read_lines(self.metrics.file)}
@@ -344,7 +339,7 @@ class Server:
         for name in (SECRET, CHARGES) if self.agreement.guarantee else ():
             files += sorted((self.folder / "privacy").rglob(name))
         marks = {str(file.relative_to(self.folder)): mark_of_file(file) for file in files}
-        return marks | {LEDGER: self.ledger.mark, METRICS: self.metrics.mark}
+        return marks | {f.file.name: f.mark for f in (self.ledger, self.metrics)}
 
     def world_values(self) -> dict[str, Tensor]:
         """The federation's model: its values, and the start's for what each client keeps."""
@@ -367,8 +362,3 @@ def _identity(
     return identified(
         folder, Identity(agreement.run, agreement.study, agreement.start, dict(rows), joint)
     )
-
-
-def _ledger(file: Path, files: Mapping[str, Any]) -> Lines:
-    length, sha256 = files.get(file.name, (0, ""))
-    return Lines(file, length=length, sha256=sha256)

@@ -21,7 +21,8 @@ from fedplan.errors import FedplanError
 from fedplan.federation.callbacks import Closed
 from fedplan.federation.codes import code_of, told
 from fedplan.federation.patience import Patience
-from fedplan.federation.record import TurnRecord, read_records
+from fedplan.federation.record import TurnRecord
+from fedplan.federation.segments import read_segment
 from fedplan.federation.states import (
     ASKED,
     AT_ONCE,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 PAUSE, BEAT = 0.5, 10.0
 """Seconds between two writings of what single sites do, a round being written at once; and between
 two of the same, which say that the driver is there."""
+LISTED = 2000
+"""Sites of a federation that are told of one by one; of a larger one only faults, in the log."""
 LATELY = 20
 """Rounds that the seconds of a round are the median of."""
 SHARES = (0.8, 1.0)
@@ -75,6 +78,7 @@ class Status:
         self._dirty = False
         self._took: list[float] = []
         self._passed = 0.0
+        self._listed = True
 
     @contextmanager
     def driving(
@@ -125,6 +129,8 @@ class Status:
 
     def site(self, name: str, state: str, why: str = "") -> None:
         """Say what a site does; the same again is nothing new."""
+        if not self._listed:
+            return self._unlisted(name, state, why)
         before = self.now.sites.get(name, SiteStatus())
         if (before.state, before.why) == (state, why):
             return
@@ -136,9 +142,18 @@ class Status:
         if state in GRAVE:
             changed = replace(changed, fault=why or state, fault_at=changed.since)
         self._happened(f"site {state}", why, level=GRAVE.get(state, "info"), site=name)
-        self._put(sites={**self.now.sites, name: changed})
+        if name not in self.now.sites:  # whoever reads it meanwhile never finds it growing
+            self._put(sites=dict(self.now.sites))
+        self.now.sites[name] = changed
         self._dirty = True
         self._flush()
+
+    def _unlisted(self, name: str, state: str, why: str) -> None:
+        """What is told of one of very many sites: that there is progress, and faults."""
+        if state in (SiteState.ASKED, SiteState.ANSWERED):
+            self._progress = time.monotonic()
+        if state in GRAVE:
+            self._happened(f"site {state}", why, level=GRAVE[state], site=name)
 
     def round(self, closed: Closed) -> None:
         """Say that a round was committed."""
@@ -161,7 +176,7 @@ class Status:
             scores=scores or self.now.scores,
             seconds=seconds,
             left=seconds * (closed.rounds - closed.round),
-            sites=_after(self.now.sites, closed),
+            sites=_after(self.now.sites, closed) if self._listed else {},
         )
         self._spend(closed.round)
         self._write()
@@ -206,8 +221,10 @@ class Status:
         if self.folder is not None and not again:  # what was asked of this driver still holds
             (self.folder / ASKED).unlink(missing_ok=True)
         last, guarantee = server.last(), server.agreement.guarantee
-        known = {name: SiteStatus(since=now()) for name in server.roster}
-        records = read_records(server.ledger.file) if self._heard else []
+        self._listed, since = len(server.roster) <= LISTED, now()
+        known = {name: SiteStatus(since=since) for name in server.roster} if self._listed else {}
+        # Bytes of sites are those that the open segment of the ledger tells of.
+        _, records = read_segment(server.ledger.file) if self._heard and known else (None, [])
         turns = [record for record in records if isinstance(record, TurnRecord)]
         self.now = RunStatus(
             study=study,

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedplan.errors import FedplanError
+from fedplan.federation.acquaintance import NOBODY, Met, met_loaded, met_saved
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.messages import listed, scored
 from fedplan.language.resolution import permitted
@@ -21,29 +23,30 @@ from fedplan.tensors.riders import param_of, riders_of
 WORLD, LEDGER, METRICS, BEST = "world", "ledger.jsonl", "metrics.jsonl", "best"
 """What a run's folder holds of its rounds: the last world, and the best, if it is kept."""
 
+FORMAT = 2
+"""Of a world on the disk: what clients have stands in groups since 2."""
+
 
 @dataclass(frozen=True)
 class World:
     """The federation's values, each with the round that last changed it.
 
-    `known` says which version of what each client has, `settled` which params it has as its own
-    (`Agreement.owned`), and `heard` when it last answered; `memory` is the server optimiser's;
-    `drift` is that of the last round; `choice` are the scores of the last vote, and `clip` is the
-    bound that follows the clients' changes, if any does. Version 0 is the value that a model starts
-    with: of the federation's params it travels at first contact, riders start at zero.
+    `met` says of each client that ever answered when it last did, which version of what it has and
+    which params it has as its own; `memory` is the server optimiser's; `drift` is that of the last
+    round; `choice` are the scores of the last vote, and `clip` is the bound that follows the
+    clients' changes, if any does. Version 0 is the value that a model starts with: of the
+    federation's params it travels at first contact, riders start at zero.
     """
 
     values: dict[str, Tensor]
     versions: dict[str, int]
     round: int = 0
     phase: str = ""
-    known: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    met: dict[str, Met] = field(default_factory=dict[str, Met])
     memory: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
     drift: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    heard: dict[str, int] = field(default_factory=dict[str, int])
     choice: dict[Block, float] = field(default_factory=dict[Block, float])
     clip: float = 0.0
-    settled: dict[str, int] = field(default_factory=dict[str, int])
 
     @staticmethod
     def start(agreement: Agreement, values: Tensors) -> World:
@@ -53,37 +56,56 @@ class World:
         riders = {name: torch.zeros_like(values[param_of(name)]) for name in beside}
         return World(values | riders, dict.fromkeys(values | riders, 0))
 
+    def known_by(self, client: str) -> Mapping[str, int]:
+        """Which version of what a client has of the world."""
+        return self.met.get(client, NOBODY).versions
+
+    def settled_by(self, client: str) -> int:
+        """Which params a client has as its own, a bit each (`Agreement.owned`)."""
+        return self.met.get(client, NOBODY).settled
+
+    def heard_from(self, client: str) -> int:
+        """The round in which a client last answered; 0 if it never did."""
+        return self.met.get(client, NOBODY).round
+
     def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Its tensors by name, and all else as JSON."""
         tensors = {f"value/{k}": v for k, v in self.values.items()}
         for key, memory in self.memory.items():
             tensors |= {f"memory/{name}/{key}": v for name, v in memory.items()}
-        meta = {"round": self.round, "phase": self.phase, "versions": self.versions}
+        met, groups = met_saved(self.met, list(self.versions))
+        meta = {"format": FORMAT, "round": self.round, "phase": self.phase}
         drift = {kind: list(numbers) for kind, numbers in self.drift.items()}
         hidden = {"choice": listed(self.choice), "clip": self.clip}
-        meta |= {"settled": {client: hex(bits) for client, bits in self.settled.items()}}
-        return tensors, meta | {"known": self.known, "heard": self.heard, "drift": drift} | hidden
+        return tensors | met, meta | {"versions": self.versions, "drift": drift} | hidden | groups
 
     @staticmethod
     def loaded(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> World:
         """The world that was saved as these."""
+        if meta.get("format") != FORMAT:
+            raise FedplanError(
+                f"this world has format {meta.get('format')!r}, not {FORMAT}: read it with the "
+                "fedplan it is from"
+            )
         values, memory = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
         for name, tensor in tensors.items():
             sort, _, rest = name.partition("/")
             if sort == "value":
                 values[rest] = tensor
-            else:
+            elif sort == "memory":
                 which, _, key = rest.partition("/")
                 memory.setdefault(key, {})[which] = tensor
-        known = {client: dict(held) for client, held in meta["known"].items()}
         versions = {k: int(v) for k, v in meta["versions"].items()}
-        drift = {kind: (apart, step) for kind, (apart, step) in meta["drift"].items()}
-        heard = dict(meta["heard"])
-        choice, clip = scored(meta["choice"]), float(meta["clip"])
-        settled = {client: int(bits, 16) for client, bits in meta["settled"].items()}
-        number, phase = meta["round"], meta["phase"]
         return World(
-            values, versions, number, phase, known, memory, drift, heard, choice, clip, settled
+            values,
+            versions,
+            meta["round"],
+            meta["phase"],
+            met_loaded(tensors, meta, list(versions)),
+            memory,
+            {kind: (apart, step) for kind, (apart, step) in meta["drift"].items()},
+            scored(meta["choice"]),
+            float(meta["clip"]),
         )
 
 

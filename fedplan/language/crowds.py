@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 
 from fedplan.language.plan import By, Plan, When
 from fedplan.language.predicates import Predicate
@@ -24,6 +24,23 @@ def kinds_of(plan: Plan, crowd: Crowd | None) -> list[tuple[str, Turn]]:
     """One turn for each kind of client that a plan tells apart, of those that there are."""
     known = _clients(plan)
     return known if crowd is None else _present(plan, known, crowd.roster)
+
+
+def told_apart(
+    plan: Plan, roster: Mapping[str, Mapping[str, str]]
+) -> list[tuple[str, Mapping[str, str]]]:
+    """One client, with its traits, of each kind that a plan tells apart: the first of the roster.
+
+    Where a plan names no client and no trait, all are alike, and nobody is looked at.
+    """
+    names, traits = _named(plan)
+    if not names and not traits:
+        return list(islice(roster.items(), 1))
+    found, named = dict[tuple[str, ...], tuple[str, Mapping[str, str]]](), set(names)
+    for name, held in roster.items():
+        said = (value if (value := held.get(t, "")) in traits[t] else "" for t in traits)
+        found.setdefault((name if name in named else "", *said), (name, held))
+    return list(found.values())
 
 
 def _present(

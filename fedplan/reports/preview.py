@@ -113,6 +113,12 @@ def stated(place: Path) -> Statement:
         agreed = read_agreement(folder)
         return _stated(study_in(folder), place, Path(agreed["account"]), agreed["prefix"])
     run = open_run(place)
+    guarantee = guarantee_of(run.study)
+    if guarantee is not None and guarantee.unit == "example" and not run.study.gathered:
+        raise ConfigError(
+            f"{place}: each site pays for its own examples, and its account is there: ask for "
+            "`fedplan privacy` of the site's folder of this run"
+        )
     _require_charges(run)
     return _stated(run.study, place, run.folder)
 

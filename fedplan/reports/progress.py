@@ -10,34 +10,24 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedplan.federation.callbacks import Closed
-from fedplan.federation.status import Status
 from fedplan.reports.lines import HEADING, line_of, line_of_sites
 from fedplan.reports.operation import Operation, operated
 from fedplan.reports.preview import state
 from fedplan.reports.units import millions
 from fedplan.runners.simulation import Simulation
-from fedplan.studies.continuation import require_free
-from fedplan.studies.folder import study_in
-from fedplan.studies.schema import ConfigError, Study, laid_over, placed, read_study, study_of
+from fedplan.studies.schema import Study
 
 
 def follow(
-    file: Path,
-    changes: list[str],
-    output: Path | None,
-    *,
-    resume: bool,
-    operation: Operation | None = None,
+    study: Study, folder: Path, *, earlier: str = "", operation: Operation | None = None
 ) -> None:
     """Run a study, or go on with one, and tell its rounds as they close."""
-    study, folder = _opened(file, changes, output, resume=resume)
     with operated(folder, operation or Operation()) as status:
-        _follow(study, folder, status)
+        _follow(Simulation(study, folder, earlier=earlier, status=status))
 
 
-def _follow(study: Study, folder: Path, status: Status) -> None:
-    console = Console(highlight=False)
-    simulation = Simulation(study, folder, status=status)
+def _follow(simulation: Simulation) -> None:
+    console, study, folder = Console(highlight=False), simulation.study, simulation.folder
     console.print(f"{_opening(simulation, folder)}\n\n[bold]{HEADING}[/bold]")
     bar = Progress(
         TextColumn("round {task.completed}/{task.total}"),
@@ -67,23 +57,17 @@ def _follow(study: Study, folder: Path, status: Status) -> None:
         )
     if study.privacy is not None:
         console.print(state(folder).text(), markup=False, soft_wrap=True)
-    console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
+    done = "" if simulation.stopped else "Done. "
+    console.print(f"{done}Check it: fedplan verify {folder}", markup=False)
 
 
 def follow_flower(
-    file: Path,
-    changes: list[str],
-    output: Path | None,
-    *,
-    resume: bool,
-    server: Path,
-    operation: Operation | None = None,
+    study: Study, folder: Path, *, server: Path, operation: Operation | None = None
 ) -> None:
     """Carry a study to the sites of a federation, and tell its rounds as they close."""
     from fedplan.runners.flower.driver import drive
     from fedplan.runners.flower.link import link_in
 
-    study, folder = _opened(file, changes, output, resume=resume)
     console = Console(highlight=False)
 
     def tell(closed: Closed) -> None:
@@ -100,26 +84,6 @@ def follow_flower(
         console.print(f"Stopped after round {status.now.round}: {status.stopped}.", markup=False)
         return
     console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
-
-
-def _opened(
-    file: Path, changes: list[str], output: Path | None, *, resume: bool
-) -> tuple[Study, Path]:
-    if file.is_dir():
-        if not resume:
-            raise ConfigError(f"{file} is a run: go on with it by --resume")
-        if output is not None and output.resolve() != file.resolve():
-            raise ConfigError(
-                f"--output is {output}, and {file} goes on where it is: leave it out, or copy the "
-                "run's folder and go on with the copy"
-            )
-        said = study_in(file).model_dump(mode="json")
-        study, folder = placed(study_of(laid_over(said, changes)), file), file
-    else:
-        study = read_study(file, changes)
-        folder = output or Path("runs") / study.name
-    require_free(folder, study, resume=resume)
-    return study, folder
 
 
 def _opening(simulation: Simulation, folder: Path) -> str:

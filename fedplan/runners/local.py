@@ -99,7 +99,8 @@ class Federation:
             )
             for name, held in rows.items()
         }
-        for name, known in self.world.known.items():
+        for name in self.clients.keys() & self.world.met.keys():
+            known = self.world.known_by(name)
             current = {k: n for k, n in known.items() if n == self.world.versions[k]}
             self.clients[name].seen = {k: self.world.values[k] for k in current}
             self.clients[name].held = current

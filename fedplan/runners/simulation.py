@@ -33,7 +33,7 @@ from fedplan.models.attention import moved
 from fedplan.models.values import put
 from fedplan.runners.faults import faults_of
 from fedplan.runners.local import Federation
-from fedplan.studies.continuation import require_free
+from fedplan.studies.continuation import begun, carry_over, continuing, require_free
 from fedplan.studies.folder import agreed_run, opened_run, study_in
 from fedplan.studies.given import Given
 from fedplan.studies.run import open_run
@@ -63,12 +63,13 @@ class Simulation:
         folder: Path,
         given: Given | None = None,
         *,
+        earlier: Path | str = "",
         callbacks: Sequence[Callback] = (),
         status: Status | None = None,
     ) -> None:
         if not study.gathered:
             raise ConfigError("data.path: each site of this study has its own: --runner flower")
-        self.study, self.folder, self.given = study, folder, given
+        self.study, self.folder, self.given, self.earlier = study, folder, given, earlier
         self.callbacks, self.stopped = (*callbacks, *study.evaluate.callbacks), ""
         self.status = status or Status()
         self._open()
@@ -86,6 +87,8 @@ class Simulation:
         require_fitting(stage, study.train.batch)
         self.scoring = scoring_of(study, self.shares)
         self.claim = opened_run(self.folder, study, agreement.params, self.shares)
+        if study.continues and not begun(self.folder):
+            carry_over(study, self.earlier, self.folder)
         self.federation = Federation(
             agreement,
             stage.model,
@@ -253,13 +256,19 @@ def run_study(
     folder: Path | str | None = None,
     *,
     resume: bool = False,
+    continue_from: Path | str = "",
     callbacks: Sequence[Callback] = (),
 ) -> Simulation:
-    """Run a study, or the one in a file, in a folder; without one, in runs/ under its name."""
+    """Run a study, or the one in a file, in a folder; without one, in runs/ under its name.
+
+    With `continue_from` each client begins with what it kept in that earlier run.
+    """
     made = study if isinstance(study, Study) else read_study(Path(study))
+    made = continuing(made, continue_from) if continue_from else made
     place = Path(folder or Path("runs") / made.name)
     require_free(place, made, resume=resume)
-    return Simulation(made, place, callbacks=callbacks, status=Status(place)).run()
+    status = Status(place)
+    return Simulation(made, place, earlier=continue_from, callbacks=callbacks, status=status).run()
 
 
 def simulate(

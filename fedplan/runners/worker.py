@@ -23,12 +23,14 @@ from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.messages import run_of
 from fedplan.naming import allowing
 from fedplan.runners.site import Site
+from fedplan.storage.journal import Journal
 from fedplan.storage.names import folder_named
 from fedplan.studies.folder import note_task, write_run
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.stage import exam_of, stage_of
 from fedplan.tensors.devices import device_named, settled
 from fedplan.tensors.message import Message
+from fedplan.tensors.riders import is_rider
 from fedplan.tensors.serialization import packed
 
 if TYPE_CHECKING:
@@ -105,14 +107,24 @@ def _endpoint_in(worker: Worker, run: str) -> Endpoint:
         guard=guard_of(agreement, account.folder, account),
         account=account,
         deterministic=study.deterministic,
-        mute=worker.mute,
+        mute=worker.mute or len(stage.shares.train[name]) < worker.disclosure.least_rows,
         exam=exam_of(study, stage.shares, name),
         disclosure=worker.disclosure,
         features=study.train.features,
     )
+    if study.continues:
+        _carry_over(worker, site.journal)
     write_run(place, study, agreement.params)
     note_task(place, stage.shares)
     return Endpoint(agreement, site, folder, faults=worker.faults, egress=worker.egress)
+
+
+def _carry_over(worker: Worker, journal: Journal) -> None:
+    """Begin with what the site kept in the earlier run that the study says, if it was in it."""
+    run, name = worker.study.continues, folder_named(worker.site.name)
+    for place in Path(worker.site.home).glob(f"*/{name}/{run}"):
+        home, _ = journal_in(place, worker.seal, reading=True).home()
+        journal.begin({k: v for k, v in home.items() if not is_rider(k)})
 
 
 def _traits(study: Study, site: Site) -> dict[str, str]:

@@ -26,7 +26,9 @@ from fedplan.studies.stage import outline_of
 APPROVALS = "approvals.jsonl"
 """In a home: what was said to each study, by whom."""
 OFFERED, APPROVED, REFUSED, WITHDRAWN = "offered", "approved", "refused", "withdrawn"
-BEGUN = "begun"
+BEGUN, REJOINED = "begun", "rejoined"
+ASIDE = (OFFERED, BEGUN, REJOINED)
+"""Words that decide nothing."""
 _KEPT = 256
 """Judgements that are remembered."""
 
@@ -105,7 +107,8 @@ class Approvals:
         whole = self._whole(study)
         lines = [line for line in self._lines() if line["study"] == whole]
         # What was offered stays in the chain; a file that somebody took away comes back.
-        if self.inbox.put(study, server=server) or not lines:
+        said = {line["study"] for line in self._lines() if line["word"] not in ASIDE}
+        if self.inbox.put(study, server=server, said=said) or not lines:
             self._say(OFFERED, study, "", server=server)
         rule = self.policy.by_rule and not any(_is_persons(line) for line in lines)
         rule = rule and not picked(study)
@@ -158,6 +161,11 @@ class Approvals:
                 f"the study {offer.whole[:12]} is not approved: there is nothing to withdraw"
             )
         self._say(WITHDRAWN, offer.study, user(), server=offer.server)
+
+    def rejoined(self, run: str, study: Study) -> None:
+        """Write down that a person lets a run go on from a home that was put back."""
+        self._require_approver()
+        self._say(REJOINED, study, user(), server="", run=run)
 
     def word(self, whole: str) -> str:
         """What was last said to a study: offered, approved, refused or withdrawn."""
@@ -249,7 +257,7 @@ class Approvals:
     def _last(self, whole: str) -> dict[str, Any] | None:
         """The last line in which somebody decided about a study."""
         said = (line for line in reversed(self._lines()) if line["study"] == whole)
-        return next((line for line in said if line["word"] not in (OFFERED, BEGUN)), None)
+        return next((line for line in said if line["word"] not in ASIDE), None)
 
     def _lines(self) -> list[dict[str, Any]]:
         """All that was said; read and proved anew if another process has said more."""
@@ -294,4 +302,4 @@ def user() -> str:
 
 
 def _is_persons(line: dict[str, Any]) -> bool:
-    return line["word"] not in (OFFERED, BEGUN) and line["approver"] != RULE
+    return line["word"] not in ASIDE and line["approver"] != RULE

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from fedplan.errors import FedplanError
 from fedplan.federation.codes import KINDS, said_of, told
 from fedplan.federation.egress import Egress, Warrant, ended
-from fedplan.federation.endpoint import EVALUATE, HELLO, Endpoint
+from fedplan.federation.endpoint import EVALUATE, HELLO, Endpoint, place_of
 from fedplan.federation.exams import Disclosure
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.identity import is_id
@@ -26,7 +26,7 @@ from fedplan.language.turn import Turn
 from fedplan.models.teaching import untaught
 from fedplan.naming import allowing
 from fedplan.runners.site import Site
-from fedplan.runners.worker import Worker, private
+from fedplan.runners.worker import Worker, folder_of, private
 from fedplan.sites.approvals import Approvals
 from fedplan.sites.policy import Policy
 from fedplan.storage.files import put_file
@@ -145,6 +145,10 @@ class Desk:
         data = study.data
         if study.gathered or data.test_path or data.test_split or data.test:
             raise Refused("a study names rows, and this site reads its own").coded("policy")
+        if study.continues and self._file(study.continues).exists():
+            earlier = folder_of(self.site.home, self._bound(study.continues), self.site.name)
+            if not place_of(earlier, study.continues).is_dir():
+                raise Refused(f"what was kept in {study.continues} is lost").coded("restored")
         if self._file(run).exists() and self._bound(run).digest != study.digest:
             raise Refused(f"the run {run} is of another study").coded("another-study")
         return study
@@ -219,7 +223,9 @@ def rejoin(site: Site, run: str) -> None:
         raise FedplanError(
             f"{site.name} knows no run {run[:40]!r}: its runs are {', '.join(there) or 'none'}"
         )
-    with private():
+    with private(), allowing(site.allow):
+        said = json.loads((Path(site.home) / RUNS / f"{run}.json").read_text(encoding="utf-8"))
+        approvals_of(site).rejoined(run, study_of(said))
         place = Path(site.home) / REJOIN
         place.mkdir(parents=True, exist_ok=True)
         (place / run).touch()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,20 +43,27 @@ class Inbox:
         found = self.folder.glob("*.json") if self.folder.exists() else ()
         return [file.stem for file in sorted(found, key=lambda file: file.stat().st_mtime_ns)]
 
-    def put(self, study: Study, *, server: str = "") -> bool:
-        """Keep a study as it came; whether it is new here."""
+    def put(self, study: Study, *, server: str = "", said: Container[str] = ()) -> bool:
+        """Keep a study as it came; whether it is new here.
+
+        A full inbox lets go of the oldest that nobody has `said` anything to.
+        """
         with allowing(self.allow):
             file = self._file(study.whole)
         if file.exists():
             return False
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        said = {"study": study.model_dump(mode="json"), "time": time, "server": server}
-        text = json.dumps(said, indent=1, sort_keys=True) + "\n"
-        if len(self.wholes()) >= MOST or len(text) > LARGEST:
+        offer = {"study": study.model_dump(mode="json"), "time": time, "server": server}
+        text = json.dumps(offer, indent=1, sort_keys=True) + "\n"
+        there = self.wholes()
+        idle = [whole for whole in there if whole not in said]
+        if len(text) > LARGEST or (len(there) >= MOST and not idle):
             raise Refused(
                 f"{self.folder} takes {MOST} studies of {LARGEST} bytes at the most: take away "
                 "those that nobody needs"
             ).coded("not-approved")
+        if len(there) >= MOST:
+            self._file(idle[0]).unlink(missing_ok=True)
         private_folder(self.folder)
         put_file(file, text, mode=0o600)
         return True

@@ -77,10 +77,12 @@ class Notice:
 
     def __rich__(self) -> RenderableType:
         study, total = self.study, sum(each.total for each in self.parts)
+        earlier = [study.continues] if study.continues else []
         used = {word for each in self.parts for word in each.roles.split(" or ")}
         return Group(
             Text(f"{study.name}: study {study.whole}", style="bold"),
             Text(f"{self.plan}\n{study.train.rounds} rounds, {megabytes(total)} MB leave in all\n"),
+            *(Text(f"It begins with what this site kept in the run {n}.\n") for n in earlier),
             self._table(),
             Text("".join(f"\n{word}: {MEANINGS[word]}" for word in MEANINGS if word in used)),
             _listed("Beside the parts there leave", self.tells),

@@ -41,7 +41,9 @@ def reach_server(server: ServerSection) -> Reached:
 def certificate_mark(server: ServerSection) -> str:
     """The digest of the certificate that a server shows; nothing if it shows none."""
     with _line_to(server) as line:
-        shown = line.sock.getpeercert(binary_form=True) if server.ca else None
+        if not isinstance(line.sock, ssl.SSLSocket):
+            return ""
+        shown = line.sock.getpeercert(binary_form=True)
         return hashlib.sha256(shown).hexdigest() if shown else ""
 
 

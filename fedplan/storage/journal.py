@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from torch import Tensor
@@ -20,8 +21,12 @@ FIRST = 1
 
 
 def home_of(run: Path, client: str) -> Path:
-    """Where a run keeps a client's journal: one folder, whatever the client is called."""
-    return run / "homes" / folder_named(client)
+    """Where a run keeps a client's journal: one folder, whatever the client is called.
+
+    Two digests of its name stand above it, so that of a million homes no folder holds thousands.
+    """
+    shard = hashlib.sha256(client.encode("utf-8", "surrogatepass")).hexdigest()
+    return run / "homes" / shard[:2] / shard[2:4] / folder_named(client)
 
 
 class Journal:
@@ -46,8 +51,12 @@ class Journal:
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """Where it lies, once there is something to keep."""
         return self._folder
+
+    def made(self) -> Path:
+        """Its folder, made if nothing was put into it yet."""
+        return self._store.made()
 
     @property
     def skipped(self) -> list[Skipped]:
@@ -61,7 +70,7 @@ class Journal:
     def last(self, before: str = "") -> str:
         """The last request that was answered: now, or before another one. Nothing at first."""
         found = self._store.find(lambda meta: meta.get("request") != before)
-        return str(found.meta.get("request")) if found else ""
+        return str(found.meta["request"] or "") if found else ""
 
     def answered(self, request: str) -> Read | None:
         """The reply that was committed for this very request, if it was one of the last two."""
@@ -82,6 +91,13 @@ class Journal:
                 "the folder back, or remove it to begin anew"
             )
         return {}, {}
+
+    def begin(self, home: Tensors) -> None:
+        """Keep this before the first request, unless there is something already."""
+        if self._store.numbers():
+            return
+        tensors = {f"home/{name}": tensor for name, tensor in home.items()}
+        self._store.write(tensors, {"request": None, "notes": {}, "reply": {}}, number=FIRST - 1)
 
     def commit(
         self, request: str, home: Tensors, notes: Meta, reply: Tensors, reply_meta: Meta

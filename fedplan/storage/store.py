@@ -67,8 +67,8 @@ class Store:
     """A folder of generations, of which the newest `keep` good ones stay.
 
     One process writes at a time; any may read. `claim` keeps the others from it for longer. With a
-    `seal` nothing but numbers and sizes can be read from the disk. Who is only `reading` makes no
-    folder and changes nothing on the disk.
+    `seal` nothing but numbers and sizes can be read from the disk. Its folder is made when
+    something is first put into it. Who is only `reading` changes nothing on the disk.
     """
 
     def __init__(
@@ -78,17 +78,23 @@ class Store:
             raise StoreError(f"keep is {keep}: a store keeps at least 1 generation")
         self._unfit: dict[int, str] = {}
         self._folder, self._keep, self._seal, self._reading = folder, keep, seal, reading
-        if reading:
-            return
+
+    def made(self) -> Path:
+        """Its folder, which is made when something is first put into it."""
+        folder = self._folder
+        if folder.is_dir():
+            return folder
         with explained(f"{folder} cannot be made", "name a folder that you may write to"):
             missing = [each for each in (folder, *folder.parents) if not each.exists()]
             for each in reversed(missing):
                 each.mkdir(mode=0o700, exist_ok=True)
                 synced(each.parent)
             folder.mkdir(exist_ok=True)
+        return folder
 
     def claim(self) -> None:
         """Let no other process write here while this Store lives, however its process ends."""
+        self.made()
         with explained(f"{self._folder} cannot be claimed", "make it readable to this user"):
             self._claim = claimed(self._folder)
 
@@ -100,6 +106,7 @@ class Store:
         require_same(meta, self._seal)
         if self._reading:
             raise StoreError(f"{self._folder} was opened for reading: nothing is written")
+        self.made()
         with (
             explained(
                 f"generation {number} was not finished in {self._folder}",
@@ -154,7 +161,7 @@ class Store:
 
     def _found(self, wanted: Wanted, load: Loader) -> Generation | None:
         with explained(f"{self._folder} cannot be read", "make it readable to this user"):
-            if not self._reading:
+            if not self._reading and self._folder.exists():
                 # What a killed writer renamed may not be on disk yet: nobody acts on it before.
                 synced(self._folder)
             numbers, found = self._look(wanted, load)
@@ -198,7 +205,7 @@ class Store:
 
     def numbers(self) -> list[int]:
         """The numbers of all generations, good or not, the newest first."""
-        if self._reading and not self._folder.exists():
+        if not self._folder.exists():
             return []
         names = (_NUMBER.fullmatch(name) for name in os.listdir(self._folder))
         return sorted((int(name[1]) for name in names if name), reverse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,12 @@ from fedplan.models.dual import load_dual
 from fedplan.models.grafting import configured, family_named, graft, load_adapter
 from fedplan.models.hub import fetched, is_hub_id, quiet
 from fedplan.models.quantised import quantisation, steadied
-from fedplan.studies.model_section import AdapterSection
+from fedplan.studies.model_section import AdapterSection, ModelSection
 from fedplan.studies.schema import Study
 from fedplan.tensors.devices import forked
+
+BESIDE = frozenset(("num_labels", "attn_implementation", "experts_implementation"))
+"""Settings that every configuration takes, though it does not list them."""
 
 
 def starting_model(study: Study, task: Task, method: Method) -> nn.Module:
@@ -74,6 +78,7 @@ def _bare(study: Study, task: Task) -> nn.Module:
 
     said = study.model
     with _told(f"model: {said.path or said.type!r} cannot be read for {task.kind}"):
+        _require_settings(said, here=True)
         settings = {**said.settings, **task.settings}
         config = (
             fetched(transformers.AutoConfig, said.path, here=True, **settings)
@@ -156,6 +161,7 @@ def _pretrained(study: Study, task: Task) -> nn.Module:
         )
     with _told(f"model.path: {said.path!r} cannot be loaded for {task.kind}"):
         dtype = getattr(torch, said.dtype)
+        _require_settings(said)
         return steadied(
             fetched(
                 _loader(task),
@@ -180,8 +186,28 @@ def _from_scratch(study: Study, task: Task) -> nn.Module:
 
     said = study.model
     with _told(f"model.type: no {said.type!r} can be made for {task.kind} with these settings"):
+        _require_settings(said)
         config = transformers.AutoConfig.for_model(said.type, **said.settings, **task.settings)
         return _loader(task).from_config(config).to(getattr(torch, said.dtype))
+
+
+def _require_settings(said: ModelSection, *, here: bool = False) -> None:
+    """Refuse settings that the model's own configuration does not have.
+
+    A study comes from others: what is none of a model's would be a word to transformers itself.
+    """
+    if not said.settings:
+        return
+    import transformers
+
+    config = (
+        fetched(transformers.AutoConfig, said.path, here=here)
+        if said.path
+        else transformers.AutoConfig.for_model(said.type)
+    )
+    known = {*config.to_dict(), *signature(type(config)).parameters, *config.attribute_map}
+    if strange := said.settings.keys() - known - BESIDE:
+        raise FedplanError(f"model.settings: a {config.model_type} has no {min(strange)!r}")
 
 
 @contextmanager

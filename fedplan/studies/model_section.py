@@ -22,6 +22,8 @@ CODE = frozenset(
     )
 )
 """Settings by which transformers would run code, read other files, or write and fetch some."""
+DEEPEST, LARGEST = 1000, 2**31
+"""Of a number of layers, and of any other setting: a model is outlined before it is approved."""
 ATTENTION = re.compile("_?(attn|experts)_implementation.*")
 
 
@@ -35,6 +37,9 @@ def _settings(said: dict[str, Any]) -> dict[str, Any]:
                 f"{name} = {str(value)[:60]!r} would fetch code: say one of transformers' own, "
                 "such as 'eager' or 'sdpa'"
             )
+        most = DEEPEST if "layer" in name or "depth" in name else LARGEST
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"{name} = {value}: {most} is the most")
         if isinstance(value, dict):
             _settings(cast("dict[str, Any]", value))
     return said

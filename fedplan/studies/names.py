@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from fedplan.data.metrics import METRIC_NAMES
 from fedplan.data.own import OWN
 from fedplan.data.tasks import TASK_NAMES
 from fedplan.methods.registry import METHOD_NAMES, METHODS, SERVER_OPTIMISER_NAMES
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 def code_of_names(study: Study) -> list[str]:
     """What stands behind each name of a study that changes a turn, but for what everybody has."""
     return [f"\n{each.name} {each.content}" for each in found_in(study) if each.content]
+
+
+def code_of_metrics(study: Study) -> list[str]:
+    """The same of the names that change no turn, but run at a site: its metrics."""
+    found = map(METRIC_NAMES.find, study.evaluate.metrics)
+    return [f"\n{each.name} {each.content}" for each in found if each.content]
 
 
 def found_in(study: Study) -> list[Found[Any]]:

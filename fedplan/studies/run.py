@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +16,9 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.history import Metrics, metrics_of
 from fedplan.federation.identity import RUN, Identity, read_identity
 from fedplan.federation.record import Record, parsed, read_record
+from fedplan.federation.segments import closed_faults, ledger_lines
 from fedplan.federation.server import STUDY
-from fedplan.federation.world import BEST, LEDGER, METRICS, WORLD, World
+from fedplan.federation.world import BEST, METRICS, WORLD, World
 from fedplan.models.params import Params
 from fedplan.models.schema import read
 from fedplan.privacy.guard import CHARGES
@@ -116,7 +118,10 @@ class Run:
     @cached_property
     def lines(self) -> list[object]:
         """The lines of the ledger, as JSON or, where they are none, as bytes."""
-        return [_line(line) for line in self._content(LEDGER).splitlines()]
+        if not self.round:
+            return []
+        with self._there():
+            return [_line(line) for line in ledger_lines(self.folder, self.meta["files"])]
 
     @cached_property
     def records(self) -> list[Record]:
@@ -141,7 +146,7 @@ class Run:
         home = journal.home(following)
         # What was kept before is no later than what is kept now.
         last = journal.last(following)
-        if not last and client in self.meta.get("heard", {}):
+        if not last and self.round and self.world.heard_from(client):
             raise ConfigError(f"{client}'s home is lost: put a copy of {journal.folder} back")
         if last and last not in self.requests(client):
             self.require_current()
@@ -171,7 +176,8 @@ class Run:
         """Files that are not as they were when the round was committed, each with the fault."""
         self._require_round()
         found = {name: self._file_fault(name) for name in self.meta["files"]}
-        return {name: fault for name, fault in found.items() if fault}
+        faults = {name: fault for name, fault in found.items() if fault}
+        return faults | closed_faults(self.folder, self.meta["files"])
 
     def _file_fault(self, name: str) -> str:
         file, (length, sha256) = self.folder / name, self.meta["files"][name]
@@ -211,8 +217,13 @@ class Run:
         """A file that only grows, as long as it was when the round was committed."""
         if not self.round:
             return b""
-        try:
+        with self._there():
             return (self.folder / name).read_bytes()[: self.meta["files"][name][0]]
+
+    @contextmanager
+    def _there(self) -> Generator[None]:
+        try:
+            yield
         except OSError as error:
             raise ConfigError(f"{self.folder} is not the folder of a run: {error}") from error
 

@@ -20,7 +20,7 @@ from fedplan.naming import UnknownName
 from fedplan.privacy.dpsgd.fit import require_pace
 from fedplan.storage.names import a_study_name
 from fedplan.studies.model_section import ModelSection
-from fedplan.studies.names import code_of_names
+from fedplan.studies.names import code_of_metrics, code_of_names
 from fedplan.studies.plain import flat, odd, read_toml, value_of
 from fedplan.studies.sections import (
     ClientsSection,
@@ -59,10 +59,14 @@ class ConfigError(FedplanError):
 
 
 class Study(Section):
-    """One study: a model, data, a method and a seed."""
+    """One study: a model, data, a method and a seed.
+
+    `continues` is the id of an earlier run: what each client kept there is what it begins with.
+    """
 
     name: Annotated[str, AfterValidator(a_study_name)] = "study"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    continues: Annotated[str, Field(pattern="^([0-9a-f]{16})?$")] = ""
     threads: Positive = 1
     device: DeviceName = AUTO
     deterministic: bool = Client.deterministic
@@ -89,7 +93,7 @@ class Study(Section):
     def whole(self) -> str:
         """Tells two studies apart by every word in them: what a site approves."""
         told = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        told += "".join(code_of_names(self))
+        told += "".join([*code_of_names(self), *code_of_metrics(self)])
         return hashlib.sha256(told.encode()).hexdigest()
 
     @model_validator(mode="after")
@@ -114,6 +118,15 @@ class Study(Section):
         if said and said.unit == "example":
             with as_fault():
                 require_pace(self.train.pace)
+        return self
+
+    @model_validator(mode="after")
+    def _continues(self) -> Study:
+        if self.privacy and self.continues:
+            raise ValueError(
+                "continues: what was kept in an earlier run tells of rows, and what this study "
+                "promises would not cover it: leave it out"
+            )
         return self
 
     @property

@@ -59,7 +59,7 @@ class _Enough(Exception):
 
 
 @dataclass
-class Stage:
+class Scene:
     """A model in which some modules stand still while a context lasts, as long as it is `on`.
 
     `shapes` are what still modules hand out for one row, on the meta device; `now` are the kept
@@ -306,8 +306,8 @@ def _smallest(model: nn.Module, batch: Batch, run: Run, whole: Cut) -> Cut | Non
     shapes, kept = record(model, whole.still, whole.kept, batch, run)
 
     def right(cut: Cut) -> bool:
-        stage = Stage(model, cut, shapes, {slot: kept[slot] for slot in cut.kept}, on=True)
-        with stage.set(), suppress(RuntimeError, TypeError, AttributeError, IndexError):
+        scene = Scene(model, cut, shapes, {slot: kept[slot] for slot in cut.kept}, on=True)
+        with scene.set(), suppress(RuntimeError, TypeError, AttributeError, IndexError):
             found = _slopes(run, batch, leaves)
             return all(_same(one, other) for one, other in zip(truth, found, strict=True))
         return False

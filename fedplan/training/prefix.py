@@ -19,7 +19,7 @@ from fedplan.data.examples import Examples, Hollow, Seeded
 from fedplan.errors import FedplanError
 from fedplan.tensors.devices import autocast, brought, device_of, forked
 from fedplan.tensors.named import Batch, Tensors
-from fedplan.training.cuts import Cut, Run, Stage, find_cut, record
+from fedplan.training.cuts import Cut, Run, Scene, find_cut, record
 from fedplan.training.features import Features, Shelf
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ log = logging.getLogger("fedplan")
 
 _NEAR = {None: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 """How near the loss of rows one by one must be to that of their batch, as a share of it."""
-Look = tuple[dict[str, Any], dict[str, torch.Size]]
+Widths = tuple[dict[str, Any], dict[str, torch.Size]]
 """What still modules hand out for one row of some width, and the shapes of what is kept."""
 
 
@@ -45,7 +45,7 @@ class Known:
     why: str
     common: frozenset[str] = frozenset()
     hollow: bool = False
-    looks: dict[object, Look] = field(default_factory=dict[object, Look])
+    widths: dict[object, Widths] = field(default_factory=dict[object, Widths])
 
 
 @final
@@ -77,7 +77,7 @@ class Prefix:
         self._job, self._all, self._known, self._cut, self._kept = job, rows, known, cut, kept
         self._device = device_of(job.model)
         self._shelf = self._opened()
-        self.stage = Stage(job.model, cut)
+        self.scene = Scene(job.model, cut)
 
     @property
     def rows(self) -> Examples:
@@ -87,18 +87,18 @@ class Prefix:
 
     def enter(self, batch: Batch, rows: Tensor) -> None:
         """Have what is kept of some rows stand in the model, for the pass of their batch."""
-        self.stage.on = False
+        self.scene.on = False
         sign = tuple((name, each.shape[1:], each.dtype) for name, each in batch.items())
-        look = self._known.looks.get(sign)
-        if look is None:
-            look = self._known.looks[sign] = self._looked(batch, rows)
-        shapes, sizes = look
+        width = self._known.widths.get(sign)
+        if width is None:
+            width = self._known.widths[sign] = self._looked(batch, rows)
+        shapes, sizes = width
         numbers = cast("list[int]", rows.tolist())
         held = [self._kept.row(self._shelf, i, lambda i=i: self._made(i)) for i in numbers]
         common = self._shelf.common or {}
         fresh = {s: _stacked([row[s] for row in held], sizes[s]) for s in held[0]}
-        self.stage.now = brought({**common, **fresh}, self._device)
-        self.stage.shapes, self.stage.count, self.stage.on = shapes, len(numbers), True
+        self.scene.now = brought({**common, **fresh}, self._device)
+        self.scene.shapes, self.scene.count, self.scene.on = shapes, len(numbers), True
 
     def _opened(self) -> Shelf:
         job, named = self._job, dict(self._job.model.named_parameters())
@@ -108,7 +108,7 @@ class Prefix:
         key = hashlib.sha256(json.dumps(said).encode()).hexdigest()
         return self._kept.shelf(job.mark or f"id {id(job.rows)}", key, job.rows)
 
-    def _looked(self, batch: Batch, rows: Tensor) -> Look:
+    def _looked(self, batch: Batch, rows: Tensor) -> Widths:
         """How wide things are in a batch, from one row that is as wide."""
         one = {name: each[:1] for name, each in batch.items()}
         if self._known.hollow:
@@ -141,7 +141,7 @@ def prefix_of(job: Job, rows: Examples) -> Generator[Prefix | None]:
         yield None
         return
     prefix = Prefix(job, rows, known, known.cut, kept)
-    with prefix.stage.set():
+    with prefix.scene.set():
         yield prefix
 
 
@@ -183,7 +183,7 @@ def _require_near(job: Job, rows: Examples, known: Known, cut: Cut, kept: Featur
     for hollow in (True, False) if isinstance(rows, Hollow) else (False,):
         known.hollow = hollow
         prefix = Prefix(job, rows, known, cut, kept)
-        with prefix.stage.set():
+        with prefix.scene.set():
             batch = prefix.rows.batch(some)
             prefix.enter(batch, some)
             with forked(device, 0):

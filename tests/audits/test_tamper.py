@@ -17,6 +17,7 @@ from fedplan.audits import run as audit
 from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
 from fedplan.runners.simulation import Simulation
+from fedplan.storage.journal import home_of
 from fedplan.studies.schema import read_study
 
 KINDS = {
@@ -150,21 +151,21 @@ def test_any_bit_of_any_file_is_named(
         (copy / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("place", ["world", "homes", "homes/client-01"])
+@pytest.mark.parametrize("place", ["world", "homes", str(home_of(Path(), "client-01"))])
 def test_a_removed_folder_is_named(folder: Path, place: str, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / place)
     assert accused(tmp_path / "run", Path(place) / "x") or accused(
-        tmp_path / "run", Path("homes/client-01/x")
+        tmp_path / "run", home_of(Path(), "client-01") / "x"
     )
 
 
 def test_homes_of_two_clients_swapped_are_named(folder: Path, tmp_path: Path) -> None:
-    homes = tmp_path / "run/homes"
     shutil.copytree(folder, tmp_path / "run")
-    (homes / "client-01").rename(homes / "x")
-    (homes / "client-02").rename(homes / "client-01")
-    (homes / "x").rename(homes / "client-02")
+    one, other = (home_of(tmp_path / "run", f"client-0{i}") for i in (1, 2))
+    one.rename(tmp_path / "x")
+    other.rename(one)
+    (tmp_path / "x").rename(other)
     faults, _ = verify_run(tmp_path / "run")
     assert {"client-01", "client-02"} == {fault.partition("'")[0] for fault in faults}
 

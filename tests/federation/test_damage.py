@@ -113,7 +113,7 @@ PACE = Pace(sgd(), rate=1e-2, batch=2, steps=2)
 def bits(world: World) -> object:
     """All that a world is."""
     memory = {key: digests(held) for key, held in world.memory.items()}
-    rest = (world.versions, world.known, world.heard, world.drift, world.choice, world.clip)
+    rest = (world.versions, world.met, world.drift, world.choice, world.clip)
     return digests(world.values), memory, rest
 
 

@@ -291,7 +291,7 @@ def test_no_turn_follows_from_scores_and_the_world_comes_down_once(here: Path) -
         world = open_run(run).world
         found[name] = {
             "world": digests(world.values),
-            "known": (world.known, world.versions, world.settled, world.heard),
+            "known": (world.met, world.versions),
             "ledger": (run / "ledger.jsonl").read_bytes(),
             "homes": homes(sites),
             "up": sum(line["up"] for line in egress),

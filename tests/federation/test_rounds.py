@@ -310,7 +310,7 @@ def test_the_serve_forgets_what_freezes_for_good_and_keeps_what_rests(tmp_path: 
 @pytest.mark.parametrize("name", ["../../out", "a/b", ".", "..", "St. Élie", "C:\\x", "%2F"])
 def test_a_client_of_any_name_has_one_home_within_the_run(name: str, tmp_path: Path) -> None:
     home = home_of(tmp_path, name)
-    assert home.resolve().parent == (tmp_path / "homes").resolve()
+    assert home.resolve().parents[2] == (tmp_path / "homes").resolve()
     assert home_of(tmp_path, name + "x") != home
 
 

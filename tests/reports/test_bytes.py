@@ -20,7 +20,8 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.identity import read_identity
-from fedplan.federation.record import RoundRecord, TurnRecord, read_records
+from fedplan.federation.record import RoundRecord, TurnRecord
+from fedplan.federation.segments import read_segment
 from fedplan.federation.server import Server
 from fedplan.language.crowds import Crowd
 from fedplan.methods.method import Method
@@ -152,7 +153,7 @@ def test_forecast_messages_and_ledger_say_the_same_bytes(
     for (_, turn), (up, down) in sent.items():
         assert within(view.ups[turn - 1], up), (wire, turn, view.ups, up)
         assert within(view.downs[turn - 1], down), (wire, turn, view.downs, down)
-    lines = read_records(tmp_path / "ledger.jsonl")
+    _, lines = read_segment(tmp_path / "ledger.jsonl")
     turns = {(t.client, t.round): (t.up, t.down) for t in lines if isinstance(t, TurnRecord)}
     assert turns == sent, wire
     for line in lines:

@@ -15,6 +15,7 @@ from studies import approvals_in, offered
 from fedplan.errors import FedplanError
 from fedplan.federation.messages import Refused
 from fedplan.sites import approvals as module
+from fedplan.sites import inbox
 from fedplan.sites.approvals import APPROVALS, Approvals, user
 from fedplan.storage.chain import BrokenChain, read_chain
 from fedplan.studies.plain import read_toml
@@ -23,6 +24,7 @@ from fedplan.studies.schema import Study, study_of
 CHANGES: dict[str, Any] = {
     "name": "another",
     "seed": 7,
+    "continues": "0123456789abcdef",
     "threads": 2,
     "device": "cpu",
     "deterministic": True,
@@ -210,3 +212,16 @@ def test_an_inbox_is_full_some_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         approvals.offer(offered(seed=seed))
     assert refused(approvals, offered(seed=3)) == "not-approved"
     assert len(approvals.inbox.wholes()) == 3
+
+
+def test_a_full_inbox_lets_go_of_what_nobody_spoke_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox, "MOST", 3)
+    approvals, mine = approvals_in(tmp_path), offered()
+    approvals.offer(mine)
+    approvals.approve(mine.whole)
+    for seed in range(1, 6):
+        approvals.offer(offered(seed=seed))
+    assert mine.whole in approvals.inbox.wholes() and len(approvals.inbox.wholes()) == 3
+    assert approvals.admit(mine) == user()

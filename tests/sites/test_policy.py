@@ -23,7 +23,8 @@ from studies import offered
 
 from fedplan.errors import FedplanError, PlanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.record import ROLES, TurnRecord, read_records
+from fedplan.federation.record import ROLES, TurnRecord
+from fedplan.federation.segments import read_segment
 from fedplan.language.crowds import phases_in
 from fedplan.language.plan import Role
 from fedplan.language.resolution import check, resolve
@@ -63,7 +64,7 @@ def played(name: str, folder: Path) -> tuple[Agreement, set[str], set[str]]:
             assert answered is not None
             sent |= {kinds[param_of(key)] for key in answered[0]}
         whole.commit(tally)
-    turns = [r for r in read_records(folder / "ledger.jsonl") if isinstance(r, TurnRecord)]
+    turns = [r for r in read_segment(folder / "ledger.jsonl")[1] if isinstance(r, TurnRecord)]
     told = {
         str(param.kind)
         for turn in turns

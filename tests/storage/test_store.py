@@ -124,7 +124,9 @@ def test_only_the_owner_may_read(tmp_path: Path) -> None:
 
 
 def test_the_folders_it_makes_on_the_way_are_the_owners_too(tmp_path: Path) -> None:
-    Store(tmp_path / "homes" / "a")
+    store = Store(tmp_path / "homes" / "a")
+    assert not (tmp_path / "homes").exists()
+    store.write({}, {}, number=1)
     assert (tmp_path / "homes").stat().st_mode & 0o777 == 0o700
 
 
@@ -496,6 +498,6 @@ def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StoreError, match="cannot be made"):
-            Store(folder)
+            Store(folder).claim()
     with pytest.raises(StoreError, match="keep is 0"):
         Store(tmp_path, keep=0)

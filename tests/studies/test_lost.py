@@ -17,6 +17,7 @@ from fedplan.audits import run as audit
 from fedplan.audits.run import verify_run
 from fedplan.federation.server import Server
 from fedplan.runners.simulation import Simulation
+from fedplan.storage.journal import home_of
 from fedplan.studies.schema import read_study
 
 
@@ -83,7 +84,7 @@ def test_a_run_goes_on_where_it_is_and_nowhere_else(here: Path) -> None:
 
 def test_an_export_is_not_made_without_the_clients_home(here: Path) -> None:
     assert run("run", "study.toml", "--output", "a")[0] == 0
-    shutil.rmtree("a/homes/client-01")
+    shutil.rmtree(home_of(Path("a"), "client-01"))
     code, out = run("export", "a", "own", "--client", "client-01")
     assert code == 2 and "client-01's home is lost" in text(out)
     assert run("export", "a", "other", "--client", "client-00")[0] == 0
@@ -112,10 +113,10 @@ def test_an_export_of_a_run_that_was_stopped_is_of_its_last_round(
         del self, tally
         raise KeyboardInterrupt
 
-    home = files(here / "a/homes/client-01")
+    home = files(home_of(here / "a", "client-01"))
     monkeypatch.setattr(Server, "end", stopped)
     assert run("run", "--resume", "a", "--set", "train.rounds=3")[0] == 130
-    assert files(here / "a/homes/client-01") != home
+    assert files(home_of(here / "a", "client-01")) != home
     assert run("export", "a", "after", *export)[0] == 0
     assert files(here / "before") == files(here / "after")
 

@@ -16,6 +16,7 @@ import transformers as hf
 from chat import pairs, tiny_chat
 from commands import run
 from datasets import Dataset
+from studies import offered
 from torch import Tensor, nn
 
 from fedplan.data import task
@@ -30,7 +31,7 @@ from fedplan.runners.simulation import Simulation, simulate
 from fedplan.studies.export import export_run
 from fedplan.studies.folder import study_in
 from fedplan.studies.schema import ConfigError, Study, read_study
-from fedplan.studies.stage import stage_of
+from fedplan.studies.stage import outline_of, stage_of
 from fedplan.tensors.named import Tensors, digests, nbytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -392,3 +393,11 @@ def test_the_studies_of_the_document_can_be_played(chat: Path) -> None:
     said = tomllib.loads(lora)["model"]
     assert adapter(**said["adapter"]) and said["path"] == tomllib.loads(qlora)["model"]["path"]
     assert stage_of(study(*small, adapter(**said["adapter"]))).agreement.movable
+
+
+def test_a_setting_that_is_none_of_the_models_is_refused() -> None:
+    study = offered(model={"hiden_size": 16})
+    with pytest.raises(FedplanError, match="a vit has no 'hiden_size'"):
+        outline_of(study)
+    with pytest.raises(ConfigError, match="num_hidden_layers = 100000: 1000 is the most"):
+        offered(model={"num_hidden_layers": 100_000})

@@ -59,7 +59,7 @@ def test_a_stopped_study_resumes_to_the_same_files(
 ) -> None:
     assert run("run", "study.toml", "--output", "whole")[0] == 0
     # Its id and its clients' keys are drawn once, and are all that differs between two runs.
-    for drawn in (here / "whole/run.json", *(here / "whole/homes").glob("*/key")):
+    for drawn in (here / "whole/run.json", *(here / "whole/homes").rglob("key")):
         there = here / "parts" / drawn.relative_to(here / "whole")
         there.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(drawn, there)

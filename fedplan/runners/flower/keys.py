@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from fedplan.errors import FedplanError
+from fedplan.storage.files import put_file
 
 try:
     from cryptography import x509
@@ -153,9 +154,9 @@ def make_site_keys(folder: Path) -> list[Path]:
 def _write(path: Path, content: bytes, *, private: bool = False) -> Path:
     """Write a file that is not there yet; what is private is so from the start."""
     make_private(path.parent)
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
-    with os.fdopen(number, "wb") as file:
-        file.write(content)
+    if path.exists():
+        raise FedplanError(f"{path} is there already: nothing is written over a key")
+    put_file(path, content, mode=0o600 if private else 0o644)
     return path
 
 
