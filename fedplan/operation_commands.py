@@ -29,8 +29,21 @@ def run(
         typer.Option(help="An earlier run's folder or id: begin with what clients kept there."),
     ] = "",
     runner: Annotated[
-        str, typer.Option(help="local: on this machine; flower: by the sites of a federation.")
+        str,
+        typer.Option(
+            help="local: here, one client after the other; pool or ray: by workers, many at once; "
+            "flower: by the sites of a federation."
+        ),
     ] = "local",
+    workers: Annotated[
+        int | None, typer.Option(help="For pool and ray: how many; else a core each.")
+    ] = None,
+    gpus_per_worker: Annotated[
+        float, typer.Option(help="For ray: what each worker has of a GPU.")
+    ] = 0.0,
+    ray_address: Annotated[
+        str, typer.Option(help="For ray: a cluster's address; else Ray is started here.")
+    ] = "",
     server: Annotated[
         Path, typer.Option(help="For flower: the folder of the federation's server.")
     ] = Path("server"),
@@ -44,6 +57,7 @@ def run(
     """Run a study. Stop it at any moment: --resume goes on with the same bits."""
     from fedplan.reports.operation import Operation
     from fedplan.reports.progress import follow, follow_flower
+    from fedplan.runners.hands import workers_of
     from fedplan.studies.continuation import open_study
 
     with told():
@@ -52,10 +66,11 @@ def run(
         if runner == "flower":
             watched = replace(watched, certificates=server.absolute().parent)
             follow_flower(*opened, server=server, operation=watched)
-        elif runner == "local":
-            follow(*opened, earlier=continue_from, operation=watched)
+        elif runner in ("local", "pool", "ray"):
+            hired = workers_of(runner, workers, gpus_per_worker, ray_address)
+            follow(*opened, earlier=continue_from, operation=watched, workers=hired)
         else:
-            raise FedplanError(f"--runner is local or flower, not {runner!r}")
+            raise FedplanError(f"--runner is local, pool, ray or flower, not {runner!r}")
 
 
 def status(

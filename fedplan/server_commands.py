@@ -59,4 +59,5 @@ def sites(server: Server = Path("server")) -> None:
         from fedplan.runners.flower.link import link_in
 
         for node in link_in(server.absolute()).nodes():
-            print(f"{node.name or node.node_id}  {node.status}  since {node.last_activated_at}")
+            since = f"since {node.last_activated_at}" if node.last_activated_at else "has not come"
+            print(f"{node.name or node.node_id}  {node.status}  {since}")

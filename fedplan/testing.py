@@ -153,6 +153,7 @@ def law_each_gets_what_it_lacks(case: _Case) -> None:
     """Who missed rounds gets every part it lacks; who is up to date gets nothing it has."""
     federation = case.federation()
     late, *rest = federation.clients
+    sites = {name: federation.clients[name] for name in rest}
     world, agreement = federation.world, federation.agreement
     for _ in range(2):
         world = announced(agreement, world)
@@ -164,7 +165,7 @@ def law_each_gets_what_it_lacks(case: _Case) -> None:
                 agreement,
                 world,
                 tally,
-                local(agreement, federation.clients[name], tally.cohort[name]),
+                local(agreement, sites[name], tally.cohort[name]),
             )
         world = close(agreement, world, tally, total.close(), later=set())
     request = push(agreement, announced(agreement, world), late, {})
@@ -218,9 +219,10 @@ def law_the_same_again_is_the_same(case: _Case) -> None:
     """The same seed gives the same bits; the same request the same reply, home advanced once."""
     one, two = case.federation("a"), case.federation("b")
     for _ in range(ROUNDS):
+        before = {name: one.clients[name] for name in one.clients}
         tally = one.round()
         for name, request in tally.cohort.items():
-            site = one.clients[name]
+            site = before[name]
             home = digests(site.journal.home()[0])
             again = local(one.agreement, site, request)
             assert digests(site.journal.home()[0]) == home

@@ -3,11 +3,13 @@
 
 Three sites behind the written proxy, TLS, node keys; the stock app has SuperNodes of its own on
 loopback, without TLS, which favours it. Both train MiniLM (22.7 M params) for two steps of 16 texts
-of 64 tokens. They take turns; a round's time is that between two closed rounds.
+of 64 tokens. They take turns; a round's time is that between two closed rounds. Without a folder it
+is the bench's own MiniLM, drawn from its configuration.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import os
@@ -19,7 +21,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests" / "kit")]
 from deployment import BIN, Deployment, free_ports, until_open
 from study import FACTS, LAB
 
@@ -27,7 +29,6 @@ from fedplan.runners.flower.node import QUIET
 from fedplan.storage.lines import read_lines
 
 SITES = ["north", "south", "east"]
-ROUNDS, TURNS = 4, 1
 PLANS = {
     "full plan": "share()",
     "FedFrozen, stage two": "chain(share(), freeze(query | key))",
@@ -70,7 +71,7 @@ def built():
     import torch
     from transformers import AutoModelForSequenceClassification
     torch.set_num_threads(1)
-    return AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2)
+    return AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, ignore_mismatched_sizes=True)
 
 client = ClientApp()
 
@@ -115,9 +116,9 @@ def closed(times: Path) -> list[float]:
     return [after - before for before, after in pairwise(found[1:])]
 
 
-def ours(fed: Deployment, model: str, plan: str, name: str) -> list[float]:
+def ours(fed: Deployment, model: str, plan: str, name: str, rounds: int) -> list[float]:
     times = fed.folder / f"{name}.times"
-    begun = fed.begin(STUDY.format(model=model, plan=plan, name=name, rounds=ROUNDS), name)
+    begun = fed.begin(STUDY.format(model=model, plan=plan, name=name, rounds=rounds), name)
     ledger, seen = fed.folder / name / "ledger.jsonl", 0
     times.write_text(f"{time.time()}\n")
     while begun.poll() is None:
@@ -149,11 +150,11 @@ clientapp = "app:client"
 """
 
 
-def stock(place: Path, data: Path, model: str, name: str) -> list[float]:
+def stock(place: Path, data: Path, model: str, name: str, rounds: int) -> list[float]:
     """The stock app on a SuperLink and three SuperNodes of its own."""
     app, times, (link, *ports) = place / name, place / f"{name}.times", free_ports(4)
     app.mkdir()
-    (app / "app.py").write_text(STOCK.format(model=model, rounds=ROUNDS, times=str(times)))
+    (app / "app.py").write_text(STOCK.format(model=model, rounds=rounds, times=str(times)))
     (app / "pyproject.toml").write_text(PROJECT)
     home = place / f"{name}-flwr"
     home.mkdir()
@@ -181,36 +182,62 @@ def stock(place: Path, data: Path, model: str, name: str) -> list[float]:
     return closed(times)
 
 
-def main(model: str) -> None:
-    """Print the median of each, and the ratio to the stock app's."""
-    found = dict[str, list[float]]()
-    with tempfile.TemporaryDirectory() as place:
-        data = Path(place) / "rows.csv"
-        with data.open("w") as file:
-            out = csv.writer(file)
-            out.writerow(["text", "label"])
-            out.writerows([f"{'some words of a report ' * 20}{i}", "ab"[i % 2]] for i in range(32))
-        for turn in range(TURNS):
-            seconds = stock(Path(place), data, model, f"stock{turn}")
-            found.setdefault("stock Flower app", []).extend(seconds)
-        with Deployment(Path(place) / "fed", SITES, dict.fromkeys(SITES, data)) as fed:
-            for turn in range(TURNS):
-                for number, (name, plan) in enumerate(PLANS.items()):
-                    seconds = ours(fed, model, plan, f"ours{number}-{turn}")
-                    found.setdefault(name, []).extend(seconds)
-                    print(name, [round(s, 1) for s in seconds], flush=True)
+def rows_in(place: Path) -> Path:
+    """A site's table: 32 texts of more than 64 tokens."""
+    with (place / "rows.csv").open("w") as file:
+        out = csv.writer(file)
+        out.writerow(["text", "label"])
+        out.writerows([f"{'some words of a report ' * 20}{i}", "ab"[i % 2]] for i in range(32))
+    return place / "rows.csv"
+
+
+def told(found: dict[str, list[float]]) -> str:
+    """The median of each, and the ratio to the stock app's."""
     base = statistics.median(found["stock Flower app"])
     lines = [f"python lab/bench_flower.py  {json.dumps(FACTS)}"]
     for name, seconds in found.items():
-        middle = statistics.median(seconds)
-        low, high = min(seconds), max(seconds)
+        middle, low, high = statistics.median(seconds), min(seconds), max(seconds)
         lines.append(
             f"{name:22} {middle:6.1f} s a round ({low:.1f} to {high:.1f}, {len(seconds)} rounds)  "
             f"ratio {middle / base:.2f}"
         )
-    (LAB / "results" / "bench_flower.txt").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    return "\n".join(lines) + "\n"
+
+
+def drawn() -> str:
+    """The bench's MiniLM, and its tokenizer."""
+    from lab.bench.rows import ROWS
+    from lab.bench.workloads import laid_out
+
+    place = Path(tempfile.gettempdir()) / "fedplan-bench"
+    return str(laid_out(ROWS["turn-minilm-1"].workload, place) / "model")
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__)
+    ask.add_argument("--model", default="", help="a folder with MiniLM and its tokenizer")
+    ask.add_argument("--rounds", type=int, default=4, help="the first is not counted")
+    ask.add_argument("--turns", type=int, default=1)
+    ask.add_argument("--plans", nargs="+", choices=list(PLANS), default=list(PLANS))
+    ask.add_argument("--out", type=Path, default=LAB / "results" / "bench_flower.txt")
+    asked = ask.parse_args()
+    model, found = asked.model or drawn(), dict[str, list[float]]()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        data = rows_in(place)
+        with Deployment(place / "fed", SITES, dict.fromkeys(SITES, data)) as fed:
+            for turn in range(asked.turns):
+                seconds = stock(place, data, model, f"stock{turn}", asked.rounds)
+                found.setdefault("stock Flower app", []).extend(seconds)
+                print("stock Flower app", [round(s, 1) for s in seconds], flush=True)
+                for number, name in enumerate(asked.plans):
+                    run = f"ours{number}-{turn}"
+                    seconds = ours(fed, model, PLANS[name], run, asked.rounds)
+                    found.setdefault(name, []).extend(seconds)
+                    print(name, [round(s, 1) for s in seconds], flush=True)
+                    asked.out.write_text(told(found))
+    print(told(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

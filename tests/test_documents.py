@@ -123,3 +123,20 @@ def test_every_command_has_a_function_with_a_documented_name() -> None:
     for name in named.values():
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute) is not None
+
+
+def test_the_tables_of_scale_are_those_of_the_unit_costs() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "lab" / "scale.py")], capture_output=True, text=True, check=True
+    )
+    told = (ROOT / "docs" / "scale.md").read_text()
+    for table in done.stdout.split("### ")[1:]:
+        assert f"### {table.strip()}" in told, "make it anew: python lab/scale.py --write"
+
+
+def test_the_table_of_the_bench_is_that_of_its_result_files() -> None:
+    told = "import sys; from lab.bench.table import table; sys.stdout.write(table())"
+    words = [sys.executable, "-c", told]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
+    kept = (ROOT / "lab" / "results" / "bench" / "table.md").read_text()
+    assert done.stdout == kept, "make it anew: python -m lab.bench.table"

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedplan.audits.ledger import verify_lines
@@ -31,6 +32,44 @@ from fedplan.studies.shares import shares_of
 from fedplan.tensors.named import digest
 
 
+@dataclass
+class _Told:
+    """What a ledger has told while it passed, line by line: a long one is never held whole.
+
+    `last` are the last turns of clients, where their homes are `here`.
+    """
+
+    here: bool
+    turns: int = 0
+    up: int = 0
+    down: int = 0
+    rested: int = 0
+    clients: set[str] = field(default_factory=set[str])
+    rounds: list[RoundRecord] = field(default_factory=list[RoundRecord])
+    last: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
+
+    def passed(self, lines: Iterable[object]) -> Iterator[object]:
+        """The lines; those that are no records are faults, and passed over here."""
+        for line in lines:
+            with suppress(RecordError):
+                self._count(read_record(line))
+            yield line
+
+    def _count(self, record: Record) -> None:
+        if isinstance(record, RoundRecord):
+            self.rounds.append(replace(record, counted=(), rejected={}))
+            return
+        self.turns, self.up, self.down = (
+            self.turns + 1,
+            self.up + record.up,
+            self.down + record.down,
+        )
+        self.rested += record.roles.count("F") + record.roles.count("H")
+        self.clients.add(record.client)
+        if self.here:
+            self.last[record.client] = record
+
+
 def verify_run(folder: Path) -> tuple[list[str], str]:
     """Every fault of a run, in words, and a sentence of what was checked.
 
@@ -53,25 +92,19 @@ def _verified(run: Run) -> tuple[list[str], str]:
     if gone or any(found.get(name, "") for name in SMALL):
         # Without these there is nothing to hold the rest against.
         return [*found.values()], ""
-    records = list(_records(run))
-    turns = [record for record in records if isinstance(record, TurnRecord)]
-    faults = [*found.values(), *run.identity_faults()]
-    faults += verify_lines(run.agreement, run.lines, run.identity.marks)
+    told, faults = _Told(bool(run.identity.rows)), [*found.values(), *run.identity_faults()]
+    faults += verify_lines(run.agreement, told.passed(run.lines()), run.identity.marks)
     if not found:
         faults += _opening_faults(run)
-    faults += _world_faults(run, [each for each in records if isinstance(each, RoundRecord)])
-    faults += _best_faults(run, [each for each in records if isinstance(each, RoundRecord)])
+    faults += _world_faults(run, told.rounds)
+    faults += _best_faults(run, told.rounds)
     faults += _charge_faults(run)
-    if run.identity.rows:
-        faults += _home_faults(run, turns)
+    faults += _home_faults(run, told.last)
     changed, read = _row_faults(run)
-    up, down = sum(turn.up for turn in turns), sum(turn.down for turn in turns)
-    rested = sum(turn.roles.count("F") + turn.roles.count("H") for turn in turns)
-    clients = len({turn.client for turn in turns})
     return faults + changed, (
-        f"{run.round} rounds, {clients} clients, {len(turns)} turns: "
-        f"{rested} params rested and none of them moved; "
-        f"{up} bytes went up and {down} came down, all of them explained by the plan "
+        f"{run.round} rounds, {len(told.clients)} clients, {told.turns} turns: "
+        f"{told.rested} params rested and none of them moved; "
+        f"{told.up} bytes went up and {told.down} came down, all of them explained by the plan "
         f"{run.agreement.method.plan.fingerprint}; no client's own param went up. {read}"
     )
 
@@ -82,13 +115,6 @@ def _opening_faults(run: Run) -> list[str]:
         return list(opening_faults(run.folder, run.meta["files"]))
     except RecordError:
         return []  # such a line is a fault of its own
-
-
-def _records(run: Run) -> Iterator[Record]:
-    """What the ledger tells; lines that are no records are faults, and passed over here."""
-    for line in run.lines:
-        with suppress(RecordError):
-            yield read_record(line)
 
 
 def _world_faults(run: Run, rounds: list[RoundRecord]) -> list[str]:
@@ -130,9 +156,9 @@ def _best_faults(run: Run, rounds: list[RoundRecord]) -> list[str]:
     ]
 
 
-def _home_faults(run: Run, turns: list[TurnRecord]) -> list[str]:
+def _home_faults(run: Run, last: Mapping[str, TurnRecord]) -> list[str]:
     """Each home must be there, whole, and what its client's last turn left."""
-    faults, last = list[str](), {turn.client: turn for turn in turns}
+    faults = list[str]()
     for client, turn in last.items():
         journal = run.journal(client)
         if not journal.folder.is_dir():

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.defence import MEAN
 from fedplan.federation.drift import Drift, around
@@ -31,7 +32,7 @@ from fedplan.privacy.guard import ServerGuard
 from fedplan.privacy.mechanisms.clipping import capped
 from fedplan.privacy.mechanisms.gaussian import Mechanism
 from fedplan.tensors.named import Tensors
-from fedplan.tensors.sums import LARGEST_SUM, ExactSum
+from fedplan.tensors.sums import LARGEST_SUM, ExactSum, looked_at
 
 Polled = Mapping[str, Mapping[Block, float]]
 """What each client would choose."""
@@ -129,11 +130,21 @@ class Plain:
         return kind(self.agreement, world.values, roster)
 
 
+@dataclass(frozen=True)
+class Looked:
+    """What was seen of some values: the peak of each, and how far each lies from the base."""
+
+    values: Tensors
+    peaks: dict[str, int]
+    squares: dict[str, float]
+
+
 @dataclass
 class PlainSum:
     """A round's exact sums of values, weighted, and of riders, each client's alike.
 
-    A cap that is a number needs nothing but the update at hand: `capped` are those above it.
+    A cap that is a number needs nothing but the update at hand: `capped` are those above it. What
+    was looked at last is known when it is added: an update is read twice, not four times.
     """
 
     agreement: Agreement
@@ -145,6 +156,7 @@ class PlainSum:
     weight: int = 0
     capped: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     products: ProductSum = field(init=False)
+    looked: Looked | None = None
 
     def __post_init__(self) -> None:
         agreed = self.agreement
@@ -152,7 +164,8 @@ class PlainSum:
 
     def require(self, values: Tensors, riders: Tensors, weight: int) -> None:
         """Refuse what cannot be summed, or would make a rider of the world that is no number."""
-        self.values.require(values, weight)
+        self.looked = Looked(values, *looked_at(values, self.base))
+        self.values.require(values, weight, self.looked.peaks)
         self.products.require(values)
         self.riders.require(riders, 1)
         for key, change in riders.items():
@@ -164,17 +177,30 @@ class PlainSum:
         said, weight = weight, min(weight, self.agreement.defence.weight_cap or weight)
         products = self.products.of(values)
         self.products.total.require(products, weight)
-        self.values.add(values, weight)
+        known, self.looked = self.looked, None
+        if known is None or known.values is not values:
+            known = Looked(values, *looked_at(values, self.base))
+        self.values.add(values, weight, known.peaks)
         self.products.total.add(products, weight)
-        self.drift.add(values, self.base, weight)
+        self.drift.count(known.squares, weight)
         if riders:
             self.riders.add(riders, 1)
         self.weight += weight
         self.capped |= {client: (said, weight)} if weight < said else {}
 
+    def merge(self, other: PlainSum) -> None:
+        """Add all that another sum of the same round holds, as if its updates had come here."""
+        self.values.merge(other.values)
+        self.riders.merge(other.riders)
+        self.products.total.merge(other.products.total)
+        self.drift.merge(other.drift)
+        self.weight += other.weight
+        self.capped |= other.capped
+
     def close(self) -> Outcome:
         """The mean of each param; of riders, the sum of the changes over the whole roster."""
         means, weights, agreed = self.values.mean(), self.values.weights(), self.agreement
+        self.values = ExactSum()  # a round is closed once: what it took is free for its world
         drift = self.drift.by_kind(agreed.params, self.base, means, weights)
         made, errors = self.products.close(means, weights)
         means |= made
@@ -213,9 +239,15 @@ class HeldSum:
                     raise Rejected(f"{key!r} is too large to be added to what others may send")
 
     def add(self, client: str, values: Tensors, riders: Tensors, weight: int) -> None:
-        """Hold one client's update."""
-        self.values[client], self.riders[client] = values, riders
+        """Hold one client's update: a copy, for the values may be lent."""
+        self.values[client], self.riders[client] = _copied(values), _copied(riders)
         self.weights[client] = weight
+
+    def merge(self, other: HeldSum) -> None:
+        """Hold what another sum of the same round holds, too."""
+        self.values |= other.values
+        self.riders |= other.riders
+        self.weights |= other.weights
 
     def close(self) -> Outcome:
         """Shorten what is too long, and have the rule make one value of all."""
@@ -284,10 +316,11 @@ class Private:
 class PrivateSum:
     """A round's exact sum of clipped changes; `within` are those that were short enough.
 
-    How far clients were apart would be a release of its own, that nobody has paid for.
+    How far clients were apart would be a release of its own, that nobody has paid for. Without a
+    `guard` it is a worker's part of the sum, which is merged and never released.
     """
 
-    guard: ServerGuard
+    guard: ServerGuard | None
     mechanism: Mechanism
     base: Tensors
     number: int
@@ -306,8 +339,15 @@ class PrivateSum:
         self.within += self.mechanism.add(self.changes, change)
         self.count += 1
 
+    def merge(self, other: PrivateSum) -> None:
+        """Add all that another sum of the same round holds, as if its updates had come here."""
+        self.changes.merge(other.changes)
+        self.count, self.within = self.count + other.count, self.within + other.within
+
     def close(self) -> Outcome:
         """The values with the noisy mean change, which is charged before it is released."""
+        if self.guard is None:
+            raise FedplanError("a part of a private sum is not released: merge it into the round's")
         about, within = _about(self.number), f"{self.within} of {self.count}"
         made = self.mechanism
         released = self.guard.release(made, self.changes, self.number, about, within)
@@ -347,6 +387,10 @@ def summed(polled: Polled) -> dict[Block, float]:
     sound = [s for s in polled.values() if all(abs(x) <= LARGEST_SCORE for x in s.values())]
     blocks = dict.fromkeys(block for scores in sound for block in scores)
     return {block: fsum(s[block] for s in sound if block in s) for block in blocks}
+
+
+def _copied(values: Tensors) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in values.items()}
 
 
 def _about(number: int) -> str:

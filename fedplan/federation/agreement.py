@@ -105,6 +105,12 @@ class Agreement:
         return tuple(p for p in self.params if p in found)
 
     @cached_property
+    def resting(self) -> Params:
+        """Params that stay as the model has them: all others."""
+        changing = {p.key for p in self.trainable}
+        return tuple(p for p in self.params if p.key not in changing)
+
+    @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Every block of the model."""
         return tuple(dict.fromkeys(p.at for p in self.params if p.at))

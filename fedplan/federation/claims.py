@@ -18,7 +18,7 @@ from fedplan.language.plan import Role, Roles
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.params import Block
-from fedplan.tensors.named import Tensors, digest
+from fedplan.tensors.named import Digests, Tensors
 
 Known = Callable[[str], str | None]
 """The digest of what a client was sent under a key; None where the server does not know it."""
@@ -78,7 +78,12 @@ def require_turn(
 
 
 def require_marks(
-    agreement: Agreement, record: TurnRecord, roles: Roles, values: Tensors, known: Known
+    agreement: Agreement,
+    record: TurnRecord,
+    roles: Roles,
+    values: Tensors,
+    known: Known,
+    digests: Digests,
 ) -> None:
     """Refuse digests that are not of what was sent and of what came back."""
     before, after = parted(agreement.params, record.before), parted(agreement.params, record.after)
@@ -89,7 +94,7 @@ def require_marks(
         key = param.key
         if not role.own and known(key) not in (None, before[key]):
             raise Rejected(f"its record says that {key} started from what was not sent")
-        if role is Role.SHARE and exact and digest(values[key]) != after[key]:
+        if role is Role.SHARE and exact and digests.of(values[key]) != after[key]:
             raise Rejected(f"its record says another {key} than came")
 
 

@@ -18,6 +18,7 @@ from fedplan.federation.agreement import Agreement, basis
 from fedplan.federation.exams import Disclosure, Exam
 from fedplan.federation.marks import joint, mark_of, model_mark
 from fedplan.federation.messages import Lacking, Refused, Request
+from fedplan.federation.origin import Base
 from fedplan.federation.record import spelled
 from fedplan.language.plan import Roles
 from fedplan.language.resolution import permitted
@@ -44,6 +45,7 @@ class Client:
     With `deterministic` its device gives the same bits each time, or an error where it cannot. With
     `mute` it tells nobody the loss of its rows.
     `exam` is what its models are tested on, and `disclosure` says which scores may leave it.
+    `base` tells of all that its model starts with; `start` need then hold only what may change.
     `features` keeps what frozen parts make of rows, of all clients of a process.
     """
 
@@ -65,6 +67,7 @@ class Client:
     exam: Exam | None = None
     disclosure: Disclosure = field(default_factory=Disclosure)
     marked: tuple[Examples, str] | None = None
+    base: Base | None = None
     features: Features | None = None
 
     @cached_property
@@ -114,7 +117,7 @@ def receive(
             f"{request.name[:120]!r}: both ends must run the same study"
         ).coded("another-study")
     wanted = agreement.wanted(own_turn(client, request), bits_of(settled_by(request, notes)))
-    _require_wanted(client, request, wanted)
+    _require_wanted(agreement, client, request, wanted)
     held = {} if request.anew else client.held
     held = held | request.versions
     if basis({k: held.get(k, first) for k, first in wanted.items()}) != request.basis:
@@ -133,18 +136,21 @@ def bits_of(settled: Mapping[str, str]) -> int:
     return reduce(lambda found, bits: found | int(bits, 16), settled.values(), 0)
 
 
-def _require_wanted(client: Client, request: Request, wanted: Mapping[str, int]) -> None:
+def _require_wanted(
+    agreement: Agreement, client: Client, request: Request, wanted: Mapping[str, int]
+) -> None:
     """Refuse values that the plan does not have come down, or that are of another kind."""
     if strange := (request.values.keys() | request.versions.keys()) - wanted.keys():
         raise Refused(
             f"{client.name} takes no {min(strange)!r} from the server: its plan says so"
         ).coded("values")
+    own = {p.key: (f"torch.{p.dtype}", p.shape) for p in agreement.movable}
     for key, value in request.values.items():
-        own = client.start[param_of(key)]
-        if value.shape != own.shape or value.dtype != own.dtype:
+        came = (str(value.dtype), tuple(value.shape))
+        if came != (meant := own[param_of(key)]):
             raise Refused(
-                f"{client.name} was sent {key!r} as {value.dtype} {tuple(value.shape)}, "
-                f"and it is {own.dtype} {tuple(own.shape)}"
+                f"{client.name} was sent {key!r} as {' '.join(map(str, came))}, and it is "
+                f"{' '.join(map(str, meant))}"
             ).coded("values")
 
 
@@ -163,11 +169,15 @@ def start_values(
     """
     roles = permitted(agreement.method.plan, agreement.params, turn)
     own = {p.key: home[p.key] for p in agreement.trainable if roles[p].own and p.key in home}
-    values = {p.key: client.start[p.key] for p in agreement.trainable}
-    values |= {key: client.seen[key] for key in values if key in client.seen} | own
+    held = (client.start, client.seen, own)
+    values = {
+        p.key: next(v[p.key] for v in reversed(held) if p.key in v) for p in agreement.trainable
+    }
     put(client.model, values, agreement.trainable)
-    # A probe must not find the mode in which some other turn has left the model.
-    client.model.eval()
+    # A probe must not find the mode in which some other turn has left the model. To set it costs
+    # more than to look.
+    if any(module.training for module in client.model.modules()):
+        client.model.eval()
     return values
 
 
@@ -201,7 +211,13 @@ def content_of(
     agreed = [agreement.experiment, agreement.text]
     asked = [turn.round, turn.phase, client.name, client.traits, spelled(roles)]
     made_of = [client.mark(), len(client.rows), model_mark(client.model)]
-    resting = {k: v for k, v in client.start.items() if k not in before}
-    values = (resting, before, riders, memory)
+    values = (before, riders, memory)
     held = [{k: client.digests.whole(v) for k, v in each.items()} for each in values]
-    return joint(agreed, asked, made_of, held)
+    return joint(agreed, asked, made_of, [_resting(client, before), *held])
+
+
+def _resting(client: Client, before: Tensors) -> dict[str, str]:
+    """The whole digests of all that no turn trains."""
+    if client.base is not None:
+        return {key: whole for key, whole in client.base.digests.items() if key not in before}
+    return {k: client.digests.whole(v) for k, v in client.start.items() if k not in before}

@@ -18,6 +18,7 @@ REFUSALS = {
     "rounds": "more rounds are asked for than were approved",
     "unknown-run": "it does not know this run: it was not greeted in it",
     "restored": "its home is older than its last answer (fedplan site rejoin, if that is meant)",
+    "past-round": "it has taken a later turn: put a newer copy of the run back, or begin another",
     "limit-rounds": "it has answered as often as it allows (limits.rounds of its policy)",
     "limit-bytes": "more would pass the bytes that it allows to leave (limits.bytes of its policy)",
     "limit-epsilon": "more would pass the epsilon that it allows (limits.epsilon of its policy)",

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import fsum, isfinite
 
-import torch
 from torch import Tensor
 
 from fedplan.models.params import Params
+from fedplan.tensors.stretches import distances
 
 STEPS = 2**80
 """Squares are summed as whole numbers of this part of one: in any order, the same sum."""
@@ -30,9 +30,18 @@ class Drift:
 
     def add(self, values: Mapping[str, Tensor], base: Mapping[str, Tensor], weight: int) -> None:
         """Add what one client changed."""
-        for key, value in values.items():
-            moved = weight * round(_square(value, base[key]) * STEPS)
+        self.count(distances(values, base), weight)
+
+    def count(self, squares: Mapping[str, float], weight: int) -> None:
+        """Add what one client changed, by its squared length."""
+        for key, square in squares.items():
+            moved = weight * round(_told(square) * STEPS)
             self.squares[key] = self.squares.get(key, 0) + moved
+
+    def merge(self, other: Drift) -> None:
+        """Add what another sum of the same round holds."""
+        for key, square in other.squares.items():
+            self.squares[key] = self.squares.get(key, 0) + square
 
     def by_kind(
         self,
@@ -47,9 +56,10 @@ class Drift:
         clients did was lost when it was averaged.
         """
         found: dict[str, tuple[float, float]] = {}
+        steps = distances(means, base)
         for p in params:
             if p.key in means:
-                step = _square(means[p.key], base[p.key])
+                step = _told(steps[p.key])
                 whole = self.squares[p.key] / weights[p.key] / STEPS
                 apart = max(whole - step, 0.0) if whole - step > 1e-9 * whole else 0.0
                 before = found.get(p.kind, (0.0, 0.0))
@@ -62,16 +72,16 @@ def around(
 ) -> dict[str, tuple[float, float]]:
     """The same where the middle of the changes is no mean: by each client's distances from it."""
     found: dict[str, tuple[float, float]] = {}
+    steps = distances(made, base)
     for p in params:
         if p.key in made:
             held = [each[p.key] for each in squares.values() if p.key in each]
-            before, step = found.get(p.kind, (0.0, 0.0)), _square(made[p.key], base[p.key])
+            before, step = found.get(p.kind, (0.0, 0.0)), _told(steps[p.key])
             found[p.kind] = (before[0] + fsum(held) / len(held), before[1] + step)
     return {kind: (_short(apart), _short(step)) for kind, (apart, step) in found.items()}
 
 
-def _square(one: Tensor, other: Tensor) -> float:
-    square = float((one - other).flatten().square().sum(dtype=torch.float64))
+def _told(square: float) -> float:
     return square if isfinite(square) else 0.0
 
 

@@ -131,7 +131,7 @@ class Endpoint:
 
     def _train(self, message: Message) -> Message:
         request, before = request_of(message), self.site.held
-        update = local(self.agreement, self.site, request)
+        update = local(self.agreement, self.site, request, lent=True)
         self._remember(before)
         return self._leave(update_message(update), UPDATE, request, self._parts(update))
 

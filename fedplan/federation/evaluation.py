@@ -151,7 +151,7 @@ def _models(
     """The values of each model that is scored."""
     roles = permitted(agreement.method.plan, agreement.params, own_turn(client, request))
     keys = [p.key for p in agreement.trainable]
-    world = {key: client.seen.get(key, client.start[key]) for key in keys}
+    world = {key: (client.seen if key in client.seen else client.start)[key] for key in keys}
     own = {p.key: home[p.key] for p in agreement.trainable if roles[p].own and p.key in home}
     personal = exam.personal and client.disclosure.own
     return {WORLD: world, **({OWN: world | own} if personal else {})}

@@ -46,9 +46,12 @@ class FaultLog:
         file = self.folder / LOG
         if file.exists() and file.stat().st_size > LARGEST:
             file.replace(file.with_suffix(".old"))
-        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            os.write(opened, line)
+            size = os.fstat(opened).st_size
+            # A full disk cuts a line: the next one is not to be lost with it.
+            whole = not size or os.pread(opened, 1, size - 1) == b"\n"
+            os.write(opened, line if whole else b"\n" + line)
         finally:
             os.close(opened)
 

@@ -23,7 +23,7 @@ from fedplan.language.turn import Turn
 from fedplan.methods.phases import Sign
 from fedplan.models.params import Block
 from fedplan.storage.failpoints import reach
-from fedplan.tensors.named import Digests, Tensors, nbytes
+from fedplan.tensors.named import Digests, Tensors, all_finite, nbytes
 from fedplan.tensors.riders import param_of, riders_of
 
 
@@ -205,7 +205,7 @@ def _record(
         held = world.values.get(key)
         return tally.marks.get(key) if held is None else tally.digests.of(held)
 
-    require_marks(agreement, record, roles, values, known)
+    require_marks(agreement, record, roles, values, known, tally.digests)
     return record
 
 
@@ -264,7 +264,7 @@ def close(
 
 def _require_made(key: str, old: Tensor, made: Tensor, memory: Mapping[str, Tensor]) -> None:
     """Refuse what no later round could go on with, before it is the world's."""
-    if (made.shape, made.dtype) != (old.shape, old.dtype) or not bool(made.isfinite().all()):
+    if (made.shape, made.dtype) != (old.shape, old.dtype) or not all_finite(made):
         raise FedplanError(
             f"the server optimiser made {made.dtype} {tuple(made.shape)} of {key}, which is "
             f"{old.dtype} {tuple(old.shape)}, or it is no number"

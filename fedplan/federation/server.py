@@ -57,8 +57,9 @@ Roster = Mapping[str, Mapping[str, str]]
 class Server:
     """A world and its ledger. What it has committed survives any kill.
 
-    `start` are the values that the model starts with, of every param, and `marks` the digest of
-    each; `rows` are the digests of clients' rows, where they are seen.
+    `start` are the values that the model starts with, of every param that may change, and `marks`
+    the digest of each param; without these it takes the values of all. What the world has moved
+    for good is let go of. `rows` are the digests of clients' rows, where they are seen.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Server:
         marks: Mapping[str, str] | None = None,
         rows: Mapping[str, str] | None = None,
     ) -> None:
-        self.start, self.folder, self.rounds = start, folder, rounds
+        self.start, self.folder, self.rounds = dict(start), folder, rounds
         self.roster: dict[str, Mapping[str, str]] = dict(roster)
         self.digests = Digests()
         self.marks = dict(marks) if marks is not None else digests(start)
@@ -93,6 +94,8 @@ class Server:
             participation or Participation(),
             found.meta if found else {},
         )
+        self._marked = dict[Path, tuple[tuple[int, int, int], list[int | str]]]()
+        self._let_go()
         self._agreed: list[int | str] | None = files.get(STUDY)
         self.ledger = open_ledger(folder, files, self.world.round)
         length, sha256 = files.get(METRICS, (0, ""))
@@ -269,10 +272,16 @@ class Server:
         meta |= {"run": self.identity.id, "files": self._files(), **self.aggregation.saved()}
         self.store.write(tensors, meta, number=self.world.round)
         reach("round.committed")
+        self._let_go()
         past.add(whole, turns, scores or {})
         for each in whole.warnings:
             log.warning("round %d: %s", whole.round, each)
         return Closed(self.rounds, whole, turns, scores or {}, Metrics(past.metrics))
+
+    def _let_go(self) -> None:
+        """Forget the start of what the world has moved: whoever lacks it is sent the world's."""
+        for key in [key for key in self.start if self.world.versions.get(key, 0)]:
+            del self.start[key]
 
     def score(self, closed: Closed, scores: Mapping[str, Any]) -> Closed:
         """Write down the scores of the last round, which were asked for once it was committed.
@@ -338,8 +347,16 @@ class Server:
         files = [self.folder / name for name in SMALL if (self.folder / name).exists()]
         for name in (SECRET, CHARGES) if self.agreement.guarantee else ():
             files += sorted((self.folder / "privacy").rglob(name))
-        marks = {str(file.relative_to(self.folder)): mark_of_file(file) for file in files}
+        marks = {str(file.relative_to(self.folder)): self._mark(file) for file in files}
         return marks | {f.file.name: f.mark for f in (self.ledger, self.metrics)}
+
+    def _mark(self, file: Path) -> list[int | str]:
+        """The length and the digest of a file, read again only if it was written again."""
+        found = file.stat()
+        now = (found.st_mtime_ns, found.st_size, found.st_ino)
+        if file not in self._marked or self._marked[file][0] != now:
+            self._marked[file] = now, mark_of_file(file)
+        return self._marked[file][1]
 
     def world_values(self) -> dict[str, Tensor]:
         """The federation's model: its values, and the start's for what each client keeps."""

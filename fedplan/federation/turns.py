@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedplan import seeds
@@ -29,27 +28,29 @@ from fedplan.federation.client import (
 )
 from fedplan.federation.marks import keyed
 from fedplan.federation.messages import Refused, Request, Update
+from fedplan.federation.origin import Base
 from fedplan.federation.record import TurnRecord, joined, spelled
 from fedplan.language.plan import Role, Roles
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.buffers import buffers_of, require_rest
-from fedplan.models.params import Param
-from fedplan.models.quantised import value_in
 from fedplan.models.values import take
-from fedplan.tensors.devices import HOST, deterministic, device_of, integers
-from fedplan.tensors.named import Tensors, checksum, digest, nbytes
+from fedplan.tensors.devices import deterministic
+from fedplan.tensors.named import Tensors, nbytes, same_bits
 from fedplan.tensors.riders import beside, split_riders
 from fedplan.training.fit import Done, Job
 
 
-def local(agreement: Agreement, client: Client, request: Request) -> Update:
-    """A client's turn: it obeys its own copy of the plan, and answers the same request the same."""
+def local(agreement: Agreement, client: Client, request: Request, *, lent: bool = False) -> Update:
+    """A client's turn: it obeys its own copy of the plan, and answers the same request the same.
+
+    What is `lent` may be the model's own values: be done with the update before its next turn.
+    """
     with deterministic(client.deterministic):
-        return _local(agreement, client, request)
+        return _local(agreement, client, request, lent=lent)
 
 
-def _local(agreement: Agreement, client: Client, request: Request) -> Update:
+def _local(agreement: Agreement, client: Client, request: Request, *, lent: bool) -> Update:
     answered = client.journal.answered(request.name)
     home, notes = client.journal.home("" if answered else request.name)
     receive(agreement, client, request, notes)
@@ -57,14 +58,20 @@ def _local(agreement: Agreement, client: Client, request: Request) -> Update:
         values, line = answered
         admit(agreement, client, request, Answer("update", request.name, "", nbytes(values)))
     else:
-        values, line = _train(agreement, client, request, home, notes)
+        values, line = _train(agreement, client, request, home, notes, lent=lent)
     coded, riders = split_riders(values, agreement.method.riders)
     agreed, weight = agreement.fingerprint, line["weight"]
     return Update(client.name, request.name, agreed, coded, weight, line, riders)
 
 
 def _train(
-    agreement: Agreement, client: Client, request: Request, home: Tensors, notes: Mapping[str, Any]
+    agreement: Agreement,
+    client: Client,
+    request: Request,
+    home: Tensors,
+    notes: Mapping[str, Any],
+    *,
+    lent: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Check, choose, pay, train, check what rested, code what is shared, commit."""
     _require_forward(client, request.turn.round, notes)
@@ -78,7 +85,7 @@ def _train(
     _require_paid(agreement, client, request, roles, content)
     done = _fit(agreement, client, turn, roles, before, home, content)
     require_rest(client.model, still)
-    after = take(client.model, agreement.trainable)
+    after = take(client.model, agreement.trainable, lent=lent)
     was, now = _require_still(agreement, client, roles, before, after, notes.get("marks", {}))
     coded, weight = _coded(agreement, client, turn, roles, before, after, now)
     reply = {**coded, **done.riders}
@@ -128,7 +135,7 @@ def _coded(
     sent = agreement.method.wire.decode(coded, base)
     # A digest of more than was sent would tell what the wire, or the weight, left out.
     other = {k: v for k, v in sent.items() if v.data_ptr() != after[k].data_ptr()}
-    marks.update({k: digest(v) for k, v in other.items()})
+    marks.update({k: client.digests.of(v) for k, v in other.items()})
     return coded, weight
 
 
@@ -160,7 +167,7 @@ def _require_forward(client: Client, number: int, notes: Mapping[str, Any]) -> N
         raise Refused(
             f"{client.name} has taken its turn in round {last} of this run, and is asked for round "
             f"{number}: the server has lost its world; put a copy back, or begin another run"
-        )
+        ).coded("past-round")
 
 
 def _fit(
@@ -205,36 +212,21 @@ def _require_still(
     was, now = dict(client.marks), dict(client.marks)
     for p in agreement.trainable:
         key = p.key
-        if before[key] is not client.start[key]:
+        if before[key] is not client.start.get(key):
             was[key] = (
                 own_marks[key]
                 if roles[p].own and key in own_marks
                 else client.digests.of(before[key])
             )
-        now[key] = digest(after[key]) if roles[p].trained else was[key]
-        if not roles[p].trained and not torch.equal(before[key], after[key]):
+        now[key] = client.digests.of(after[key]) if roles[p].trained else was[key]
+        if not roles[p].trained and not same_bits(before[key], after[key]):
             raise FedplanError(f"{key} is {roles[p].name} and moved: the fit broke the plan").coded(
                 "training"
             )
-    for p in _moved(client, [p for p in agreement.params if p.key not in before]):
+    base = client.base or Base({k: client.digests.whole(v) for k, v in client.start.items()})
+    for p in base.moved(client.model, agreement.resting):
         raise FedplanError(f"{p.key} is trained by no turn of the plan, and moved")
     return was, now
-
-
-def _moved(client: Client, resting: Sequence[Param]) -> Iterator[Param]:
-    """Params that are not what the model started with.
-
-    On a device they are told by checksums: to fetch all that rests, in every turn, would be to
-    move a whole frozen model for the sake of an adapter.
-    """
-    tensors = dict(client.model.named_parameters())
-    # One after the other: of a packed weight the value is a copy.
-    live = ((p, value_in(client.model, p, tensors[p.name])) for p in resting)
-    if device_of(client.model) == HOST:
-        return (p for p, value in live if not torch.equal(value, client.start[p.key]))
-    sums = integers(checksum(value) for _, value in live)
-    found = dict(zip(resting, sums, strict=True))
-    return (p for p in resting if found[p] != client.digests.checksum(client.start[p.key]))
 
 
 def _line(

@@ -28,6 +28,17 @@ def other_versions(said: Mapping[str, str]) -> str:
     return ""
 
 
+def unlike_versions(said: Mapping[str, str]) -> str:
+    """Packages of another end that are of another version than ours, in words.
+
+    It takes part all the same: what both must have alike is the wire, the study and the model. But
+    the bits of its turns may be other ones.
+    """
+    ours = own_versions()
+    odd = [name for name in PACKAGES if said.get(name, ours[name]) != ours[name]]
+    return ", ".join(f"{name} {said[name][:20]}, and here {ours[name]}" for name in odd)
+
+
 def _version(name: str) -> str:
     try:
         return version(name)

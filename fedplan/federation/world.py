@@ -113,7 +113,8 @@ def world_values(
     agreement: Agreement, world: World, start: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The values of a federation's model, where it starts from `start`."""
-    return {p.key: world.values.get(p.key, start[p.key]) for p in agreement.trainable}
+    keys = [p.key for p in agreement.trainable]
+    return {key: (world.values if key in world.values else start)[key] for key in keys}
 
 
 def personal_values(

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from fedplan.errors import FedplanError
+from fedplan.tensors.named import same_bits
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -21,7 +21,7 @@ def require_rest(model: nn.Module, before: dict[str, Tensor]) -> None:
     names = [*before, *(name for name in after if name not in before)]
     for name in names:
         was, now = before.get(name), after.get(name)
-        if was is None or now is None or not _same(was, now):
+        if was is None or now is None or not same_bits(was, now):
             raise FedplanError(
                 f"{name} is no param, and training changes it: a plan says nothing of it, so "
                 "nobody shares or keeps it. Say model.still = true (fedplan.models.stilled) to "
@@ -50,13 +50,3 @@ class _Still(nn.Module):
     def train(self, mode: bool = True) -> _Still:
         """Stay as it is."""
         return super().train(False)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bytes: a NaN is the same as itself."""
-    alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-    return alike and torch.equal(_bytes(one), _bytes(other))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -116,6 +116,10 @@ class Param:
     tied: tuple[str, ...] = ()
     perhaps: frozenset[str] = frozenset()
 
+    def __hash__(self) -> int:
+        # Params are looked up by the thousand in a turn, and of twelve fields a hash is slow.
+        return hash(self.key)
+
     @cached_property
     def key(self) -> str:
         """The name that no other param of the model has: rows carry their kind."""

@@ -15,10 +15,13 @@ from fedplan.tensors.devices import HOST
 from fedplan.tensors.named import Tensors
 
 
-def take(model: nn.Module, params: Iterable[Param]) -> dict[str, Tensor]:
-    """Copies, in host memory, of the values that params have in a model."""
-    tensors = dict(model.named_parameters())
-    return {p.key: value_in(model, p, tensors[p.name]).to(HOST, copy=True) for p in params}
+def take(model: nn.Module, params: Iterable[Param], *, lent: bool = False) -> dict[str, Tensor]:
+    """Copies, in host memory, of the values that params have in a model.
+
+    Those that are `lent` and in host memory are the model's own, and change when it does.
+    """
+    tensors, copied = dict(model.named_parameters()), not lent
+    return {p.key: value_in(model, p, tensors[p.name]).to(HOST, copy=copied) for p in params}
 
 
 @torch.no_grad()

@@ -14,16 +14,22 @@ from fedplan.reports.lines import HEADING, line_of, line_of_sites
 from fedplan.reports.operation import Operation, operated
 from fedplan.reports.preview import state
 from fedplan.reports.units import millions
+from fedplan.runners.hands import Workers
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import Study
 
 
 def follow(
-    study: Study, folder: Path, *, earlier: str = "", operation: Operation | None = None
+    study: Study,
+    folder: Path,
+    *,
+    earlier: str = "",
+    operation: Operation | None = None,
+    workers: Workers | None = None,
 ) -> None:
     """Run a study, or go on with one, and tell its rounds as they close."""
     with operated(folder, operation or Operation()) as status:
-        _follow(Simulation(study, folder, earlier=earlier, status=status))
+        _follow(Simulation(study, folder, earlier=earlier, status=status, workers=workers))
 
 
 def _follow(simulation: Simulation) -> None:

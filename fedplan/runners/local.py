@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The local runner: a whole federation in one process, one client after the other."""
+"""The local runner: a whole federation on one machine, and whoever plays its clients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,37 +13,33 @@ from torch import Tensor, nn
 from fedplan.data.examples import Examples, Loss
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.callbacks import Closed
-from fedplan.federation.client import Client, guard_of
-from fedplan.federation.codes import meant
-from fedplan.federation.evaluation import Scores, evaluate, question
+from fedplan.federation.client import Client
+from fedplan.federation.evaluation import Scores
 from fedplan.federation.exams import Exam
-from fedplan.federation.messages import Lacking, Refused, Request
+from fedplan.federation.origin import Base, base_of
 from fedplan.federation.participation import Participation
-from fedplan.federation.polls import poll
 from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
-from fedplan.federation.states import SiteState
 from fedplan.federation.status import Status
-from fedplan.federation.turns import local
 from fedplan.federation.world import World, personal_values
 from fedplan.language.turn import Turn
 from fedplan.models.values import take
+from fedplan.runners.clients import Clients
+from fedplan.runners.crew import Crew, OneProcess
 from fedplan.runners.faults import Faults
-from fedplan.storage.failpoints import reach
-from fedplan.storage.journal import Journal, home_of
 from fedplan.tensors.devices import settled
 from fedplan.training.features import Features
 
-Said = TypeVar("Said")
-
 
 class Federation:
-    """A server and its clients in one process; `marks` are the digests of the clients' rows.
+    """A server and its clients on one machine; `marks` are the digests of the clients' rows.
 
     `names` are all who may take part; those without rows never answer. `exams` are what clients'
     models are tested on. `faults` says who drops out
     and who is late. The model is moved to the `device`, if one is said; all values stay in host
-    memory. `status` is told of each client's turn. `features` keeps frozen outputs for all clients.
+    memory. `status` is told of each client's turn. `hire` says who plays the turns; without it this
+    process does, one after the other. `start` and `base` are what the model starts with, where
+    somebody has them already. `features` keeps frozen outputs for all clients.
     """
 
     def __init__(
@@ -65,10 +61,14 @@ class Federation:
         deterministic: bool = Client.deterministic,
         exams: Mapping[str, Exam | None] | None = None,
         status: Status | None = None,
+        hire: Callable[[Server, Clients, Status], Crew] | None = None,
+        start: Mapping[str, Tensor] | None = None,
+        base: Base | None = None,
         features: Features | None = None,
     ) -> None:
         self.status = status or Status()
-        start = take(model, agreement.params)
+        start = take(model, agreement.trainable) if start is None else start
+        base = base or base_of(model, agreement.params, start)
         self.model = settled(model.eval(), device) if device else model.eval()
         self.faults = faults or Faults()
         roster = {name: dict((traits or {}).get(name, {})) for name in names or rows}
@@ -79,31 +79,30 @@ class Federation:
             rounds=rounds,
             roster=roster,
             participation=participation,
+            marks=base.marks,
             rows=marks,
         )
-        self.clients = {
-            name: Client(
-                name=name,
-                rows=held,
-                journal=Journal(home_of(folder, name), replies=replies),
-                model=model,
-                start=start,
-                marks=self.server.marks,
-                loss=loss,
-                digests=self.server.digests,
-                traits=roster[name],
-                deterministic=deterministic,
-                exam=(exams or {}).get(name),
-                features=features,
-                guard=guard_of(self.agreement, folder / "privacy" / home_of(folder, name).name),
-            )
-            for name, held in rows.items()
-        }
-        for name in self.clients.keys() & self.world.met.keys():
-            known = self.world.known_by(name)
-            current = {k: n for k, n in known.items() if n == self.world.versions[k]}
-            self.clients[name].seen = {k: self.world.values[k] for k in current}
-            self.clients[name].held = current
+        del start
+        self.clients = Clients(
+            agreement=self.server.agreement,
+            model=self.model,
+            rows=dict(rows),
+            loss=loss,
+            folder=folder,
+            start=self.server.start,
+            marks=self.server.marks,
+            digests=self.server.digests,
+            world=lambda: self.server.world,
+            traits=roster,
+            exams=exams or {},
+            rows_marks=marks or {},
+            replies=replies,
+            deterministic=deterministic,
+            base=base.placed(self.model, self.agreement.resting),
+            features=features,
+        )
+        hired = hire or OneProcess
+        self.crew: Crew = hired(self.server, self.clients, self.status)
 
     @property
     def agreement(self) -> Agreement:
@@ -122,36 +121,16 @@ class Federation:
         self.ask(tally)
         absent = tally.cohort.keys() - self.clients.keys()
         tally.rejected |= {name: "no answer" for name in absent}
-        for name in [name for name in tally.cohort if name in self.clients]:
-            self.status.beat()
-            self.status.site(name, SiteState.ASKED)
-            update = self._asked(local, tally, name)
-            reach("round.answered")
-            self.server.take(tally, update, late=name in late)
-            self.status.site(name, SiteState.ANSWERED)
+        self.crew.play(tally, [name for name in tally.cohort if name in self.clients], late)
         self.server.end(tally)
         return tally
 
     def evaluate(self) -> tuple[dict[str, Scores], dict[str, str]]:
         """What each client says of the models of the last round; who says nothing, and why."""
-        said, silent = dict[str, Scores](), dict[str, str]()
-        for name in self.server.roster:
-            try:
-                if name in self.clients:
-                    said[name] = self._scored(name)
-                else:
-                    silent[name] = "no answer"
-            except Refused as error:
-                silent[name] = meant("refused", error.code)
-        return said, silent
-
-    def _scored(self, name: str) -> Scores:
-        agreement, client = self.agreement, self.clients[name]
-        asked = agreement, self.world, name, client.traits
-        try:
-            return evaluate(agreement, client, question(*asked))
-        except Lacking:
-            return evaluate(agreement, client, question(*asked, anew=True))
+        there = [name for name in self.server.roster if name in self.clients]
+        said, silent = self.crew.scored(there)
+        absent = [name for name in self.server.roster if name not in self.clients]
+        return said, silent | dict.fromkeys(absent, "no answer")
 
     def commit(
         self,
@@ -167,25 +146,13 @@ class Federation:
         voters = self.server.voters(tally)
         if voters is not None:
             there = [name for name in voters if name in self.clients]
-            polled = {name: self._asked(poll, tally, name) for name in there}
-            self.server.choose(tally, polled)
-
-    def _asked(
-        self, turn: Callable[[Agreement, Client, Request], Said], tally: Tally, name: str
-    ) -> Said:
-        """What a client says; one that has lost what it had is asked anew."""
-        try:
-            return turn(self.agreement, self.clients[name], tally.cohort[name])
-        except Lacking:
-            self.server.anew(tally, name)
-            return turn(self.agreement, self.clients[name], tally.cohort[name])
+            self.server.choose(tally, self.crew.polled(tally, there))
 
     @property
     def spent(self) -> float | None:
         """The epsilon of whoever has spent most, if anything is hidden."""
-        own = (client.guard for client in self.clients.values())
-        guards = [self.server.aggregation.guard, *own]
-        return max((guard.spent for guard in guards if guard), default=None)
+        guard = self.server.aggregation.guard
+        return guard.spent if guard else self.clients.spent()
 
     def world_values(self) -> dict[str, Tensor]:
         """The federation's model: its values, and the start's for what each client keeps."""
@@ -193,6 +160,6 @@ class Federation:
 
     def personal_values(self, name: str) -> dict[str, Tensor]:
         """One client's model: its own values over the federation's."""
-        home, _ = self.clients[name].journal.home()
-        turn = Turn(self.world.round, name, self.world.phase, self.clients[name].traits)
+        home, _ = self.clients.journal(name).home()
+        turn = Turn(self.world.round, name, self.world.phase, self.server.roster[name])
         return personal_values(self.agreement, self.world, self.server.start, turn, home)

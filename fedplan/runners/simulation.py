@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulations: a study that runs in one process, with its scores."""
+"""Simulations: a study that runs on this machine, with its scores."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ from fedplan.methods.method import Method
 from fedplan.models.attention import moved
 from fedplan.models.values import put
 from fedplan.runners.faults import faults_of
+from fedplan.runners.hands import LOCAL, Workers, workers_of
+from fedplan.runners.hiring import team_of
 from fedplan.runners.local import Federation
+from fedplan.runners.team import Team
 from fedplan.studies.continuation import begun, carry_over, continuing, require_free
 from fedplan.studies.folder import agreed_run, opened_run, study_in
 from fedplan.studies.given import Given
@@ -54,7 +57,8 @@ class Simulation:
 
     `given` is what came from Python in place of files. Callbacks are told of each round that is
     committed; `stopped` is why the run ended before its last round: what one of them said, or that
-    an operator asked for it. `status` is told how it goes.
+    an operator asked for it. `status` is told how it goes. With `workers` clients are played by
+    them, many at once; else by this process.
     """
 
     def __init__(
@@ -66,18 +70,32 @@ class Simulation:
         earlier: Path | str = "",
         callbacks: Sequence[Callback] = (),
         status: Status | None = None,
+        workers: Workers | None = None,
     ) -> None:
         if not study.gathered:
             raise ConfigError("data.path: each site of this study has its own: --runner flower")
         self.study, self.folder, self.given, self.earlier = study, folder, given, earlier
         self.callbacks, self.stopped = (*callbacks, *study.evaluate.callbacks), ""
-        self.status = status or Status()
+        self.status, self.workers = status or Status(), workers
+        self.team: Team | None = None
         self._open()
 
     def _open(self) -> None:
-        """Build all that the study says, from what the folder holds."""
-        study = self.study
-        stage = stage_of(study, given=self.given)
+        """Build all that the study says, from what the folder holds; workers begin meanwhile."""
+        if self.team is not None:
+            self.team.close()
+        if self.workers is not None:
+            self.team = team_of(self.workers, self.study, self.folder)
+            self.team.start()
+        try:
+            self._build()
+        except BaseException:
+            if self.team is not None:
+                self.team.close()
+            raise
+
+    def _build(self) -> None:
+        study, stage = self.study, stage_of(self.study, given=self.given)
         self.shares, agreement = stage.shares, stage.agreed
         names = study.clients.names or list(self.shares.train)
         for what, said in (("clients.traits", study.clients.traits), ("data", self.shares.train)):
@@ -85,7 +103,7 @@ class Simulation:
                 there = ", ".join(names)
                 raise ConfigError(f"{what}: there is no client {min(strange)!r}; there are {there}")
         require_fitting(stage, study.train.batch)
-        self.scoring = scoring_of(study, self.shares)
+        self.scoring, asked = scoring_of(study, self.shares), names if study.evaluate.sites else ()
         self.claim = opened_run(self.folder, study, agreement.params, self.shares)
         if study.continues and not begun(self.folder):
             carry_over(study, self.earlier, self.folder)
@@ -103,8 +121,11 @@ class Simulation:
             marks=self.shares.marks,
             device=device_named(study.device),
             deterministic=study.deterministic,
-            exams={name: exam_of(study, self.shares, name) for name in names},
+            exams={name: exam_of(study, self.shares, name) for name in asked},
             status=self.status,
+            hire=self.team.hired if self.team else None,
+            start=stage.start,
+            base=stage.base,
             features=study.train.features,
         )
         agreed_run(self.federation.server, study, self.shares)
@@ -122,8 +143,12 @@ class Simulation:
         """
         callbacks, server = self._listeners(), self.federation.server
         patience = Patience(**self.study.patience.model_dump())
-        with self.status.driving(server, self.study.name, patience):
-            yield from self._rounds(callbacks)
+        crew = self.federation.crew
+        try:
+            with self.status.driving(server, self.study.name, patience):
+                yield from self._rounds(callbacks)
+        finally:
+            crew.close()
         self.stopped = self.status.stopped
 
     def _rounds(self, callbacks: Sequence[Callback]) -> Iterator[Closed]:
@@ -166,7 +191,8 @@ class Simulation:
         return (*self.callbacks, *own)
 
     def _played(self) -> Closed:
-        before = self.federation.world_values()
+        # Else the last world would be held for a whole round.
+        before = self.federation.world_values() if self.study.evaluate.attention else {}
         tally = self.federation.round()
         due = self.scoring.due(self.federation.world.round, self.study.train.rounds)
         closed = self.federation.commit(tally, self.scores() if due else {}, self.signs(before))
@@ -226,7 +252,7 @@ class Simulation:
         if evaluate.sites:
             found["sites"] = together(*self.federation.evaluate(), self.scoring)
         elif evaluate.personal and self.shares.own:
-            found["clients"] = {name: self._personal(name) for name in self.shares.own}
+            found["clients"] = self._own_scores()
             key, higher = self.shares.task.primary, self.shares.task.higher
             own = {n: s[key] for n, s in found["clients"].items() if key in s}
             found |= {"personal": spread(own, higher=higher)} if own else {}
@@ -243,6 +269,11 @@ class Simulation:
         found = moved(self.federation.model, self.federation.agreement.trainable, states, batch)
         return {"attention": [[*block, round(far, 6)] for block, far in found.items()]}
 
+    def _own_scores(self) -> dict[str, dict[str, float]]:
+        if self.team is not None and self.team.seats:
+            return self.team.own_scores(list(self.shares.own))
+        return {name: self._personal(name) for name in self.shares.own}
+
     def _personal(self, name: str) -> dict[str, float]:
         model = self.federation.model
         put(model, self.federation.personal_values(name), self.federation.agreement.trainable)
@@ -258,17 +289,26 @@ def run_study(
     resume: bool = False,
     continue_from: Path | str = "",
     callbacks: Sequence[Callback] = (),
+    runner: str = LOCAL,
+    workers: int | None = None,
+    gpus_per_worker: float = 0.0,
+    ray_address: str = "",
 ) -> Simulation:
     """Run a study, or the one in a file, in a folder; without one, in runs/ under its name.
 
-    With `continue_from` each client begins with what it kept in that earlier run.
+    With `continue_from` each client begins with what it kept in that earlier run. The `runner`
+    "pool" or "ray" has as many `workers` play the clients, each in a process of its own: as many as
+    there are cores, unless it is said. The bits are those of "local".
     """
+    hired = workers_of(runner, workers, gpus_per_worker, ray_address)
     made = study if isinstance(study, Study) else read_study(Path(study))
     made = continuing(made, continue_from) if continue_from else made
     place = Path(folder or Path("runs") / made.name)
     require_free(place, made, resume=resume)
     status = Status(place)
-    return Simulation(made, place, earlier=continue_from, callbacks=callbacks, status=status).run()
+    return Simulation(
+        made, place, earlier=continue_from, callbacks=callbacks, status=status, workers=hired
+    ).run()
 
 
 def simulate(
@@ -298,6 +338,8 @@ def simulate(
     folder: Path | str | None = None,
     resume: bool = False,
     run: bool = True,
+    runner: str = LOCAL,
+    workers: int | None = None,
 ) -> Simulation:
     """Run a federation on objects: a method or a plan, a model, and the rows of each client.
 
@@ -339,7 +381,8 @@ def simulate(
     )
     require_free(place, study, resume=resume)
     status = Status(place) if folder else None
-    made = Simulation(study, place, given, callbacks=callbacks, status=status)
+    hired = workers_of(runner, workers)
+    made = Simulation(study, place, given, callbacks=callbacks, status=status, workers=hired)
     return made.run() if run else made
 
 

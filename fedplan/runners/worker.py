@@ -102,6 +102,7 @@ def _endpoint_in(worker: Worker, run: str) -> Endpoint:
         model=stage.model,
         start=stage.start,
         marks=stage.marks,
+        base=stage.base.placed(stage.model, agreement.resting),
         loss=stage.shares.task.loss,
         traits=worker.traits,
         guard=guard_of(agreement, account.folder, account),

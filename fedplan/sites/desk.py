@@ -69,7 +69,7 @@ class Desk:
             self.faults, self.egress = FaultLog(self.home, site.seal), Egress(self.home)
         self.log, self._noted = Log(self.home), ("", "", "")
         self._worker: tuple[tuple[str, str], Worker] | None = None
-        self._greeted = self._asked = ""
+        self._shown = self._asked = ""
 
     def answer(self, kind: str, message: Message) -> Message:
         """The answer to a request. Of what goes wrong a code leaves, and the text stays here."""
@@ -109,7 +109,7 @@ class Desk:
             run = _run_in(message)
             self.egress.note(
                 ended(code, answer, site=self.site.name, run=run),
-                Warrant(self._asked or _offered_in(message), self._greeted),
+                Warrant(self._asked or _offered_in(message), self._shown),
             )
         return answer
 
@@ -117,16 +117,16 @@ class Desk:
         """The worker of a request's study, if the request may be answered."""
         self._asked = ""
         run, (_, said) = run_of(message), unpacked(Message(message.header))
-        if kind == HELLO:
-            self._greeted = self.server()
+        # A server may show another certificate from one request to the next, as after a rotation.
+        self._shown = self.server() or self._shown
         study = self._offered(run, said) if kind == HELLO else self._bound(run)
         self._asked = study.whole
-        approver = self.approver.admit(study, self._greeted, run)
+        approver = self.approver.admit(study, self._shown, run)
         if kind == HELLO:
             self._bind(run, study)
         worker = self._worker_of(study)
         endpoint = worker.endpoint(run)
-        endpoint.warrant = Warrant(study.whole, self._greeted, approver)
+        endpoint.warrant = Warrant(study.whole, self._shown, approver)
         if kind != HELLO:
             _require_asked(kind, study)
             _require_rounds(study, said)

@@ -12,6 +12,17 @@ from fedplan.errors import StoreError
 from fedplan.storage.locks import synced
 
 
+def make_folder(folder: Path) -> None:
+    """Have a folder be there, and those above it: what is made is its owner's alone, for good."""
+    if folder.is_dir():
+        return
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        each.mkdir(mode=0o700, exist_ok=True)
+        synced(each.parent)
+    folder.mkdir(exist_ok=True)
+
+
 def put_file(file: Path, content: str | bytes, *, mode: int = 0o644) -> None:
     """Have a file hold this and nothing else: written beside, synced, then renamed."""
     data = content.encode() if isinstance(content, str) else content

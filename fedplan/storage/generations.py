@@ -13,13 +13,14 @@ import json
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, cast
 
-from torch import Tensor
+from torch import Tensor, strided, uint8
 
 from fedplan.errors import StoreError
 from fedplan.storage.encryption import Encryption
+from fedplan.tensors.serialization import DTYPES
 
 FORMAT = 1
 SEALED = "sealed 1 with key"
@@ -79,14 +80,43 @@ class Manifest:
 
     def written(self, seal: Encryption | None) -> bytes:
         """It as JSON, with the digest of every byte of it."""
-        said = {"format": format_of(seal), **asdict(self)}
-        del said["origin"]
+        said: dict[str, Any] = {"format": format_of(seal)}
+        said |= {"number": self.number, "meta": self.meta, "sha256": self.sha256, "size": self.size}
         if seal is not None:
             secret = json.dumps([self.origin, self.meta], allow_nan=False).encode()
             said["meta"] = b64encode(seal.close(secret, self.about)).decode()
         body = json.dumps(said, allow_nan=False).encode()
         digest = hashlib.sha256(body).hexdigest()
         return f'{{"sha256": "{digest}", "manifest": '.encode() + body + b"}\n"
+
+
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as safetensors takes them: dense, none in the memory of another."""
+    found: dict[str, Tensor] = {}
+    taken = set[int]()
+    for name, tensor in tensors.items():
+        if name == "__metadata__" or not name.isprintable():
+            raise StoreError(f"a tensor cannot be named {name!r}: use another, printable name")
+        if tensor.dtype not in DTYPES or tensor.layout != strided:
+            raise StoreError(f"{name!r} is {tensor.dtype}, {tensor.layout}: make it dense float32")
+        dense = tensor.detach().cpu().contiguous()
+        memory = dense.untyped_storage().data_ptr()
+        found[name] = dense.clone() if memory in taken else dense
+        taken.add(memory)
+    return found
+
+
+def digest_of(file: BinaryIO, tensors: dict[str, Tensor]) -> str:
+    """The digest of a file; of tensors that it holds, what is in memory is not read again."""
+    if not tensors:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    size = file.read(8)
+    head = file.read(int.from_bytes(size, "little"))
+    places = {n: said["data_offsets"][0] for n, said in json.loads(head).items() if n in tensors}
+    found = hashlib.sha256(size + head)
+    for name in sorted(places, key=lambda name: (places[name], tensors[name].numel())):
+        found.update(cast(Any, tensors[name].reshape(-1).view(uint8).numpy()))
+    return found.hexdigest()
 
 
 def format_of(seal: Encryption | None) -> int | str:

@@ -15,6 +15,7 @@ from fedplan.storage.failpoints import reach
 from fedplan.storage.generations import Skipped
 from fedplan.storage.names import folder_named
 from fedplan.storage.store import Meta, Read, Store, Tensors
+from fedplan.storage.tensor_file import NONE, Names
 
 FIRST = 1
 """The number of a journal's first commit: before a later one there must have been another."""
@@ -69,19 +70,19 @@ class Journal:
 
     def last(self, before: str = "") -> str:
         """The last request that was answered: now, or before another one. Nothing at first."""
-        found = self._store.find(lambda meta: meta.get("request") != before)
+        found = self._store.find(lambda meta: meta.get("request") != before, NONE)
         return str(found.meta["request"] or "") if found else ""
 
     def answered(self, request: str) -> Read | None:
         """The reply that was committed for this very request, if it was one of the last two."""
         if not self._replies:
             return None
-        found = self._store.find(lambda meta: meta.get("request") == request)
+        found = self._store.find(lambda meta: meta.get("request") == request, _named("reply/"))
         return found and (_under("reply/", found.tensors), found.meta["reply"])
 
     def home(self, before: str = "") -> Read:
         """What the client keeps, and its notes: now, or before a request. Empty at first."""
-        found = self._store.find(lambda meta: meta.get("request") != before)
+        found = self._store.find(lambda meta: meta.get("request") != before, _named("home/"))
         if found:
             return _under("home/", found.tensors), found.meta["notes"]
         if max(self._store.standing(), default=0) > FIRST:
@@ -117,9 +118,13 @@ class Journal:
     def _number(self, request: str) -> int:
         """The next number, or that of the same request if it is committed again."""
         # Reading comes first: it finds out which generations still stand.
-        last = self._store.read() if not self._replies else None
+        last = self._store.find(lambda _: True, NONE) if not self._replies else None
         newest = max(self._store.standing(), default=FIRST - 1)
         return newest if last and last.meta.get("request") == request else newest + 1
+
+
+def _named(prefix: str) -> Names:
+    return lambda name: name.startswith(prefix)
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,37 +11,46 @@ With a seal the tensor file is sealed, and so is the meta in the manifest.
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
 import re
-import stat
-from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load, save, save_file  # pyright: ignore[reportUnknownVariableType]
-from torch import Tensor, strided
+from safetensors.torch import save, save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor
 
 from fedplan.errors import StoreError
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.errors import explained
 from fedplan.storage.failpoints import reach
+from fedplan.storage.files import make_folder
 from fedplan.storage.generations import (
     LARGEST_MANIFEST,
     Generation,
     Manifest,
     Skipped,
     Unfit,
+    apart,
+    digest_of,
     read_manifest,
     require_same,
 )
 from fedplan.storage.locks import alone, claimed, synced
-from fedplan.tensors.serialization import DTYPES
+from fedplan.storage.tensor_file import (
+    ALL,
+    NONE,
+    Names,
+    about,
+    checked_tensors,
+    content_of,
+    not_lost,
+    require_size,
+    size_of,
+)
 
 Tensors = Mapping[str, Tensor]
 
@@ -59,8 +68,6 @@ _TENSORS = re.compile(r"[0-9]+\.[0-9a-f]{16}\.safetensors", re.ASCII)
 
 _TEMPORARY = re.compile(r"[0-9]+\.(json|safetensors)\.tmp|\.tmp\w{6}", re.ASCII)
 """Ours, and those that safetensors writes to before it renames."""
-
-_LOST = {errno.ENOENT, errno.EIO}
 
 
 class Store:
@@ -81,16 +88,9 @@ class Store:
 
     def made(self) -> Path:
         """Its folder, which is made when something is first put into it."""
-        folder = self._folder
-        if folder.is_dir():
-            return folder
-        with explained(f"{folder} cannot be made", "name a folder that you may write to"):
-            missing = [each for each in (folder, *folder.parents) if not each.exists()]
-            for each in reversed(missing):
-                each.mkdir(mode=0o700, exist_ok=True)
-                synced(each.parent)
-            folder.mkdir(exist_ok=True)
-        return folder
+        with explained(f"{self._folder} cannot be made", "name a folder that you may write to"):
+            make_folder(self._folder)
+        return self._folder
 
     def claim(self) -> None:
         """Let no other process write here while this Store lives, however its process ends."""
@@ -117,7 +117,7 @@ class Store:
             self._require_next(number)
             try:
                 begun = Manifest(number, dict(meta), "", 0, self._one_origin())
-                self._commit(begun, _apart(tensors))
+                self._commit(begun, apart(tensors))
             finally:
                 with suppress(OSError):
                     self._remove(_TEMPORARY)
@@ -155,9 +155,12 @@ class Store:
         """The newest generation whose files are there, cheaply: its tensors are not read."""
         return self._found(lambda _: True, self._unread)
 
-    def find(self, wanted: Wanted) -> Generation | None:
-        """The newest good generation with such a meta; tensors of others are not read."""
-        return self._found(wanted, self._tensors)
+    def find(self, wanted: Wanted, names: Names = ALL) -> Generation | None:
+        """The newest good generation with such a meta; tensors of others are not read.
+
+        It holds the tensors of these `names`: the others are checked and let go.
+        """
+        return self._found(wanted, lambda manifest: self._tensors(manifest, names))
 
     def _found(self, wanted: Wanted, load: Loader) -> Generation | None:
         with explained(f"{self._folder} cannot be read", "make it readable to this user"):
@@ -179,7 +182,7 @@ class Store:
             numbers, faults = self.numbers(), list[str]()
             for number in numbers:
                 try:
-                    self._tensors(self._manifest(number))
+                    self._tensors(self._manifest(number), NONE)
                 except Unfit as error:
                     faults.append(f"generation {number}: {error}")
         newest = max(numbers, default=0)
@@ -230,7 +233,7 @@ class Store:
     def _manifest(self, number: int) -> Manifest:
         file = self._folder / f"{number}.json"
         try:
-            return read_manifest(_content(file, LARGEST_MANIFEST), number, self._seal)
+            return read_manifest(content_of(file, LARGEST_MANIFEST), number, self._seal)
         except StoreError as error:
             raise StoreError(f"{file} {error}") from error
 
@@ -253,22 +256,12 @@ class Store:
     def _unread(self, manifest: Manifest) -> dict[str, Tensor]:
         """No tensors, if a file of their size is there."""
         file = self._folder / manifest.file
-        with _not_lost(file):
-            _require_size(manifest, _size(file, manifest.size))
+        with not_lost(file):
+            require_size(manifest, size_of(file, manifest.size))
         return {}
 
-    def _tensors(self, manifest: Manifest) -> dict[str, Tensor]:
-        seal, content = self._seal, _content(self._folder / manifest.file, manifest.size)
-        _require_size(manifest, len(content))
-        if hashlib.sha256(content).hexdigest() != manifest.sha256:
-            raise Unfit(f"{manifest.file} is damaged: its digest differs")
-        try:
-            # The bytes whose digest was taken, and not the file again, which may have changed.
-            return load(content if seal is None else seal.open(content, _about(manifest)))
-        except StoreError as error:
-            raise Unfit(f"{manifest.file} does not open: {error}") from error
-        except (SafetensorError, ValueError, KeyError, RuntimeError, AssertionError) as error:
-            raise Unfit(f"{manifest.file} is no safetensors file: {error}") from error
+    def _tensors(self, manifest: Manifest, names: Names = ALL) -> dict[str, Tensor]:
+        return checked_tensors(self._folder / manifest.file, manifest, self._seal, names)
 
     def _require_next(self, number: int) -> None:
         if type(number) is not int or not 0 <= number < 10**18:
@@ -296,12 +289,12 @@ class Store:
             temporary.chmod(0o600)
         else:
             with open(temporary, "xb", opener=_private) as file:
-                file.writelines(self._seal.pieces(save(tensors), _about(manifest)))
+                file.writelines(self._seal.pieces(save(tensors), about(manifest)))
         reach("store.tensors_written")
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
             reach("store.tensors_synced")
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = digest_of(file, {} if self._seal else tensors)
             size = os.fstat(file.fileno()).st_size
         manifest = replace(manifest, sha256=digest, size=size)
         temporary.rename(self._folder / manifest.file)
@@ -350,55 +343,3 @@ class Store:
 
 def _private(file: str, flags: int) -> int:
     return os.open(file, flags, 0o600)
-
-
-def _content(file: Path, most: int) -> bytes:
-    """The bytes of a plain file, if they are no more than `most`."""
-    with _not_lost(file):
-        _size(file, most)
-        return file.read_bytes()
-
-
-def _size(file: Path, most: int) -> int:
-    found = file.lstat()
-    if not stat.S_ISREG(found.st_mode):
-        raise Unfit(f"{file.name} is no plain file")
-    if found.st_size > most:
-        raise Unfit(f"{file.name} has {found.st_size} bytes, more than {most}")
-    return found.st_size
-
-
-def _require_size(manifest: Manifest, size: int) -> None:
-    if size != manifest.size:
-        raise Unfit(f"{manifest.file} has {size} bytes of {manifest.size}")
-
-
-@contextmanager
-def _not_lost(file: Path) -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _LOST:
-            raise
-        raise Unfit(f"{file.name} is lost: {error.strerror}") from error
-
-
-def _about(manifest: Manifest) -> str:
-    """The words that tensors are sealed under."""
-    return f"tensors {manifest.number}"
-
-
-def _apart(tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors as safetensors takes them: dense, none in the memory of another."""
-    apart: dict[str, Tensor] = {}
-    taken = set[int]()
-    for name, tensor in tensors.items():
-        if name == "__metadata__" or not name.isprintable():
-            raise StoreError(f"a tensor cannot be named {name!r}: use another, printable name")
-        if tensor.dtype not in DTYPES or tensor.layout != strided:
-            raise StoreError(f"{name!r} is {tensor.dtype}, {tensor.layout}: make it dense float32")
-        dense = tensor.detach().cpu().contiguous()
-        memory = dense.untyped_storage().data_ptr()
-        apart[name] = dense.clone() if memory in taken else dense
-        taken.add(memory)
-    return apart

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -115,18 +115,19 @@ class Run:
         """Whether a best round is kept."""
         return bool(Store(self.folder / BEST, reading=True).numbers())
 
-    @cached_property
-    def lines(self) -> list[object]:
-        """The lines of the ledger, as JSON or, where they are none, as bytes."""
-        if not self.round:
-            return []
-        with self._there():
-            return [_line(line) for line in ledger_lines(self.folder, self.meta["files"])]
+    def lines(self) -> Iterator[object]:
+        """The lines of the ledger, as JSON or, where they are none, as bytes.
+
+        They may be too many to be held at once, and are read a segment at a time.
+        """
+        if self.round:
+            with self._there():
+                yield from map(_line, ledger_lines(self.folder, self.meta["files"]))
 
     @cached_property
     def records(self) -> list[Record]:
         """The turns and the rounds that the ledger tells of; what is neither raises."""
-        return [read_record(line) for line in self.lines]
+        return [read_record(line) for line in self.lines()]
 
     @cached_property
     def metrics(self) -> Metrics:

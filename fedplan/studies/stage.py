@@ -19,6 +19,7 @@ from fedplan.data.own import OWN
 from fedplan.federation.agreement import Agreement, require_sound
 from fedplan.federation.evaluation import Scoring
 from fedplan.federation.exams import Exam
+from fedplan.federation.origin import Base, base_of
 from fedplan.federation.participation import Participation
 from fedplan.federation.record import joined
 from fedplan.language.crowds import phases_in
@@ -41,7 +42,6 @@ from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection, MethodSection
 from fedplan.studies.shares import Shares, shares_of
 from fedplan.tensors.devices import at_rest, brought, device_of, forked
-from fedplan.tensors.named import digests
 from fedplan.tensors.wire import parse_wire
 from fedplan.training.loops import loop_named
 from fedplan.training.probes import probe_named
@@ -61,13 +61,18 @@ class Stage:
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
-        """The values of every param that the model starts with."""
-        return take(self.model, self.agreement.params)
+        """The values that the model starts with, of every param that may change."""
+        return take(self.model, self.agreement.trainable)
 
     @cached_property
+    def base(self) -> Base:
+        """What tells the model apart, and that the rest of it stands still."""
+        return base_of(self.model, self.agreement.params, self.start)
+
+    @property
     def marks(self) -> dict[str, str]:
-        """The digest of each of them."""
-        return digests(self.start)
+        """The digest of each param."""
+        return self.base.marks
 
     @cached_property
     def digest(self) -> str:

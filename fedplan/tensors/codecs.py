@@ -95,7 +95,7 @@ class Wire(ABC):
         coded = dict[str, Tensor]()
         # By name, because the generator gives every tensor the same numbers only in one order.
         for name in sorted(values):
-            parts = {"": values[name].detach()}
+            parts = {"": still(values[name])}
             if parts[""].dtype in CODED:
                 with _about(name):
                     parts = self.code(parts[""], base[name].detach(), generator)
@@ -231,6 +231,21 @@ class Int8(Wire):
         work = Form.of(value).work
         size = max(largest(value) / 127, torch.finfo(work).tiny)
         return torch.tensor(size, dtype=work, device=value.device)
+
+
+def still(value: Tensor) -> Tensor:
+    """A value without its gradient; the same tensor if it has none."""
+    return value.detach() if value.requires_grad else value
+
+
+def require_alike(given: Tensors, base: Tensors) -> None:
+    """Refuse tensors that have not the names, shapes and dtypes of the base."""
+    alike = given.keys() == base.keys() and not any(map(is_rider, base))
+    for name in base if alike else ():
+        one, other = given[name], base[name]
+        alike = alike and one.dtype == other.dtype and one.shape == other.shape
+    if not alike:
+        _require_forms(given, _wholes(base))
 
 
 def _key(name: str, part: str) -> str:

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from fedplan.errors import FedplanError
+from fedplan.tensors import layout
+from fedplan.tensors.layout import places_in, viewed
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import nbytes
 
@@ -33,14 +35,7 @@ DEEPEST = 32
 MOST_DIMENSIONS, LARGEST_EMPTY = 64, 2**31
 """Limits of a shape: an empty tensor takes no bytes, so its other dimensions could be any size."""
 
-DTYPES = frozenset(
-    (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool),
-        *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-        *(torch.float8_e4m3fn, torch.float8_e5m2),
-    )
-)
+DTYPES = frozenset(layout.DTYPES.values())
 """What a tensor of a message may hold."""
 
 
@@ -79,7 +74,7 @@ def unpack(data: bytes, *, limit: int | None = None) -> tuple[dict[str, Tensor],
     header = _header(entries.pop("__metadata__", None))
     for name, entry in entries.items():
         _require_entry(name, entry)
-    return _tensors(data), header
+    return _tensors(data, entries), header
 
 
 def _dense(name: str, tensor: Tensor) -> Tensor:
@@ -210,17 +205,20 @@ def _require_shape(name: str, shape: Sequence[int]) -> None:
         )
 
 
-def _tensors(data: bytes) -> dict[str, Tensor]:
-    """The tensors, once the head of the message is known to be sound."""
+def _tensors(data: bytes, entries: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors, where they lie in the bytes, once the head of the message is known to be sound.
+
+    They are not to be written to: whoever has the bytes has them too.
+    """
+    head = 8 + int.from_bytes(data[:8], "little")
     try:
-        found = load(data)
-    except Exception as error:  # whatever the reader says, the bytes are at fault
+        places = places_in(entries, len(data) - head)
+    except ValueError as error:
         raise SerializationError(
             f"the tensors of the message cannot be read: {_short(error)}"
         ) from error
+    found = {place.name: viewed(data, head, place) for place in places}
     for name, tensor in found.items():
-        if tensor.dtype not in DTYPES:
-            raise SerializationError(f"{_short(name)} is of {tensor.dtype}, which no message holds")
         # A bool of any other byte is undefined behaviour in torch.
         if tensor.dtype == torch.bool and (tensor.view(torch.uint8) > 1).any():
             raise SerializationError(f"{_short(name)} holds bools that are neither 0 nor 1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fedplan.errors import FedplanError
+from fedplan.tensors.named import all_finite
+from fedplan.tensors.stretches import Flat, Stretch, extents, flattened, magnitudes, stretches_of
 
 GRID = 2.0**-47
 """The step that every value is rounded to, once; float32 values from 2**-24 up are multiples."""
@@ -28,9 +30,11 @@ LARGEST_SUM = 2**98
 _LOWER = 1.5 * 2**52 * GRID
 _UPPER = _LOWER * 2**CARRY
 _LOWER_BITS, _UPPER_BITS = struct.unpack("2q", struct.pack("2d", _LOWER, _UPPER))
-_CHUNK = 2**17  # numbers whose scratch stays in a core's cache
+_CHUNK = 2**16  # numbers whose scratch stays in a core's cache
 _FACTS = ("dtype", "weight", "senders", "reach")
-_DTYPES = {str(t)[6:]: t for t in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+_RAW = (*_FACTS, "shape", "load", "lifted")
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {str(dtype)[6:]: dtype for dtype in _FLOATS}
 
 
 class SumError(FedplanError):
@@ -56,27 +60,26 @@ class _Total:
     load: int = 0
     lifted: int = 0
 
-    @staticmethod
-    def like(tensor: Tensor) -> _Total:
-        counts = torch.zeros(tensor.numel(), dtype=torch.int64)
-        return _Total(_dtype(tensor), tuple(tensor.shape), counts)
-
     def copy(self) -> _Total:
         upper = self.upper if self.upper is None else self.upper.clone()
         return replace(self, lower=self.lower.clone(), upper=upper)
 
-    def add(self, tensor: Tensor, weight: int, peak: int) -> None:
+    def expect(self, weight: int, peak: int) -> bool:
+        """Make room for one update and count it; whether its values go into the lower alone."""
         wide = peak > 2**51 or weight * peak > 2**62
         step = weight * (2 ** (CARRY - 1) if wide else peak)
         if (wide and self.upper is None) or self.load + step >= 2**63:
             self.settle()
-        flat, scratch = tensor.detach().reshape(-1), torch.empty(_CHUNK, dtype=torch.float64)
+        self._note(weight, 1, weight * peak, step, weight)
+        return not wide
+
+    def add(self, flat: Tensor, weight: int, *, wide: bool) -> None:
+        """Add the values of an update that was expected."""
         for chunk in self._chunks():
-            values = scratch[: chunk.stop - chunk.start].copy_(flat[chunk])
+            values = _copied(flat[chunk])
             if wide:
                 self._add_upper(chunk, values, weight)
-            self.lower[chunk].add_(values.add_(_LOWER).view(torch.int64), alpha=weight)
-        self._note(weight, 1, weight * peak, step, weight)
+            _add_lower(self.lower[chunk], values, weight)
 
     def _add_upper(self, chunk: slice, values: Tensor, weight: int) -> None:
         """Add the upper share of values, and leave what is left of them."""
@@ -108,9 +111,8 @@ class _Total:
 
     def settled(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """The upper and lower counts of the settled form, chunk by chunk."""
-        lifted = (self.lifted * _LOWER_BITS + 2**63) % 2**64 - 2**63
         for chunk in self._chunks():
-            low = self.lower[chunk] - lifted
+            low = self.lower[chunk] - _bits(self.lifted)
             high = low >> CARRY
             if self.upper is not None:
                 high += self.upper[chunk]
@@ -119,6 +121,10 @@ class _Total:
     def over(self, weight: int) -> Tensor:
         """The sum divided by a weight."""
         result = torch.empty(self.lower.numel(), dtype=_DTYPES[self.dtype])
+        if self.upper is None:
+            for chunk in self._chunks():
+                result[chunk] = _divided(self.lower[chunk], self.lifted, weight)
+            return result.view(self.shape)
         for chunk, high, low in self.settled():
             # Both counts are one float64 each, so even where they cancel the sum rounds only once.
             steps = high.double().mul_(2.0**CARRY).add_(low.double())
@@ -128,6 +134,51 @@ class _Total:
     def _chunks(self) -> Iterator[slice]:
         count = self.lower.numel()
         return (slice(at, min(at + _CHUNK, count)) for at in range(0, count, _CHUNK))
+
+
+@dataclass(frozen=True)
+class _Arena:
+    """The lower counts of names that first came together, in one tensor, and their stretches."""
+
+    lower: Tensor
+    stretches: list[Stretch]
+    names: frozenset[str]
+
+    @staticmethod
+    def of(flat: Flat) -> _Arena:
+        count = sum(value.numel() for value in flat.values())
+        lower = torch.zeros(count, dtype=torch.int64)
+        return _Arena(lower, stretches_of(flat), frozenset(flat))
+
+    def totals(self, values: Mapping[str, Tensor]) -> dict[str, _Total]:
+        """The total of each name, of which nothing has been added."""
+        shares = self.lower.split([value.numel() for value in values.values()])
+        return {
+            name: _Total(_dtype(value), tuple(value.shape), share)
+            for (name, value), share in zip(values.items(), shares, strict=True)
+        }
+
+    def add(self, flat: Flat, weight: int) -> set[str]:
+        """Add those stretches of which all is there; the names that were added."""
+        whole = flat.keys() >= self.names
+        there = [b for b in self.stretches if whole or all(p.name in flat for p in b.pieces)]
+        for stretch in there:
+            _add_lower(self.lower[stretch.ends], _copied(stretch.of(flat)), weight)
+        return {piece.name for stretch in there for piece in stretch.pieces}
+
+    def means(
+        self, totals: Mapping[str, _Total], shares: Mapping[str, int]
+    ) -> Iterable[tuple[str, Tensor]]:
+        """The means of names that were joined and came from the same senders throughout."""
+        for stretch in (each for each in self.stretches if len(each.pieces) > 1):
+            held = [totals[piece.name] for piece in stretch.pieces]
+            alike = {(totals[piece.name].lifted, shares[piece.name]) for piece in stretch.pieces}
+            if len(alike) == 1 and all(total.upper is None for total in held):
+                lifted, weight = alike.pop()
+                mean = _divided(self.lower[stretch.ends], lifted, weight).to(_DTYPES[held[0].dtype])
+                parts = mean.split([piece.stop for piece in stretch.pieces])
+                for piece, part, total in zip(stretch.pieces, parts, held, strict=True):
+                    yield piece.name, part.clone().view(total.shape)
 
 
 class ExactSum:
@@ -140,23 +191,37 @@ class ExactSum:
 
     def __init__(self) -> None:
         self._totals: dict[str, _Total] = {}
+        self._arenas: list[_Arena] = []
 
-    def add(self, values: Mapping[str, Tensor], weight: int) -> None:
-        """Add one sender's tensors, each times the weight. Each name has senders of its own."""
-        peaks = self.require(values, weight)
-        self._totals |= {n: _Total.like(t) for n, t in values.items() if n not in self._totals}
-        for name, tensor in values.items():
-            self._totals[name].add(tensor, weight, peaks[name])
+    @torch.no_grad()
+    def add(
+        self, values: Mapping[str, Tensor], weight: int, peaks: Mapping[str, int] | None = None
+    ) -> None:
+        """Add one sender's tensors, each times the weight. Each name has senders of its own.
 
-    def require(self, values: Mapping[str, Tensor], weight: int) -> dict[str, int]:
+        `peaks` are those of just these tensors, if somebody has looked at them already.
+        """
+        peaks, flat = self.require(values, weight, peaks), flattened(values)
+        if fresh := {name: value for name, value in values.items() if name not in self._totals}:
+            arena = _Arena.of({name: flat[name] for name in fresh})
+            self._arenas.append(arena)
+            self._totals |= arena.totals(fresh)
+        narrow = {n: v for n, v in flat.items() if self._totals[n].expect(weight, peaks[n])}
+        added = {name for arena in self._arenas for name in arena.add(narrow, weight)}
+        for name in flat.keys() - added:
+            self._totals[name].add(flat[name], weight, wide=name not in narrow)
+
+    def require(
+        self, values: Mapping[str, Tensor], weight: int, peaks: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
         """Refuse tensors that `add` would refuse; else the peak of each."""
         if type(weight) is not int or not 1 <= weight <= LARGEST_WEIGHT:
             most = LARGEST_WEIGHT
             raise SumError(f"weight {weight!r} is not an int from 1 to {most}: count examples")
-        peaks = {name: _peak(name, tensor) for name, tensor in values.items()}
+        found = dict(peaks) if peaks is not None else peaks_of(values)
         for name, tensor in values.items():
-            self._check(name, _dtype(tensor), tuple(tensor.shape), weight * peaks[name])
-        return peaks
+            self._check(name, _dtype(tensor), tuple(tensor.shape), weight * found[name])
+        return found
 
     def merge(self, other: ExactSum) -> None:
         """Add all that another sum holds, as if its updates had come here."""
@@ -184,9 +249,14 @@ class ExactSum:
             share = shares.get(name)
             if type(share) is not int or share < 1:
                 raise SumError(f"{name} cannot be divided by {share!r}: give a positive int")
-        means = {name: total.over(shares[name]) for name, total in self._sorted()}
+        joined = {n: m for each in self._arenas for n, m in each.means(self._totals, shares)}
+        means = {
+            name: joined[name] if name in joined else total.over(shares[name])
+            for name, total in self._sorted()
+        }
         for name, mean in means.items():
-            if not bool(mean.isfinite().all()):
+            # No sum is too large for the others.
+            if mean.dtype is torch.float16 and not all_finite(mean):
                 raise SumError(f"the mean of {name} is too large for {mean.dtype}: divide by more")
         return means
 
@@ -228,6 +298,25 @@ class ExactSum:
                 raise SumError(text) from error
         return found
 
+    def raw(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The sum as it stands, for one who trusts it and merges it at once: nothing is copied."""
+        tensors, facts = dict[str, Tensor](), dict[str, Any]()
+        for name, total in self._sorted():
+            tensors[f"{name}.lower"] = total.lower
+            tensors |= {f"{name}.upper": total.upper} if total.upper is not None else {}
+            facts[name] = {key: getattr(total, key) for key in _RAW}
+        return tensors, facts
+
+    @classmethod
+    def of_raw(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> ExactSum:
+        """The sum that `raw` gave."""
+        found = cls()
+        for name, fact in facts.items():
+            said = {**fact, "shape": tuple(fact["shape"])}
+            lower, upper = tensors[f"{name}.lower"], tensors.get(f"{name}.upper")
+            found._totals[name] = _Total(lower=lower, upper=upper, **said)
+        return found
+
     def _sorted(self) -> list[tuple[str, _Total]]:
         return sorted(self._totals.items())
 
@@ -253,14 +342,53 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _peak(name: str, tensor: Tensor) -> int:
-    """The largest magnitude in a tensor that can be added, in steps of the grid, rounded up."""
-    if _dtype(tensor) not in _DTYPES:
-        raise SumError(f"{name} is {_dtype(tensor)}: send one of {', '.join(_DTYPES)}")
-    if tensor.numel() == 0:
-        return 0
-    ends = [float(end) for end in torch.aminmax(tensor.detach())]
-    for end in ends:
-        if not abs(end) <= LARGEST_VALUE:  # so that NaN is refused too
-            raise SumError(f"{name} holds {end}: send finite values up to {LARGEST_VALUE:.0f}")
-    return math.ceil(max(map(abs, ends)) / GRID)
+def _bits(lifted: int) -> int:
+    """So many times the bits of the constant, modulo 2**64."""
+    return (lifted * _LOWER_BITS + 2**63) % 2**64 - 2**63
+
+
+def _copied(values: Tensor) -> Tensor:
+    return values.to("cpu", torch.float64, copy=True)
+
+
+def _add_lower(lower: Tensor, values: Tensor, weight: int) -> None:
+    """Add values of float64 times the weight; they are then spent."""
+    lower.add_(values.add_(_LOWER).view(torch.int64), alpha=weight)
+
+
+def _divided(lower: Tensor, lifted: int, weight: int) -> Tensor:
+    """Lower counts that are the whole sum, divided: the counts round once, the quotient once.
+
+    To divide by the grid's step as well only moves the exponent.
+    """
+    return (lower - _bits(lifted)).double().div_(float(weight) / GRID)
+
+
+def peaks_of(values: Mapping[str, Tensor]) -> dict[str, int]:
+    """Each tensor's largest magnitude in steps of the grid, rounded up, if all can be added."""
+    _require_floats(values)
+    return _in_steps(values, magnitudes(values))
+
+
+def looked_at(
+    values: Mapping[str, Tensor], base: Mapping[str, Tensor]
+) -> tuple[dict[str, int], dict[str, float]]:
+    """The same, and each tensor's squared distance from the base, in one pass."""
+    _require_floats(values)
+    peaks, squares = extents(values, base)
+    return _in_steps(values, peaks), squares
+
+
+def _require_floats(values: Mapping[str, Tensor]) -> None:
+    for name, tensor in values.items():
+        if tensor.dtype not in _FLOATS:
+            raise SumError(f"{name} is {_dtype(tensor)}: send one of {', '.join(_DTYPES)}")
+
+
+def _in_steps(values: Mapping[str, Tensor], peaks: Mapping[str, float]) -> dict[str, int]:
+    for name, peak in peaks.items():
+        if not peak <= LARGEST_VALUE:  # so that NaN is refused too
+            ends = [float(end) for end in torch.aminmax(values[name].detach())]
+            worst = next(end for end in ends if not abs(end) <= LARGEST_VALUE)
+            raise SumError(f"{name} holds {worst}: send finite values up to {LARGEST_VALUE:.0f}")
+    return {name: math.ceil(peak / GRID) for name, peak in peaks.items()}

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from fedplan.reader import Table
-from fedplan.tensors.codecs import Cast, Delta, Form, Int8, Tensors, Wire, WireError
+from fedplan.tensors.codecs import (
+    Cast,
+    Delta,
+    Form,
+    Int8,
+    Tensors,
+    Wire,
+    WireError,
+    require_alike,
+    still,
+)
 from fedplan.tensors.sparse import Sparse
 
 
@@ -29,6 +39,22 @@ class Pipe(Wire):
         if not self.wires:
             return "plain()"
         return f"pipe({', '.join(wire.text for wire in self.wires)})"
+
+    def encode(
+        self, values: Tensors, base: Tensors, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """The values coded; with no codec, the same tensors, so that their digests are known."""
+        if self.wires:
+            return super().encode(values, base, generator)
+        require_alike(values, base)
+        return {name: still(values[name]) for name in sorted(values)}
+
+    def decode(self, coded: Tensors, base: Tensors) -> dict[str, Tensor]:
+        """The values; with no codec, what came."""
+        if self.wires:
+            return super().decode(coded, base)
+        require_alike(coded, base)
+        return {name: coded[name].to(own.device) for name, own in base.items()}
 
     def form(self, whole: Form) -> dict[str, Form]:
         parts = {"": whole}

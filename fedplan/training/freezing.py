@@ -56,7 +56,8 @@ class Marked:
     """
 
     def __init__(self, model: nn.Module, roles: Roles) -> None:
-        self._found = {tensor: tensor.requires_grad for tensor in model.parameters()}
+        tensors = dict(model.named_parameters())
+        self._found = {tensor: tensor.requires_grad for tensor in tensors.values()}
         self._trained: dict[str, nn.Parameter] = {}
         self._hooks: list[RemovableHandle] = []
         self._copies: list[_Rows] = []
@@ -65,7 +66,7 @@ class Marked:
         held: dict[str, list[Param]] = {}
         for param in roles:
             held.setdefault(param.name, []).append(param)
-        for name, tensor in model.named_parameters():
+        for name, tensor in tensors.items():
             self._mark(tensor, held.get(name, []), roles)
         if self._copies:
             self._hooks.append(register_optimizer_step_post_hook(self._write_back))

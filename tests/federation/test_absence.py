@@ -84,9 +84,6 @@ def test_a_lost_home_is_a_newcomers_and_the_ledger_shows_it(whole: Federation) -
     for _ in range(2):
         play(whole)
     shutil.rmtree(home_of(whole.server.folder, "ann"))
-    whole.clients["ann"].journal = type(whole.clients["ann"].journal)(
-        home_of(whole.server.folder, "ann")
-    )
     start = whole.personal_values("ann")
     assert all(torch.equal(start[k], whole.server.start[k]) for k in own(whole))
     play(whole)

@@ -354,7 +354,9 @@ def test_a_site_lets_leave_what_it_allows(here: Path) -> None:
     # A simulation may say the same of its clients, and has the same bytes.
     whole = Simulation(read_study(file), here / "local")
     for name, word in zip(names, words, strict=True):
-        whole.federation.clients[name].disclosure = sites.disclosures[word]
+        client = whole.federation.clients[name]
+        client.disclosure = sites.disclosures[word]
+        whole.federation.clients[name] = client
     whole.run()
     assert (here / "local/metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
 

@@ -193,7 +193,7 @@ def test_a_cohort_is_drawn_from_a_million_names_at_once() -> None:
     drawn = Participation(0.01).cohort("many", 3, roster)
     assert time.process_time() - began < 3
     places = torch.randperm(len(roster), generator=seeds.generator("many", "cohort", 3))
-    assert drawn == [roster[i] for i in sorted(places[:10_000].tolist())]
+    assert drawn == [roster[int(i)] for i in places[:10_000].sort().values]
 
 
 def test_a_home_is_made_when_something_is_kept(tmp_path: Path) -> None:

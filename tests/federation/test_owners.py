@@ -207,8 +207,10 @@ class Local(Played):
 
     def round(self, whole: Federation) -> Tally:
         for name in (c for c in self.clients if (c, self.number) in FORGETS):
-            whole.clients[name].seen, whole.clients[name].held = {}, {}
-        return whole.round()
+            whole.clients[name] = whole.clients.made(name, {}, {})
+        tally = whole.round()
+        whole.clients.kept.clear()
+        return tally
 
 
 class Flower(Played):

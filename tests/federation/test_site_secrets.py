@@ -124,7 +124,7 @@ def test_under_a_promise_no_number_of_a_line_follows_from_the_rows(
     for count in (3, 9):
         folder = tmp_path / str(count)
         fed = Heard(method_named("fedavg"), folder, guarantee=guarantee, pace=pace)
-        fed.clients["client-0"].rows = Few("bert", 0, count)
+        fed.clients.rows["client-0"] = Few("bert", 0, count)
         fed.round()
         (line,) = (update.line for update in fed.updates if update.client == "client-0")
         told.append({key: said for key, said in line.items() if key != "after"})

@@ -87,7 +87,7 @@ class Moves:
     def require_bounded(self, where: str = "") -> None:
         """Each value once each way, and each batch once; beside them numbers alone."""
         agreement, turns = self.made.agreement, len(self.made.clients)
-        each = {p.key: self.made.server.start[p.key] for p in agreement.trainable}
+        each = self.made.world_values()
         values, resting = turns * nbytes(each), len(agreement.params) - len(each)
         # Who is asked what it would choose starts from the values once more.
         starts = 2 if agreement.method.together else 1

@@ -74,18 +74,15 @@ def edited(folder: Path, edit: dict[str, Any], method: dict[str, Any]) -> Endpoi
 
 def rebased(endpoint: Endpoint) -> None:
     """Another value of a param that no plan of these tests trains: the class token."""
+    from fedplan.federation.origin import base_of
     from fedplan.models.values import put, take
-    from fedplan.tensors.named import digests
 
-    key = "vit.embeddings.cls_token"
-    endpoint.site.start[key] = endpoint.site.start[key] + 0.01
-    put(
-        endpoint.site.model,
-        {key: endpoint.site.start[key]},
-        [p for p in endpoint.agreement.params if p.key == key],
-    )
-    endpoint.site.start = take(endpoint.site.model, endpoint.agreement.params)
-    endpoint.site.marks = digests(endpoint.site.start)
+    site, agreement = endpoint.site, endpoint.agreement
+    held = [p for p in agreement.params if p.key == "vit.embeddings.cls_token"]
+    put(site.model, {k: v + 0.01 for k, v in take(site.model, held).items()}, held)
+    site.start = take(site.model, agreement.trainable)
+    site.base = base_of(site.model, agreement.params, site.start)
+    site.marks = site.base.marks
 
 
 FROZEN = {"method": "plan = \"chain(share(), freeze(named('*cls_token')))\""}

@@ -20,6 +20,7 @@ from fedplan.federation.patience import Patience
 from fedplan.federation.server import Server
 from fedplan.federation.states import RunState, RunStatus, SiteState, ask_to_stop, read_status
 from fedplan.federation.status import Status
+from fedplan.federation.versions import own_versions
 from fedplan.methods.registry import method_named
 from fedplan.models.description import describe
 from fedplan.models.values import take
@@ -114,6 +115,28 @@ def test_each_site_is_told_as_it_is(tmp_path: Path) -> None:
     events = [entry.event for entry in read_log(tmp_path)]
     assert events[:2] == ["run begun", "run waiting for sites"] and events[-1] == "run done"
     assert events.count("round closed") == ROUNDS
+
+
+def test_a_site_with_other_packages_takes_part_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ends must have the wire alike; all else that differs an operator hears of."""
+    said = {**own_versions(), "fedplan": "99.0"}
+    monkeypatch.setattr("fedplan.federation.endpoint.own_versions", lambda: said)
+    driven = Driven(tmp_path, NAMES)
+    assert driven.drive(quorum=3).state == RunState.DONE
+    told = [each for each in driven.heard if each.event == "site versions"]
+    assert [each.site for each in told] == list(NAMES)
+    assert all("fedplan 99.0, and here" in each.text for each in told)
+
+
+def test_a_site_with_another_wire_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {**own_versions(), "wire": "99"}
+    monkeypatch.setattr("fedplan.federation.endpoint.own_versions", lambda: said)
+    with pytest.raises(FedplanError, match="messages of version 99, and here they are"):
+        Driven(tmp_path, NAMES).drive(quorum=3)
 
 
 def test_a_driver_that_waits_stops_when_it_is_asked_to(tmp_path: Path) -> None:

@@ -15,12 +15,15 @@ from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 from commands import run
 from sites import write_rows
 from studies import approvals_in, offered
 
+import fedplan.runners.flower.known as known
 import fedplan.sites.doctor as doctor
+from fedplan.errors import FedplanError
 from fedplan.runners.flower.keys import make_keys, make_site_keys
 from fedplan.runners.site import read_site
 from fedplan.sites.doctor import Finding, examine
@@ -179,6 +182,13 @@ def test_a_key_that_the_server_does_not_know_is_told(
     (told,) = faults(site).values()
     assert (told.name, told.state) == ("registered", "fail")
     assert "fedplan server register north node.pub" in told.remedy
+
+
+def test_a_proxy_without_its_server_is_told_in_words_and_not_as_a_page() -> None:
+    page = httpx.Response(502, text="<html><title>502 Bad Gateway</title></html>")
+    with pytest.raises(FedplanError, match="not the SuperLink behind it") as told:
+        known._known(page)  # pyright: ignore[reportPrivateUsage]
+    assert "html" not in str(told.value)
 
 
 def test_what_goes_by_a_proxy_is_asked_by_it(

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 from sites import NAME, RUN, desk_of, hello, study_text, write_rows
 
 from fedplan.federation.endpoint import HELLO, TRAIN
+from fedplan.federation.fault_log import FaultLog, read_faults
 from fedplan.storage.logs import LOG, read_log
 from fedplan.tensors.serialization import packed
 
@@ -37,3 +39,28 @@ def test_an_answer_is_in_the_log(tmp_path: Path) -> None:
     desk.answer(HELLO, hello(STUDY))
     (entry,) = read_log(tmp_path / "home")
     assert (entry.event, entry.text, entry.run, entry.level) == ("hello answered", "", RUN, "info")
+
+
+def test_the_record_names_the_certificate_that_the_server_shows_at_each_request(
+    tmp_path: Path,
+) -> None:
+    """A server whose certificate was made anew does not greet its sites again."""
+    desk, shown = desk_of(tmp_path), iter(("aa" * 32, "bb" * 32, "", "cc" * 32))
+    desk.server = lambda: next(shown)
+    desk.answer(HELLO, hello(STUDY))
+    for number in "123":
+        desk.answer(TRAIN, packed({}, {"run": number * 16, "round": 1}))
+    text = (tmp_path / "home/outgoing.jsonl").read_text()
+    lines = map(json.loads, text.splitlines())
+    # where the line did not open just then, the last one stands
+    assert [line["server"][:2] for line in lines] == ["aa", "bb", "bb", "cc"]
+
+
+def test_a_fault_after_one_that_a_full_disk_has_cut_can_be_read(tmp_path: Path) -> None:
+    log = FaultLog(tmp_path)
+    log.note(OSError("first"))
+    file = tmp_path / "faults.log"
+    file.write_bytes(file.read_bytes()[:-9])
+    log.note(OSError("second"))
+    found = read_faults(tmp_path)
+    assert len(found) == 2 and "cannot be read" in found[0] and "second" in found[1]

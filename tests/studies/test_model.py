@@ -229,7 +229,7 @@ def test_qlora_goes_on_with_the_same_bits(chat: Path, kind: str) -> None:
     played(study(packed(kind)), "two", rounds=1)
     in_two = played(study(packed(kind)), "two")
     same(at_once.federation.world.values, in_two.federation.world.values)
-    start = at_once.federation.server.start
+    start = stage_of(study(packed(kind))).start
     assert any(not torch.equal(v, start[k]) for k, v in at_once.federation.world.values.items())
 
 

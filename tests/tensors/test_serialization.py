@@ -21,6 +21,7 @@ from often import often
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from fedplan.tensors.layout import places_in, viewed
 from fedplan.tensors.serialization import (
     DEEPEST,
     DTYPES,
@@ -28,7 +29,9 @@ from fedplan.tensors.serialization import (
     LARGEST_HEADER,
     SerializationError,
     pack,
+    packed,
     unpack,
+    unpacked,
 )
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -334,3 +337,43 @@ def test_no_pickle_is_ever_run(tmp_path: Path) -> None:
         assert not marker.exists()
     pickle.loads(payloads[0])
     assert marker.exists(), "the trap itself works"
+
+
+@given(st.data())
+@settings(max_examples=often(400))
+def test_a_layout_is_taken_where_the_library_takes_it_and_lies_in_the_bytes(data: Any) -> None:
+    """Heads that were changed in one place: what safetensors refuses is refused, and else read."""
+    whole = {"a": torch.arange(6).reshape(2, 3), "b": torch.ones(4).bfloat16(), "c": torch.empty(0)}
+    entries = json.loads(_head(save(whole)))
+    name, field = data.draw(st.sampled_from([(n, f) for n in whole for f in entries[n]]))
+    change = data.draw(
+        st.sampled_from([None, -1, 0, 1, 2**63, [], [1], [0, 48], [48, 56], "U8", "X"])
+    )
+    entries[name][field] = entries[name][field] if change is None else change
+    body = save(whole)[8 + len(_head(save(whole))) :]
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    blob = len(text).to_bytes(8, "little") + text + body
+    try:
+        wanted = load(blob)
+    except Exception:
+        with pytest.raises(ValueError):
+            places_in(entries, len(body))
+        return
+    found = {p.name: viewed(blob, 8 + len(text), p) for p in places_in(entries, len(body))}
+    assert found.keys() == wanted.keys()
+    for each, tensor in wanted.items():
+        same = found[each].view(torch.uint8), tensor.view(torch.uint8)
+        assert tensor.dtype == found[each].dtype and torch.equal(*same)
+
+
+def _head(data: bytes) -> bytes:
+    return data[8 : 8 + int.from_bytes(data[:8], "little")]
+
+
+def test_what_is_unpacked_lies_in_the_message() -> None:
+    message = packed({"a": torch.ones(1000), "b": torch.zeros(7).half()}, {})
+    (blob,) = message.blobs
+    first = torch.frombuffer(blob, dtype=torch.uint8).data_ptr()
+    for tensor in unpacked(message)[0].values():
+        assert first < tensor.data_ptr() < first + len(blob)

@@ -186,6 +186,7 @@ class Calls:
             for name, answer in self._arrived(waiting):
                 letter = letters.get(name)
                 yield name, answer
+                del answer
                 if letters.get(name) is not letter:
                     waiting[name] = _Open(letters[name])
             now = time.monotonic()
@@ -264,13 +265,16 @@ class Calls:
         """Answers that have come, one pulled at a time."""
         for name, request in list(waiting.items()):
             for number in list(request.numbers):
-                for reply in steady(lambda n=number: self.grid.pull_messages([n]), self.patience):
+                # Nothing of an answer is held here while the next one is fetched.
+                replies = steady(lambda n=number: self.grid.pull_messages([n]), self.patience)
+                while replies:
                     request.numbers.pop(number, None)
-                    answer = self._heard(name, request, reply)
+                    answer = self._heard(name, request, replies.pop(0))
                     # An answer that comes twice is not the answer to what is asked next.
                     if answer is not None and waiting.get(name) is request:
                         del waiting[name]
                         yield name, answer
+                    del answer
 
     def _heard(self, name: str, request: _Open, reply: FlowerMessage) -> Message | str | None:
         if not reply.has_error():

@@ -22,7 +22,7 @@ from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
 from fedplan.federation.states import RunState, SiteState, state_said
 from fedplan.federation.status import Status
-from fedplan.federation.versions import other_versions
+from fedplan.federation.versions import other_versions, unlike_versions
 from fedplan.models.values import put
 from fedplan.privacy.errors import PrivacyError
 from fedplan.runners.faults import Faults, faults_of
@@ -72,6 +72,8 @@ def carry_study(
     if stop is not None:
         # The rows are at the sites, and so is every score but that of a common test.
         stop.require_measured([*(["world"] if test else []), *(["sites"] if scoring.sites else [])])
+    # A server needs no model, unless it tests one: what it starts with is in its world.
+    del stage
     told = status or Status(folder)
     carrier = Carrier(
         grid,
@@ -126,6 +128,7 @@ class Carrier:
         self.callbacks = tuple(callbacks)
         self.faults, self._late = faults or Faults(), set[str]()
         self._unfit: dict[str, str] = {}
+        self._unlike: dict[str, str] = {}
         self._packed: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
         self.scoring, self.test = scoring or Scoring(), test
         self.evaluations = Evaluations(self.calls, server, self._arrays)
@@ -200,6 +203,14 @@ class Carrier:
             else:
                 self._unfit.pop(name, None)
                 self.server.roster[name] = guest.traits
+                self._tell_versions(name, guest)
+
+    def _tell_versions(self, name: str, guest: Guest) -> None:
+        """Tell once of a site that takes part with other packages than ours."""
+        odd = unlike_versions(guest.versions)
+        if odd and self._unlike.get(name) != odd:
+            self.status.tell("site versions", f"has {odd}; it takes part", site=name)
+        self._unlike[name] = odd
 
     def _unfit_for(self, name: str, guest: Guest) -> str:
         """Why a site cannot take part, in words; nothing if it can.
@@ -236,7 +247,11 @@ class Carrier:
             elif self._lacks(tally, name, answer):
                 letters[name] = self._letter(tally, name)
             else:
+                # All who are there have been asked: who comes later has it packed anew.
+                self._packed = ((), ArrayRecord())
                 self._count(tally, name, answer)
+            # Else it would be held while the next one is fetched.
+            del answer
         silent = tally.cohort.keys() - set(tally.heard) - tally.rejected.keys()
         tally.rejected |= {name: "no answer" for name in silent}
         for name in silent - self.calls.absent:

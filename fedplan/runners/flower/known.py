@@ -23,6 +23,8 @@ SAID = {
     ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL: True,
 }
 """A server looks for the key first, and then refuses a node that would never be heard again."""
+BEHIND = (502, 503, 504)
+"""What a proxy says of a server behind it that does not answer."""
 
 
 def is_known(server: ServerSection) -> bool:
@@ -57,6 +59,11 @@ def _known(answer: httpx.Response) -> bool:
     for code, known in SAID.items():
         if str(int(code)) in answer.text:
             return known
+    if answer.status_code in BEHIND:
+        raise FedplanError(
+            f"the server's proxy answers ({answer.status_code}), and not the SuperLink behind it: "
+            "tell its operator, and look again"
+        )
     raise FedplanError(f"the server says {answer.status_code}: {answer.text[:200]}")
 
 

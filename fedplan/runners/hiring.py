@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hiring: the team that plays a study's clients, by what is said of its workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedplan.errors import FedplanError
+from fedplan.runners.hands import RAY, Hands, Workers
+from fedplan.runners.player import BEGIN
+from fedplan.runners.pool import Processes
+from fedplan.runners.team import Team
+from fedplan.studies.schema import ConfigError, Study, placed
+
+
+def team_of(workers: Workers, study: Study, folder: Path) -> Team:
+    """A team for a study that runs in a folder; nobody of it is started yet."""
+    if study.data.given:
+        raise ConfigError(
+            f"the runner {workers.runner} has workers that build a study from its files, and this "
+            "one was given objects of Python, which only this process has: write it as a study "
+            'file for fp.run_study, or say runner="local"'
+        )
+    said = placed(study, Path.cwd()).model_dump(mode="json")
+    count = workers.many(study.threads)
+    begin = {"do": BEGIN, "study": said, "folder": str(folder.resolve())}
+    return Team(_hands(workers, count), begin)
+
+
+def _hands(workers: Workers, count: int) -> Hands:
+    if workers.runner != RAY:
+        return Processes(count)
+    try:
+        from fedplan.runners.ray.actors import Actors
+    except ModuleNotFoundError as error:
+        raise FedplanError(
+            f"{error.name} is not installed: `pip install fedplan[ray]`, or say the runner pool"
+        ) from error
+    return Actors(count, gpus=workers.gpus, address=workers.address)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes of a pool: what each of them runs, from its first message to its last."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from queue import Queue
+from typing import IO
+
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+
+from fedplan.federation.partial import Sent
+from fedplan.runners.player import BEGIN, Player, Words, apart, read_words, worded
+from fedplan.runners.pool import read, write
+
+
+def main() -> None:
+    """Answer message after message, until whoever sends them is gone."""
+    folder, number = Path(sys.argv[1]), int(sys.argv[2])
+    # Ctrl-C is meant for the run: its own process then ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Answers have a pipe of their own: whatever else is printed must not run into them.
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    asked = Queue[Words]()
+    threading.Thread(target=_listen, args=(sys.stdin.buffer, asked), daemon=True).start()
+    player: Player | None = None
+    while True:
+        message = asked.get()
+        said, file = message["said"], message["file"]
+        try:
+            if player is None or said["do"] == BEGIN:
+                player, answer = Player(said), ({}, {})
+            else:
+                answer = player.answer(said, load_file(file) if file else {})
+        except Exception as error:
+            traceback.print_exc()
+            answer: Sent = ({}, {"error": f"{type(error).__name__}: {error}", "code": ""})
+        write(answers, worded(_kept(folder / f"answer-{number}", answer)))
+
+
+def _kept(file: Path, answer: Sent) -> Words:
+    """An answer whose tensors lie in a file."""
+    tensors, said = answer
+    if tensors:
+        save_file(apart(tensors), file)
+    return {"said": said, "file": str(file) if tensors else None}
+
+
+def _listen(pipe: IO[bytes], asked: Queue[Words]) -> None:
+    """Take messages as they come; without a sender this process ends, in whatever it is at."""
+    while (data := read(pipe)) is not None:
+        asked.put(read_words(data))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Actors: workers that Ray starts, on this machine or on those of a cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fedplan.errors import FedplanError
+from fedplan.federation.partial import Sent
+from fedplan.runners.player import BEGIN, Player, apart, read_words, worded
+from fedplan.tensors.named import Tensors
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+"""Bytes as Ray keeps them: one object that all workers of a machine read in place."""
+
+
+class Hand:
+    """What one actor does: it builds a player by its first message, and answers by it."""
+
+    def __init__(self) -> None:
+        self._player: Player | None = None
+
+    def answer(self, said: bytes, tensors: Bytes | None) -> tuple[bytes, Bytes | None]:
+        """The answer to a message: bytes for bytes."""
+        words = read_words(said)
+        try:
+            if self._player is None or words["do"] == BEGIN:
+                self._player, found = Player(words), ({}, {})
+            else:
+                found = self._player.answer(words, _tensors(tensors))
+        except Exception as error:
+            found: Sent = ({}, {"error": f"{type(error).__name__}: {error}", "code": ""})
+        return worded(found[1]), _bytes(found[0]) if found[0] else None
+
+
+class Actors:
+    """Workers that are actors of Ray; what they are sent and answer is bytes, of our own making.
+
+    Without an `address` Ray is started on this machine, with a core for each worker.
+    """
+
+    def __init__(self, count: int, *, gpus: float = 0.0, address: str = "") -> None:
+        self.count, self._gpus, self._address = count, gpus, address
+        self._actors: dict[int, Any] = {}
+        self._asked: dict[Any, int] = {}
+        self._began = False
+
+    def start(self, number: int, said: Mapping[str, Any]) -> None:
+        """Start a worker, or another one in its place."""
+        self._connect()
+        made: Any = ray.remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0)(Hand)
+        self._actors[number] = made.remote()
+        self.send(number, said)
+
+    def _connect(self) -> None:
+        if ray.is_initialized():
+            return
+        quiet: dict[str, Any] = {"log_to_driver": True, "include_dashboard": False}
+        quiet = {"address": self._address} if self._address else quiet
+        if not self._address:
+            # Nothing is told to Ray's makers; who has no GPU of its own sees those that there are.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            quiet |= {"num_cpus": self.count, "configure_logging": False}
+        try:
+            ray.init(**quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise FedplanError(
+                f"Ray cannot be reached at {self._address or 'this machine'}: {error}; start it by "
+                "`ray start`, or say the address of a cluster"
+            ) from error
+        self._began = True
+
+    def share(self, tensors: Tensors) -> object:
+        """Put tensors into Ray's store, once for all workers."""
+        return ray.put(_bytes(tensors))
+
+    def send(self, number: int, said: Mapping[str, Any], shared: object = None) -> None:
+        """Send a worker a message."""
+        answer = self._actors[number].answer.remote(worded(said), shared)
+        self._asked[answer] = number
+
+    def heard(self, seconds: float) -> list[tuple[int, Sent | None]]:
+        """Who has answered what, or has died."""
+        asked: list[Any] = list(self._asked)
+        ready: list[Any] = ray.wait(asked, num_returns=1, timeout=seconds)[0]
+        found = list[tuple[int, Sent | None]]()
+        for each in ready:
+            number = self._asked.pop(each, None)
+            if number is not None:
+                found.append((number, self._got(number, each)))
+        return found
+
+    def _got(self, number: int, answer: Any) -> Sent | None:
+        try:
+            said, tensors = cast("tuple[bytes, Bytes | None]", ray.get(answer))
+        except RayTaskError as error:
+            raise FedplanError(f"a worker of Ray failed: {error}") from error
+        except RayActorError:
+            # All that it was sent is lost with it, and told of once.
+            self._asked = {each: of for each, of in self._asked.items() if of != number}
+            return None
+        return _tensors(tensors), read_words(said)
+
+    def close(self) -> None:
+        """End all of them, and Ray if it was started here."""
+        for actor in self._actors.values() if ray.is_initialized() else ():
+            ray.kill(actor)
+        self._actors, self._asked = {}, {}
+        if self._began:
+            ray.shutdown()
+            self._began = False
+
+
+def _bytes(tensors: Tensors) -> Bytes:
+    return np.frombuffer(save(apart(tensors)), dtype=np.uint8)
+
+
+def _tensors(data: Bytes | None) -> dict[str, Tensor]:
+    return load(data.tobytes()) if data is not None else {}

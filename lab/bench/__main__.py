@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the bench: `python -m lab.bench`, all of it or the rows that are named.
+
+A row's file in lab/results/bench is written after each repetition. A row that is whole is left
+alone, so that a bench that was stopped goes on with the next; `--again` measures it anew. Engines of a row stand side by side, and
+play in turn, in another order each time. Start-up and each one's first round are told apart; with
+`--quick` all start at once, and their start-up is no figure to go by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+from lab.bench.facts import facts_of
+from lab.bench.measure import EngineFault, Places, Running
+from lab.bench.rows import ENGINES, ROWS, Row
+from lab.bench.workloads import laid_out
+
+OUT = Path(__file__).parents[1] / "results" / "bench"
+REPETITIONS, QUICK = 5, 2
+"""How often each engine plays, and how often with --quick."""
+
+
+def engines_of(row: Row, places: Places, asked: list[str] | None) -> list[str]:
+    """Those of a row's engines that are asked for and that are here."""
+    names = [name for name in row.engines if not asked or name in asked]
+    found = list[str]()
+    for name in names:
+        home = places.environments / ENGINES[name].environment
+        if ENGINES[name].environment and not home.is_dir():
+            print(f"  {name}: no {home}: bash lab/bench/environments.sh makes it", flush=True)
+        elif ENGINES[name].before and places.before is None:
+            print(f"  {name}: say --before FOLDER, a tree of fedplan as it was", flush=True)
+        else:
+            found.append(name)
+    return found
+
+
+def params_of(row: Row, places: Places) -> int:
+    """How many numbers a workload's model holds."""
+    return json.loads((laid_out(row.workload, places.work) / "said.json").read_text())["params"]
+
+
+def begun(
+    row: Row, names: list[str], rounds: int, places: Places, *, together: bool
+) -> dict[str, Running]:
+    """The engines of a row, side by side; who does not begin is left out, and it is said why."""
+    folder = laid_out(row.workload, places.work)
+
+    def begin(name: str) -> Running | None:
+        try:
+            made = Running(name, rounds, folder, places)
+        except EngineFault as error:
+            print(f"  left out: {error}", flush=True)
+            return None
+        print(f"  {name}: stands after {made.startup:.1f} s", flush=True)
+        return made
+
+    with ThreadPoolExecutor(len(names) if together else 1) as pool:
+        found = zip(names, pool.map(begin, names), strict=True)
+        return {name: engine for name, engine in found if engine is not None}
+
+
+def measure(name: str, row: Row, names: list[str], places: Places, asked: Any) -> None:
+    """Play a row's repetitions, and write each down."""
+    each = max(1, row.each // 2) if asked.quick else row.each
+    command = f"python -m lab.bench {name}" + (" --quick" if asked.quick else "")
+    rounds = 1 + each * asked.repetitions
+    running = begun(row, names, rounds, places, together=asked.quick)
+    trees = {"local": places.tree} | ({"before": places.before} if places.before else {})
+    result: dict[str, Any] = {
+        "row": name,
+        "text": row.text(),
+        "base": row.base,
+        "command": command,
+        "facts": {word: facts_of(tree) for word, tree in trees.items()},
+        "cohort": row.workload.cohort,
+        "params": params_of(row, places),
+        "rounds": each,
+        "startup": {name: round(engine.startup, 2) for name, engine in running.items()},
+        "first": {},
+        "seconds": {name: [] for name in running},
+        "told": {},
+    }
+    try:
+        for turn in range(asked.repetitions + 1):
+            order = sorted(running)[turn % len(running) :] + sorted(running)[: turn % len(running)]
+            for engine in order:
+                took = running[engine].play(each if turn else 1)
+                took = {word: round(value, 4) for word, value in took.items()}
+                if turn:
+                    result["seconds"][engine].append(took)
+                else:
+                    result["first"][engine] = took
+                print(f"  {turn} {engine}: {took}", flush=True)
+            (OUT / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        result["told"] = {name: running[name].told() for name in running}
+        (OUT / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    finally:
+        for engine in running.values():
+            engine.end()
+
+
+def whole(name: str, repetitions: int) -> bool:
+    """Whether a row's file has all repetitions."""
+    file = OUT / f"{name}.json"
+    held = json.loads(file.read_text())["seconds"] if file.exists() else {}
+    return bool(held) and all(len(seconds) >= repetitions for seconds in held.values())
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__)
+    ask.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; without any, all")
+    ask.add_argument("--engines", nargs="+", choices=sorted(ENGINES))
+    ask.add_argument("--tree", type=Path, default=Path(__file__).parents[2])
+    ask.add_argument("--before", type=Path, help="another tree of fedplan, measured beside it")
+    ask.add_argument("--environments", type=Path, default=Path("/opt"))
+    ask.add_argument("--work", type=Path, default=Path(gettempdir()) / "fedplan-bench")
+    ask.add_argument("--repetitions", type=int, default=0)
+    ask.add_argument(
+        "--quick",
+        action="store_true",
+        help="two repetitions of fewer rounds; engines start at once",
+    )
+    ask.add_argument("--again", action="store_true", help="measure rows that are whole, too")
+    asked = ask.parse_args()
+    asked.repetitions = asked.repetitions or (QUICK if asked.quick else REPETITIONS)
+    if strange := set(asked.rows) - ROWS.keys():
+        ask.error(f"there is no row {min(strange)!r}; there are {', '.join(ROWS)}")
+    OUT.mkdir(parents=True, exist_ok=True)
+    before = asked.before.resolve() if asked.before else None
+    places = Places(asked.tree.resolve(), before, asked.environments, asked.work)
+    started = time.monotonic()
+    for name in asked.rows or ROWS:
+        if whole(name, asked.repetitions) and not asked.again:
+            print(f"{name}: is there", flush=True)
+            continue
+        print(
+            f"{name}: {ROWS[name].text()} ({time.monotonic() - started:.0f} s so far)", flush=True
+        )
+        measure(name, ROWS[name], engines_of(ROWS[name], places, asked.engines), places, asked)
+    from lab.bench.table import write
+
+    write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bare torch: one model, one loop, a weighted mean, and nothing else."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from gate import Gate
+from work import asked, far
+
+
+def main() -> None:
+    work = asked()
+    model, draw = work.model(), random.Random(0)
+    start = {k: v.detach().clone() for k, v in model.named_parameters()}
+    world = {k: v.clone() for k, v in start.items()}
+    live, cohort = dict(model.named_parameters()), work.said["cohort"]
+    _ = work.rows
+    gate = Gate(work.line, work.rounds)
+    gate.ready()
+    for _ in range(work.rounds):
+        mean = {k: torch.zeros_like(v) for k, v in world.items()}
+        for number in draw.sample(range(work.said["clients"]), cohort):
+            with torch.no_grad():
+                for key, value in world.items():
+                    live[key].copy_(value)
+            work.fit(model, number)
+            with torch.no_grad():
+                for key, value in live.items():
+                    mean[key].add_(value, alpha=1 / cohort)
+        world = mean
+        gate.closed(lambda now=mean: {"moved": far(now, start)})
+
+
+if __name__ == "__main__":
+    main()

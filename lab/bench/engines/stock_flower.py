@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stock Flower: FedAvg by run_simulation, two CPUs for Ray and one for each client."""
+
+from __future__ import annotations
+
+import sys
+
+import flower_client
+import torch
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flwr.simulation import run_simulation
+from gate import Gate
+from work import asked, far
+
+
+def main() -> None:
+    work, server = asked(), ServerApp()
+    model, gate = work.model(), Gate(work.line, work.rounds)
+    start = {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+    def note(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if number:
+            gate.closed(lambda: {"moved": far(arrays.to_torch_state_dict(), start)})
+        else:
+            gate.ready()
+        return None
+
+    @server.main()
+    def _(grid: Grid, context: Context) -> None:
+        share = work.said["cohort"] / work.said["clients"]
+        strategy = FedAvg(
+            fraction_train=share,
+            fraction_evaluate=0.0,
+            min_train_nodes=work.said["cohort"],
+            min_available_nodes=work.said["clients"],
+        )
+        strategy.start(
+            grid=grid,
+            initial_arrays=ArrayRecord(model.state_dict()),
+            num_rounds=work.rounds,
+            evaluate_fn=note,
+        )
+
+    torch.set_num_threads(1)
+    resources = {"client_resources": {"num_cpus": 1}, "init_args": {"num_cpus": 2}}
+    client = flower_client.app_of(sys.argv[1])
+    run_simulation(server, client, work.said["clients"], backend_config=resources)
+
+
+if __name__ == "__main__":
+    main()

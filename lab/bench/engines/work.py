@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The work: a workload's model and rows as any engine but fedplan reads them, and one client's fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+RATE = 0.01
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the bench asks for: a workload's folder, the rounds in all, and where its line is."""
+
+    folder: Path
+    rounds: int
+    line: str
+    engine: str = ""
+    workers: int = 1
+
+    @cached_property
+    def said(self) -> dict[str, Any]:
+        """The workload's numbers."""
+        return json.loads((self.folder / "said.json").read_text())
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The rows of all clients, one after the other, and their labels."""
+        with np.load(self.folder / "rows.npz") as file:
+            rows, labels = file["rows"], torch.from_numpy(file["labels"])
+        if self.said["kind"] == "vit":
+            pixels = torch.from_numpy(rows).permute(0, 3, 1, 2).float()
+            return ((pixels / 255 - 0.5) / 0.5).contiguous(), labels
+        return torch.from_numpy(rows), labels
+
+    def client(self, number: int) -> tuple[Tensor, Tensor]:
+        """The rows of one client."""
+        each = self.said["steps"] * self.said["batch"]
+        part = slice(number * each, (number + 1) * each)
+        return self.rows[0][part], self.rows[1][part]
+
+    def model(self) -> nn.Module:
+        """The model with its start values."""
+        if self.said["kind"] == "linear":
+            from safetensors.torch import load_file
+
+            made = nn.Linear(784, 10)
+            made.load_state_dict(load_file(self.folder / "model" / "model.safetensors"))
+            return made
+        import transformers
+
+        name = {"vit": "ImageClassification", "bert": "SequenceClassification"}[self.said["kind"]]
+        built = getattr(transformers, f"AutoModelFor{name}")
+        return built.from_pretrained(self.folder / "model", local_files_only=True)
+
+    def loss(self, model: Any, rows: Tensor, labels: Tensor) -> Tensor:
+        """The loss of one batch."""
+        kind = self.said["kind"]
+        if kind == "linear":
+            logits = model(rows)
+        elif kind == "vit":
+            logits = model(pixel_values=rows).logits
+        else:
+            logits = model(input_ids=rows, attention_mask=torch.ones_like(rows)).logits
+        return nn.functional.cross_entropy(logits, labels)
+
+    def fit(self, model: nn.Module, number: int) -> float:
+        """One client's steps, in a fresh order; its mean loss."""
+        (rows, labels), batch = self.client(number), self.said["batch"]
+        optimiser = torch.optim.SGD(model.parameters(), lr=RATE)
+        model.train()
+        losses = list[float]()
+        for indices in torch.randperm(len(rows)).split(batch):
+            loss = self.loss(model, rows[indices], labels[indices])
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            losses.append(loss.item())
+        return sum(losses) / len(losses)
+
+
+def asked() -> Work:
+    """What the command line says: a file of JSON."""
+    said = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    return Work(**said | {"folder": Path(said["folder"])})
+
+
+def far(now: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """How long the way between two states is, over all params."""
+    return sum(float((now[k].double() - start[k].double()).square().sum()) for k in start) ** 0.5

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whoever plays a run's clients, and however often they die of it, its files are the same."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import run
+from crews import METHODS, Begun, Here, files, study_with
+from often import AT_NIGHT
+from torch import Tensor
+
+import fedplan as fp
+from fedplan.federation.aggregation import HeldSum, PlainSum, PrivateSum
+from fedplan.federation.status import Status
+from fedplan.runners.hands import Workers, workers_of
+from fedplan.runners.player import BEGIN
+from fedplan.runners.pool import Processes
+from fedplan.runners.simulation import Simulation
+from fedplan.storage.journal import home_of
+
+Patch = pytest.MonkeyPatch
+DAY = ("fedavg", "homes", "scaffold", "polls", "private", "sites")
+"""The others are tried at night."""
+
+
+def by_day(names: Iterator[str] | Any) -> list[Any]:
+    return [n if n in DAY else pytest.param(n, marks=pytest.mark.nightly) for n in names]
+
+
+@pytest.mark.parametrize("name", by_day(METHODS))
+def test_any_number_of_workers_that_die_at_any_time_leave_the_same_files(
+    name: str, here: Path, monkeypatch: Patch
+) -> None:
+    """The workers are in this process, so that they die between messages: after a turn too."""
+    begun = Begun(study_with(name), here)
+    expected, died = files(begun.alone()), 0
+    for count, deaths in ((1, 0), (3, 4)) if AT_NIGHT else ((2, 2),):
+        hands = Here(count, deaths, seed=count)
+        assert files(begun.by(hands, f"by-{count}", monkeypatch)) == expected
+        died += hands.died
+    assert died
+
+
+class Resident(Processes):
+    """Processes that outlive a run: the next one begins anew in them."""
+
+    def start(self, number: int, said: Mapping[str, Any]) -> None:
+        if number in self.pids:
+            self.send(number, said)
+        else:
+            super().start(number, said)
+
+    def close(self) -> None:
+        if not self.pids:
+            super().close()
+
+    def end(self) -> None:
+        super().close()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Resident]:
+    hands = Resident(2)
+    yield hands
+    hands.end()
+
+
+def kill(hands: Processes, stop: threading.Event, kills: int, seed: int) -> list[int]:
+    """Kill workers at random moments, until so many are dead."""
+    draw, dead = random.Random(seed), list[int]()
+    while len(dead) < kills and not stop.wait(draw.uniform(0.0, 0.4)):
+        pids = [pid for pid in hands.pids.values() if pid not in dead]
+        if pids:
+            dead.append(draw.choice(pids))
+            os.kill(dead[-1], signal.SIGKILL)
+            stop.wait(draw.uniform(0.5, 4.0))
+    return dead
+
+
+@pytest.mark.parametrize(
+    "name", ["homes", *(pytest.param(n, marks=pytest.mark.nightly) for n in METHODS)]
+)
+def test_processes_leave_the_same_files(
+    name: str, here: Path, monkeypatch: Patch, pool: Resident
+) -> None:
+    begun = Begun(study_with(name), here)
+    assert files(begun.by(pool, "pool", monkeypatch)) == files(begun.alone())
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
+def test_processes_that_are_killed_leave_the_same_files(
+    kills: int, here: Path, monkeypatch: Patch, pool: Resident
+) -> None:
+    study = study_with("homes", train={"rounds": 3 * kills, "batch": 1})
+    begun, stop, dead = Begun(study, here), threading.Event(), list[int]()
+    killer = threading.Thread(target=lambda: dead.extend(kill(pool, stop, kills, seed=kills)))
+    killer.start()
+    try:
+        found = files(begun.by(pool, "pool", monkeypatch))
+    finally:
+        stop.set()
+        killer.join()
+    assert len(dead) == kills
+    assert found == files(begun.alone())
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray's own: it leaves logs open
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", ["homes", "scaffold", "private"])
+def test_actors_of_ray_leave_the_same_files(name: str, here: Path, monkeypatch: Patch) -> None:
+    from fedplan.runners.ray import Actors
+
+    begun = Begun(study_with(name), here)
+    assert files(begun.by(Actors(2), "ray", monkeypatch)) == files(begun.alone())
+
+
+@pytest.mark.nightly
+def test_a_command_runs_by_workers_and_goes_on_by_others(here: Path) -> None:
+    for words in (
+        ("run", "study.toml", "--output", "a", "--runner", "pool", "--workers", "2"),
+        ("run", "a", "--resume", "--set", "train.rounds=4"),
+        ("run", "a", "--resume", "--set", "train.rounds=5", "--runner", "pool", "--workers", "3"),
+        ("verify", "a"),
+    ):
+        code, said = run(*words)
+        assert code == 0, said
+
+
+def test_updates_that_leave_no_room_are_taken_in_the_order_of_the_clients(
+    here: Path, monkeypatch: Patch
+) -> None:
+    """Who comes last has no room, whoever is played last."""
+    monkeypatch.setattr("fedplan.tensors.sums.LARGEST_SUM", 2**52)
+    begun = Begun(study_with("fedavg", clients={"share": 1.0}), here)
+    alone = begun.alone()
+    rejected = [json.loads(line).get("rejected") for line in ledger(alone)]
+    assert any(rejected) and any(json.loads(line).get("counted") for line in ledger(alone))
+    assert files(begun.by(Here(2), "two", monkeypatch)) == files(alone)
+
+
+def ledger(folder: Path) -> list[str]:
+    return (folder / "ledger.jsonl").read_text().splitlines()
+
+
+def test_a_client_that_always_kills_its_worker_is_named(here: Path, monkeypatch: Patch) -> None:
+    class Deadly(Here):
+        def heard(self, seconds: float) -> Any:
+            number, words, _ = self.asked[0]
+            if json.loads(words).get("client") == "client-02":
+                self.asked = [each for each in self.asked if each[0] != number]
+                return [(number, None)]
+            return super().heard(seconds)
+
+    begun = Begun(study_with("fedavg", clients={"share": 1.0}), here)
+    with pytest.raises(fp.FedplanError, match=r"died 6 times while it played 'client-02'.*memory"):
+        begun.by(Deadly(1), "one", monkeypatch)
+
+
+def test_an_error_of_a_worker_is_the_runs_and_names_the_client(
+    here: Path, monkeypatch: Patch
+) -> None:
+    begun = Begun(study_with("fedavg", clients={"share": 1.0}), here)
+
+    class Lost(Here):
+        def send(self, number: int, said: Mapping[str, Any], shared: Any = None) -> None:
+            if said["do"] == "turn":
+                said = {**said, "run": "0" * 16}
+            super().send(number, said, shared)
+
+    with pytest.raises(fp.FedplanError, match=r"client 'client-0\d'.* is asked in run '0000"):
+        begun.by(Lost(2), "two", monkeypatch)
+
+
+def test_a_worker_that_built_something_else_is_refused(here: Path, monkeypatch: Patch) -> None:
+    class Other(Here):
+        def send(self, number: int, said: Mapping[str, Any], shared: Any = None) -> None:
+            if said["do"] == BEGIN:
+                study = {**said["study"], "train": {**said["study"]["train"], "rate": 0.5}}
+                said = {**said, "study": study}
+            super().send(number, said, shared)
+
+    begun = Begun(study_with("fedavg"), here)
+    with pytest.raises(fp.FedplanError, match="files differ from machine to machine"):
+        begun.by(Other(2), "two", monkeypatch)
+
+
+def test_the_longest_are_played_first(here: Path, monkeypatch: Patch) -> None:
+    order = list[str]()
+
+    class Noted(Here):
+        def send(self, number: int, said: Mapping[str, Any], shared: Any = None) -> None:
+            if said["do"] == "turn":
+                order.append(said["client"])
+            super().send(number, said, shared)
+
+    study = study_with("fedavg", clients={"share": 1.0}, train={"rounds": 1, "batch": 1})
+    begun = Begun(study, here)
+    begun.by(Noted(2), "two", monkeypatch)
+    rows = {name: len(rows) for name, rows in Simulation(study, here / "x").shares.train.items()}
+    assert [rows[name] for name in order] == sorted(rows.values(), reverse=True)
+
+
+def test_a_world_goes_once_and_only_what_changed(here: Path, monkeypatch: Patch) -> None:
+    shared = list[set[str]]()
+
+    class Counted(Here):
+        def share(self, tensors: Any) -> object:
+            shared.append(set(tensors))
+            return super().share(tensors)
+
+    begun = Begun(study_with("phases", evaluate={"attention": 0}), here)
+    folder = begun.by(Counted(3), "three", monkeypatch)
+    moved = [set(line["moved"]) for line in map(json.loads, ledger(folder)) if "moved" in line]
+    assert shared == moved[:-1]  # of the first round all have the start, and of the last none needs
+
+
+def test_what_is_said_of_workers_fits(here: Path) -> None:
+    assert workers_of("local") is None and workers_of("pool", 2) == Workers("pool", 2)
+    assert workers_of("ray", gpus=0.5, address="ray://a:1") == Workers("ray", 0, 0.5, "ray://a:1")
+    for words, said in (
+        (("local", 2), "workers is said, and the runner local has none"),
+        (("pool", 0), "workers is 0: give at least 1"),
+        (("pool", 2, 1.0), "gpus_per_worker is for Ray"),
+        (("pool", 2, 0.0, "auto"), "ray_address is for Ray"),
+        (("fast", 2), "the runner is 'fast': say local, pool or ray"),
+    ):
+        with pytest.raises(fp.FedplanError, match=said):
+            workers_of(*words)  # type: ignore[arg-type]
+    code, said = run("run", "study.toml", "--workers", "2")
+    assert code == 1 and "say pool or ray" in said.replace("\n", " ")
+    code, said = run("run", "study.toml", "--runner", "fast")
+    assert code == 1 and "local, pool, ray or flower" in said.replace("\n", " ")
+
+
+def test_objects_of_this_process_have_no_workers() -> None:
+    rows = {"a": [{"x": torch.zeros(1)}]}
+    with pytest.raises(fp.FedplanError, match=r'write it as a study file.*runner="local"'):
+        fp.simulate(fp.share(), torch.nn.Linear(1, 1), rows, runner="pool", workers=2)  # type: ignore[arg-type]
+
+
+def test_no_old_world_and_no_folder_of_the_idle_stays(here: Path) -> None:
+    study = study_with("fedavg", clients={"share": 0.2}, train={"rounds": 4, "batch": 8})
+    whole = Simulation(study, here / "run", status=Status())
+    worlds = list[weakref.ref[Tensor]]()
+    for _ in whole.rounds():
+        worlds.append(weakref.ref(next(iter(whole.federation.world.values.values()))))
+    gc.collect()
+    assert [each() is not None for each in worlds[:-1]] == [False] * 3
+    asked = {line["client"] for line in map(json.loads, ledger(here / "run")) if "client" in line}
+    there = {name for name in whole.shares.train if home_of(here / "run", name).exists()}
+    assert there == asked and len(asked) < 5
+
+
+def test_parts_of_a_sum_are_of_one_kind() -> None:
+    """Else a worker's part would be merged into another kind of sum."""
+    from fedplan.federation.partial import merge
+
+    for kind in (PlainSum, HeldSum, PrivateSum):
+        total = object.__new__(kind)
+        with pytest.raises(fp.FedplanError, match="came to a"):
+            merge(total, {}, {"kind": "other"})
+
+
+def test_a_worker_ends_with_its_run(here: Path) -> None:
+    hands = Processes(1)
+    hands.start(0, {"do": BEGIN, "study": {}, "folder": str(here)})
+    pid = hands.pids[0]
+    deadline = time.monotonic() + 120
+    while not (heard := hands.heard(1.0)) and time.monotonic() < deadline:
+        pass
+    ((_, answer),) = heard
+    assert answer is not None and "the study does not fit" in answer[1]["error"]
+    hands.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

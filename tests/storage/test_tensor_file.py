@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor files: read once, with the digest of all bytes, and nothing held that nobody wants."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+from torch import Tensor
+
+from fedplan.storage.tensor_file import ALL, NONE, read_tensors, tensors_in
+
+WHOLE = {
+    "home/a": torch.arange(3_000_000, dtype=torch.int32).reshape(3, -1),
+    "home/b": torch.randn(5).bfloat16(),
+    "reply/c": torch.ones(3, 0, 2),
+    "reply/d": torch.tensor(True),
+}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    alike = (v.dtype == other[k].dtype and torch.equal(v, other[k]) for k, v in one.items())
+    return one.keys() == other.keys() and all(alike)
+
+
+def test_a_file_is_read_as_it_was_saved_and_hashed_whole_whatever_is_wanted(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    save_file(WHOLE, file, metadata={"said": "something"})
+    content = file.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    assert same(read_tensors(file, ALL).tensors, WHOLE) and same(tensors_in(content, ALL), WHOLE)
+    home = {k: v for k, v in WHOLE.items() if k.startswith("home/")}
+    for names, kept in ((ALL, WHOLE), (NONE, {}), (lambda name: name.startswith("home/"), home)):
+        tensors, sha256, fault = read_tensors(file, names)
+        assert sha256 == digest and not fault and same(tensors, kept)
+
+
+@pytest.mark.parametrize("count", [0, 5, 8, 60, 300, -1])
+def test_what_is_cut_off_has_no_tensors_and_a_digest_still(tmp_path: Path, count: int) -> None:
+    file, content = tmp_path / "a.safetensors", save(WHOLE)[:count]
+    file.write_bytes(content)
+    tensors, sha256, fault = read_tensors(file, ALL)
+    assert not tensors and fault and sha256 == hashlib.sha256(content).hexdigest()
+    with pytest.raises(ValueError):
+        tensors_in(content, ALL)
