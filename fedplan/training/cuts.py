@@ -76,12 +76,14 @@ class Scene:
     @contextmanager
     def set(self) -> Generator[None]:
         """The model with its still modules, then as it was."""
-        modules, hooks = dict(self.model.named_modules()), list[RemovableHandle]()
+        entries = dict.fromkeys(_owner(slot) for slot in self.cut.kept if "<" in slot)
+        modules = {name: self.model.get_submodule(name) for name in (*self.cut.still, *entries)}
+        hooks = list[RemovableHandle]()
         own = {name: vars(modules[name]).get("forward") for name in self.cut.still}
         try:
             for name in self.cut.still:
                 vars(modules[name])["forward"] = self._still(name, modules[name].forward)
-            for name in dict.fromkeys(_owner(slot) for slot in self.cut.kept if "<" in slot):
+            for name in entries:
                 enter = self._entering(name)
                 hooks.append(modules[name].register_forward_pre_hook(enter, with_kwargs=True))
             yield
