@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -130,7 +130,7 @@ class Cost:
 HEAD = f"{'model':7} {'steps':>5} {'ratio':>6} {'least':>6} {'most':>6} {'ours ms':>9} {'bare ms':>9} {'over ms':>9}"
 
 
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """The loss that a model of transformers works out itself."""
     inputs = {name: values for name, values in batch.items() if name != "labels"}
     return nn.functional.cross_entropy(model(**inputs).logits, batch["labels"])

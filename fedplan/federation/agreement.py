@@ -12,8 +12,8 @@ from functools import cached_property
 from fedplan.federation.defence import Defence, require_defence
 from fedplan.federation.fare import Fare
 from fedplan.federation.products import require_layers, shared_layers
-from fedplan.language.plan import Best, Role
-from fedplan.language.resolution import permitted, touched
+from fedplan.language.plan import Best, Role, Roles, Step
+from fedplan.language.resolution import certain, permitted, resolve, touched
 from fedplan.language.turn import Turn
 from fedplan.language.wording import text_of
 from fedplan.methods.method import Method
@@ -124,9 +124,34 @@ class Agreement:
         """Whether the plan chooses blocks by scores in a turn."""
         return any(isinstance(step, Best) for step in self.method.plan.settle(turn))
 
+    @cached_property
+    def _told(self) -> dict[tuple[bool, tuple[Step, ...]], Roles]:
+        """Roles that were worked out, by what the plan says: turns that say the same share them."""
+        return {}
+
+    def permitted(self, turn: Turn) -> Roles:
+        """`resolution.permitted` of this plan."""
+        said = (True, self.method.plan.settle(turn))
+        if said not in self._told:
+            self._told[said] = permitted(self.method.plan, self.params, turn)
+        return self._told[said]
+
+    def certain(self, turn: Turn) -> Roles:
+        """`resolution.certain` of this plan."""
+        said = (False, self.method.plan.settle(turn))
+        if said not in self._told:
+            self._told[said] = certain(self.method.plan, self.params, turn)
+        return self._told[said]
+
+    def resolved(self, turn: Turn) -> Roles:
+        """`resolve` of this plan; where nothing is chosen, that is what is permitted."""
+        if not self.chooses(turn):
+            return self.permitted(turn)
+        return resolve(self.method.plan, self.params, turn)
+
     def owned(self, turn: Turn) -> int:
         """Which movable params are a client's own in a turn: one bit each, in their order."""
-        roles = permitted(self.method.plan, self.params, turn)
+        roles = self.permitted(turn)
         return sum(1 << i for i, p in enumerate(self.movable) if roles[p].own)
 
     def wanted(self, turn: Turn, settled: int = 0) -> dict[str, int]:
@@ -136,7 +161,7 @@ class Agreement:
         once, if they have moved by then: those that are `settled` are at home. Riders start at zero
         at both ends, and what is folded into as the model has it.
         """
-        roles = permitted(self.method.plan, self.params, turn)
+        roles = self.permitted(turn)
         here = {p.key for p in self.folded}
         firsts = [
             (i, p.key, 0 if roles[p].own or p.key in here else -1)

@@ -15,7 +15,6 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.messages import Rejected, Request, Update, listed
 from fedplan.federation.record import ROLES, Scores, TurnRecord, parted
 from fedplan.language.plan import Role, Roles
-from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.params import Block
 from fedplan.tensors.named import Digests, Tensors
@@ -38,7 +37,7 @@ def roles_of(agreement: Agreement, record: TurnRecord) -> Roles:
     turn = Turn(record.round, record.client, record.phase, record.traits, said)
     if agreement.chooses(turn) != (said is not None):
         raise Rejected("its record has scores where nothing is chosen, or none where it is")
-    roles = resolve(agreement.method.plan, agreement.params, turn)
+    roles = agreement.resolved(turn)
     if len(record.roles) != len(roles):
         raise Rejected(f"its record has {len(record.roles)} roles for {len(roles)} params")
     for param, letter in zip(agreement.params, record.roles, strict=True):

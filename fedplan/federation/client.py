@@ -21,7 +21,6 @@ from fedplan.federation.messages import Lacking, Refused, Request
 from fedplan.federation.origin import Base
 from fedplan.federation.record import spelled
 from fedplan.language.plan import Roles
-from fedplan.language.resolution import permitted
 from fedplan.language.turn import Turn
 from fedplan.models.values import put
 from fedplan.privacy.guard import ClientGuard
@@ -167,7 +166,7 @@ def start_values(
     It is the client's own, or the world's: scores never change whose a param is. What becomes the
     client's own for the first time starts from the world's.
     """
-    roles = permitted(agreement.method.plan, agreement.params, turn)
+    roles = agreement.permitted(turn)
     own = {p.key: home[p.key] for p in agreement.trainable if roles[p].own and p.key in home}
     held = (client.start, client.seen, own)
     values = {

@@ -18,7 +18,6 @@ from fedplan.federation.products import Errors
 from fedplan.federation.record import Defended, TurnRecord, read_turn
 from fedplan.federation.world import World
 from fedplan.language.plan import Role
-from fedplan.language.resolution import certain, permitted
 from fedplan.language.turn import Turn
 from fedplan.methods.phases import Sign
 from fedplan.models.params import Block
@@ -212,8 +211,7 @@ def _record(
 def _require_asked(
     agreement: Agreement, world: World, turn: Turn, values: Tensors, riders: Tensors
 ) -> None:
-    most = permitted(agreement.method.plan, agreement.params, turn)
-    least = certain(agreement.method.plan, agreement.params, turn)
+    most, least = agreement.permitted(turn), agreement.certain(turn)
     may = {p.key for p in agreement.params if most[p] is Role.SHARE}
     must = {p.key for p in agreement.params if least[p] is Role.SHARE}
     if extra := values.keys() - may:

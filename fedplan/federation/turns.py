@@ -31,7 +31,6 @@ from fedplan.federation.messages import Refused, Request, Update
 from fedplan.federation.origin import Base
 from fedplan.federation.record import TurnRecord, joined, spelled
 from fedplan.language.plan import Role, Roles
-from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.buffers import buffers_of, require_rest
 from fedplan.models.values import take
@@ -80,7 +79,7 @@ def _train(
     turn, still = own_turn(client, request), buffers_of(client.model)
     before = start_values(agreement, client, turn, home)
     turn = _chosen(agreement, client, request, turn)
-    roles = resolve(agreement.method.plan, agreement.params, turn)
+    roles = agreement.resolved(turn)
     content = content_of(agreement, client, turn, roles, before, home)
     _require_paid(agreement, client, request, roles, content)
     done = _fit(agreement, client, turn, roles, before, home, content)
@@ -113,6 +112,8 @@ def _require_paid(
     """Refuse a turn that neither the budget nor the site's own limits pay for."""
     if client.guard is not None:
         client.guard.require_turn(request.turn.round, request.name, content)
+    if client.account is None:
+        return
     up = sum(agreement.up(p) for p in agreement.params if roles[p] is Role.SHARE)
     admit(agreement, client, request, Answer("update", request.name, content, up))
 

@@ -14,7 +14,8 @@ import re
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, cast
+from io import BufferedReader
+from typing import Any, cast
 
 from torch import Tensor, strided, uint8
 
@@ -106,7 +107,7 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def digest_of(file: BinaryIO, tensors: dict[str, Tensor]) -> str:
+def digest_of(file: BufferedReader, tensors: dict[str, Tensor]) -> str:
     """The digest of a file; of tensors that it holds, what is in memory is not read again."""
     if not tensors:
         return hashlib.file_digest(file, "sha256").hexdigest()

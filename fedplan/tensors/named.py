@@ -25,7 +25,7 @@ _AT_ONCE = 2**16
 
 def nbytes(values: Tensors) -> int:
     """The bytes of some values, without any header."""
-    return sum(v.numel() * v.element_size() for v in values.values())
+    return sum(v.nbytes for v in values.values())
 
 
 def digest(tensor: Tensor) -> str:

@@ -56,9 +56,9 @@ class Stretch:
 
     def of(self, flat: Flat) -> Tensor:
         """Its numbers: a view if they lie together, else joined."""
-        if len(self.pieces) > 1:
+        (name, start, stop), *others = self.pieces
+        if others:
             return torch.cat([flat[piece.name] for piece in self.pieces])
-        name, start, stop = self.pieces[0]
         return flat[name][start:stop]
 
 

@@ -19,7 +19,7 @@ from often import often
 from torch import Tensor
 
 from fedplan.errors import FedplanError
-from fedplan.tensors import stretches, sums
+from fedplan.tensors import stretches, sums, totals
 from fedplan.tensors.sums import LARGEST_WEIGHT, ExactSum, SumError
 
 Update = tuple[dict[str, Tensor], int]
@@ -32,7 +32,7 @@ WEIGHTS = st.integers(1, 10**6)
 
 @pytest.fixture(params=[2**17, 4])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "_CHUNK", request.param)
+    monkeypatch.setattr(totals, "_CHUNK", request.param)
     monkeypatch.setattr(stretches, "LENGTH", request.param)
 
 
