@@ -32,8 +32,8 @@ APART = {("privacy", "methods")}
 LENT = {
     "tensors": """
         AUTO DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE PIECES Place
-        all_finite at_rest autocast beside brought checksum deterministic device_named
-        device_of device_text device_word distances forked integers is_rider looked_at
+        all_finite at_rest autocast beside brought chance checksum deterministic
+        device_named device_of device_text device_word distances forked integers is_rider looked_at
         nbytes numbers param_of places_in plain rider riders_of same_bits scaler settled
         split_riders viewed whole_digest widest
     """,
@@ -57,13 +57,13 @@ LENT = {
         rounds_ahead spelled_out stated text_of told_apart touched value
     """,
     "data": """
-        Collate KINDS METRIC_NAMES Measure NO_LABEL OWN Own Seeded TASK_NAMES contents
+        Collate Hollow KINDS METRIC_NAMES Measure NO_LABEL OWN Own Seeded TASK_NAMES contents
         division is_among label_text labels_in model_loss named_columns names_in
         refitted require_packing require_sight rows some spread task_class to_train
         values where
     """,
     "training": """
-        CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES WRAP_NAMES adjust
+        CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES ROOM WRAP_NAMES adjust
         checkpointed is_public loop_named public_look wrap_named
     """,
     "methods": """

@@ -45,6 +45,13 @@ class Seeded(Protocol):
     def seeded(self, seed: int) -> Examples: ...
 
 
+@runtime_checkable
+class Hollow(Protocol):
+    """Examples whose inputs can be left out of a batch, where nobody reads them."""
+
+    def hollow(self, indices: Tensor) -> dict[str, Tensor]: ...
+
+
 @dataclass(frozen=True)
 class Ragged:
     """Rows of whole numbers of different lengths, end to end in one tensor."""
@@ -206,6 +213,11 @@ class Images:
         """Some pictures, scaled and centred."""
         pixels = (self.pixels[indices].float() / 255 - self.mean) / self.std
         return {"pixel_values": pixels, "labels": self.labels[indices]}
+
+    def hollow(self, indices: Tensor) -> dict[str, Tensor]:
+        """The labels of some pictures; in place of the pictures is what is not a number."""
+        blank = torch.full((), torch.nan).expand(len(indices), *self.pixels.shape[1:])
+        return {"pixel_values": blank, "labels": self.labels[indices]}
 
 
 def pieces(count: int, size: int = 1000) -> Iterator[slice]:

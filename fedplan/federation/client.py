@@ -28,6 +28,7 @@ from fedplan.privacy.mechanisms.secret import secret_of
 from fedplan.storage.journal import Journal
 from fedplan.tensors.named import Digests, Tensors
 from fedplan.tensors.riders import beside, param_of
+from fedplan.training.features import Features
 from fedplan.training.probes import Look, is_public, public_look
 
 KEY = "key"
@@ -44,6 +45,7 @@ class Client:
     `mute` it tells nobody the loss of its rows.
     `exam` is what its models are tested on, and `disclosure` says which scores may leave it.
     `base` tells of all that its model starts with; `start` need then hold only what may change.
+    `features` keeps what frozen parts make of rows, of all clients of a process.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Client:
     disclosure: Disclosure = field(default_factory=Disclosure)
     marked: tuple[Examples, str] | None = None
     base: Base | None = None
+    features: Features | None = None
 
     @cached_property
     def key(self) -> bytes:

@@ -192,6 +192,8 @@ def _fit(
         memory=beside(home),
         traits=client.traits,
         round=turn.round,
+        features=client.features,
+        mark=client.mark() if agreement.pace.reuse else "",
     )
     if client.guard is not None:
         about = agreement.request(turn.round, client.name)

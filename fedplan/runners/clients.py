@@ -18,6 +18,7 @@ from fedplan.federation.world import World
 from fedplan.privacy.guard import CHARGES, ClientGuard
 from fedplan.storage.journal import Journal, home_of
 from fedplan.tensors.named import Digests, Tensors
+from fedplan.training.features import Features
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Clients(MutableMapping[str, Client]):
     replies: bool = False
     deterministic: bool = Client.deterministic
     base: Base | None = None
+    features: Features | None = None
     kept: dict[str, Client] = field(default_factory=dict[str, Client])
 
     def __getitem__(self, name: str) -> Client:
@@ -77,6 +79,7 @@ class Clients(MutableMapping[str, Client]):
             exam=self.exams.get(name),
             marked=(rows, mark) if mark else None,
             base=self.base,
+            features=self.features,
         )
 
     def journal(self, name: str) -> Journal:

@@ -28,6 +28,7 @@ from fedplan.runners.clients import Clients
 from fedplan.runners.crew import Crew, OneProcess
 from fedplan.runners.faults import Faults
 from fedplan.tensors.devices import settled
+from fedplan.training.features import Features
 
 
 class Federation:
@@ -38,7 +39,7 @@ class Federation:
     and who is late. The model is moved to the `device`, if one is said; all values stay in host
     memory. `status` is told of each client's turn. `hire` says who plays the turns; without it this
     process does, one after the other. `start` and `base` are what the model starts with, where
-    somebody has them already.
+    somebody has them already. `features` keeps frozen outputs for all clients.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Federation:
         hire: Callable[[Server, Clients, Status], Crew] | None = None,
         start: Mapping[str, Tensor] | None = None,
         base: Base | None = None,
+        features: Features | None = None,
     ) -> None:
         self.status = status or Status()
         start = take(model, agreement.trainable) if start is None else start
@@ -97,6 +99,7 @@ class Federation:
             replies=replies,
             deterministic=deterministic,
             base=base.placed(self.model, self.agreement.resting),
+            features=features,
         )
         hired = hire or OneProcess
         self.crew: Crew = hired(self.server, self.clients, self.status)

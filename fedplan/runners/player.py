@@ -70,9 +70,10 @@ class Player:
             world=lambda: self.world,
             traits=study.clients.traits,
             exams={name: exam_of(study, stage.shares, name) for name in sites},
-            rows_marks=stage.shares.marks if hides else {},
+            rows_marks=stage.shares.marks if hides or study.train.reuse else {},
             deterministic=study.deterministic,
             base=stage.base.placed(stage.model, self.agreement.resting),
+            features=study.train.features,
         )
 
     def answer(self, said: Mapping[str, Any], tensors: Tensors) -> Sent:

@@ -88,8 +88,7 @@ class Simulation:
             self._build()
 
     def _build(self) -> None:
-        study = self.study
-        stage = stage_of(study, given=self.given)
+        study, stage = self.study, stage_of(self.study, given=self.given)
         self.shares, agreement = stage.shares, stage.agreed
         names = study.clients.names or list(self.shares.train)
         for what, said in (("clients.traits", study.clients.traits), ("data", self.shares.train)):
@@ -120,6 +119,7 @@ class Simulation:
             hire=self.team.hired if self.team else None,
             start=stage.start,
             base=stage.base,
+            features=study.train.features,
         )
         agreed_run(self.federation.server, study, self.shares)
 

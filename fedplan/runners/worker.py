@@ -111,6 +111,7 @@ def _endpoint_in(worker: Worker, run: str) -> Endpoint:
         mute=worker.mute or len(stage.shares.train[name]) < worker.disclosure.least_rows,
         exam=exam_of(study, stage.shares, name),
         disclosure=worker.disclosure,
+        features=study.train.features,
     )
     if study.continues:
         _carry_over(worker, site.journal)

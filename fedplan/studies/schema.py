@@ -47,7 +47,7 @@ PLACES: dict[str, dict[str, Any]] = {
 ASIDE: dict[str, Any] = {
     **dict.fromkeys(("evaluate", "patience", "stop"), True),
     **dict.fromkeys(("threads", "device", "deterministic"), True),
-    "train": {"rounds"},
+    "train": {"rounds", "cache"},
 }
 """What ends need not agree on: tests, patience, when to stop, and each one's own machine."""
 

@@ -40,6 +40,7 @@ from fedplan.studies.words import (
     as_fault,
     one_of,
 )
+from fedplan.training.features import ROOM, Features
 from fedplan.training.fit import Pace
 from fedplan.training.optimisers import DECAY, MOMENTUM, ClientOptimiser, optimiser_named
 from fedplan.training.schedules import Schedule, schedule_named
@@ -150,7 +151,8 @@ class TrainSection(Section):
 
     `schedule` goes over all rounds, or over each turn anew; `warmup` is a share of that below 1,
     and else a number of rounds, or of a turn's steps. `optimiser_settings` and `schedule_settings`
-    are what else these two take by their names.
+    are what else these two take by their names. `cache` is how many megabytes of frozen outputs
+    each machine keeps under `reuse`: it changes no bit.
     """
 
     rounds: Positive = 10
@@ -174,12 +176,19 @@ class TrainSection(Section):
     compile: str = Pace.compile
     by_length: bool = Pace.by_length
     workers: Count = Pace.workers
+    reuse: bool = Pace.reuse
+    cache: Count = ROOM
 
     @property
     def pace(self) -> Pace:
         """The same as a value, the optimiser and the schedule by their names."""
         said = {name: getattr(self, name) for name in _PLAIN}
         return Pace(self._optimiser, schedule=self._schedule, **said)
+
+    @property
+    def features(self) -> Features | None:
+        """Where a process keeps frozen outputs, if they are to be used again."""
+        return Features(self.cache) if self.reuse else None
 
     @property
     def _optimiser(self) -> ClientOptimiser:

@@ -133,6 +133,12 @@ def forked(device: torch.device = HOST, seed: int | None = None) -> Generator[No
                 _set_chance(device, before)
 
 
+def chance(device: torch.device = HOST) -> bytes:
+    """How far the random numbers of the host and of a device have come."""
+    states = [torch.get_rng_state(), *([] if device.type == "cpu" else [_chance(device)])]
+    return b"".join(cast("Any", state.numpy()).tobytes() for state in states)
+
+
 def _chance(device: torch.device) -> Tensor:
     module: Any = torch.get_device_module(device)
     # There is one of these at most, and it is not asked which.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from fedplan.faces import face
 
 if TYPE_CHECKING:
+    from fedplan.training.features import Features
     from fedplan.training.fit import Done, Fit, Job, Pace, Wrap, plain
     from fedplan.training.freezing import Marked, mark
     from fedplan.training.loops import RowsOf, attach
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ClientOptimiser",
     "Done",
+    "Features",
     "Fit",
     "Job",
     "Look",
@@ -67,6 +69,7 @@ __all__ = [
 __getattr__, __dir__ = face(
     __name__,
     {
+        "features": "Features",
         "fit": "Done Fit Job Pace Wrap plain",
         "freezing": "Marked mark",
         "loops": "RowsOf attach",

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,11 +17,17 @@ from fedplan.errors import FedplanError
 
 T = TypeVar("T")
 Made = TypeVar("Made")
-Weighed = tuple[dict[str, Tensor], float]
-"""A batch, and its share of the step that it is part of."""
 _POOL = 50
 """Among the rows of so many steps, those of similar length are put together."""
 _PIECE = 1000
+
+
+class Weighed(NamedTuple):
+    """A batch, its share of the step that it is part of, and the numbers of its rows."""
+
+    batch: dict[str, Tensor]
+    share: float
+    rows: Tensor
 
 
 def epoch(
@@ -62,12 +68,13 @@ def weighed(rows: Examples, indices: Tensor, size: int) -> list[Weighed]:
     number. So a step in parts is the step of one large batch.
     """
     if len(indices) <= size:
-        return [(rows.batch(indices), 1.0)]
-    found = [(rows.batch(each), len(each)) for each in _split(indices, size)]
-    counts = [_answers(batch, count) for batch, count in found]
+        return [Weighed(rows.batch(indices), 1.0, indices)]
+    parts = _split(indices, size)
+    found = [rows.batch(each) for each in parts]
+    counts = [_answers(batch, len(each)) for batch, each in zip(found, parts, strict=True)]
     whole = sum(counts)
     shares = [count / whole for count in counts] if whole else [1 / len(found)] * len(found)
-    return [(batch, share) for (batch, _), share in zip(found, shares, strict=True)]
+    return [Weighed(*each) for each in zip(found, shares, parts, strict=True)]
 
 
 def _answers(batch: dict[str, Tensor], rows: int) -> int:

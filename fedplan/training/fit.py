@@ -21,9 +21,11 @@ from fedplan.models.params import Param
 from fedplan.tensors.devices import autocast, brought, device_of, forked, numbers, scaler
 from fedplan.tensors.named import Tensors
 from fedplan.training.batches import Weighed, ahead, epoch, lengths_of, weighed
+from fedplan.training.features import Features
 from fedplan.training.freezing import Marked, mark
 from fedplan.training.optimisers import ClientOptimiser, adamw
 from fedplan.training.passes import PRECISIONS, checkpointed, compiled
+from fedplan.training.prefix import prefix_of
 from fedplan.training.schedules import Schedule
 from fedplan.training.steps import Stepper
 
@@ -39,7 +41,8 @@ class Pace:
     `decay_all` off, neither norms nor biases decay. `precision` is what forward passes compute in
     where that is safe (bf16, fp16); values, gradients and steps stay as they are. `compile` names a
     backend of torch.compile. `by_length` puts texts of similar length into one batch. `workers` are
-    threads that make batches ahead.
+    threads that make batches ahead. With `reuse` the output of what is frozen below all that is
+    trained is worked out row by row, and kept for later steps and turns.
     """
 
     optimiser: ClientOptimiser = _USUAL
@@ -56,6 +59,7 @@ class Pace:
     compile: str = ""
     by_length: bool = False
     workers: int = 0
+    reuse: bool = False
 
     def __post_init__(self) -> None:
         if self.accumulate < 1 or self.workers < 0:
@@ -64,6 +68,11 @@ class Pace:
         if self.precision not in PRECISIONS:
             known = ", ".join(PRECISIONS)
             raise FedplanError(f"there is no precision {self.precision!r}; there are {known}")
+        if self.reuse and self.compile:
+            raise FedplanError(
+                f"reuse does not go together with compile = {self.compile!r}, which runs the whole "
+                "model: leave one of them out"
+            )
 
     @property
     def text(self) -> str:
@@ -107,7 +116,8 @@ class Job:
 
     `start` holds the values as they were before the turn; `riders` what else came down with them;
     `memory` what the client itself remembers from its last turn; `traits` what it says of itself.
-    `round` counts from 1.
+    `round` counts from 1. `features` is where outputs of what is frozen are kept, by `mark`, which
+    tells the rows from all others; without it, by the object that they are.
     """
 
     model: nn.Module
@@ -122,6 +132,8 @@ class Job:
     adjust: tuple[Adjust, ...] = ()
     traits: Mapping[str, str] = field(default_factory=dict[str, str])
     round: int = 1
+    features: Features | None = None
+    mark: str = ""
 
     def stepper(self, marked: Marked, steps: int) -> Stepper:
         """What takes the steps of this turn, which has so many."""
@@ -165,13 +177,16 @@ def plain(job: Job) -> Done:
         stepper = job.stepper(marked, pace.steps_of(len(rows)))
         model = compiled(job.model, pace.compile)
         job.model.train()
-        for batches in _steps(rows, pace, job.seed):
-            for batch, share in batches:
-                with autocast(device, pace.dtype):
-                    loss = job.loss(model, brought(batch, device))
-                stepper.backward(loss * share)
-                losses.append(loss.detach().reshape(()) * share)
-            stepper.step(lambda: adjust(marked, job))
+        with prefix_of(job, rows) as prefix:
+            for batches in _steps(prefix.rows if prefix else rows, pace, job.seed):
+                for batch, share, which in batches:
+                    if prefix:
+                        prefix.enter(batch, which)
+                    with autocast(device, pace.dtype):
+                        loss = job.loss(model, brought(batch, device))
+                    stepper.backward(loss * share)
+                    losses.append(loss.detach().reshape(()) * share)
+                stepper.step(lambda: adjust(marked, job))
         job.model.eval()
     mean = reduce(add, numbers(losses), 0.0) / max(pace.steps_of(len(job.rows)), 1)
     return Done(mean, stepper.taken, distance=pace.rate * stepper.factors)

@@ -151,6 +151,7 @@ def agreements() -> dict[str, Agreement]:
         "compile": "eager",
         "by_length": True,
         "workers": 1,
+        "reuse": True,
     }
     assert paces.keys() == {f.name for f in fields(Pace)}
     made |= {f"pace {k}": replace(base, pace=replace(Pace(), **{k: v})) for k, v in paces.items()}

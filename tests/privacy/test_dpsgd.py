@@ -752,7 +752,7 @@ def test_bf16_keeps_the_bound() -> None:
 
 
 REFUSED: dict[str, Any] = dict(
-    accumulate=2, precision="fp16", compile="eager", by_length=True, workers=1
+    accumulate=2, precision="fp16", compile="eager", by_length=True, workers=1, reuse=True
 )
 TAKEN = {"optimiser", "rate", "schedule", "clip", "decay_all", "precision", "checkpointing"}
 """What a fit by DP-SGD takes of a pace; of precision bf16."""

@@ -11,17 +11,15 @@ import pytest
 import torch
 import zoo
 from clients import Few, loss
+from fits import job_of, mean_of_rows, same, still, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from often import first, often
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fedplan.data.examples import NO_LABEL, Examples, Ragged, Sequences
+from fedplan.data.examples import NO_LABEL, Examples
 from fedplan.errors import FedplanError
-from fedplan.language.parser import parse
-from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.models.description import describe
 from fedplan.models.params import Kind
 from fedplan.models.values import take
@@ -32,22 +30,6 @@ from fedplan.training.passes import checkpointed
 ARCHITECTURES = ("bert", "gpt2", "vit")
 
 
-def texts(count: int, *, tags: bool = False) -> Sequences:
-    """Texts of different length, with a label each, or one at some of their tokens."""
-    draw = torch.Generator().manual_seed(count)
-    sizes = torch.randint(2, 9, (count,), generator=draw).tolist()
-    ids = [torch.randint(3, 60, (size,), generator=draw).tolist() for size in sizes]
-    labels = [[1 if token % 3 else NO_LABEL for token in row] for row in ids]
-    held = Ragged.of(labels) if tags else torch.arange(count) % 2
-    return Sequences(Ragged.of(ids), 0, held)
-
-
-def job_of(model: nn.Module, pace: Pace, rows: Examples, plan: str = "share()") -> Job:
-    params = describe(model)
-    roles = resolve(parse(plan), params, Turn(round=1, client="a"))
-    return Job(model, roles, rows, loss, pace, 3, take(model, params))
-
-
 def trained(
     name: str, pace: Pace, rows: Examples | None = None, plan: str = "share()", **said: Any
 ) -> tuple[dict[str, Tensor], Done]:
@@ -56,22 +38,6 @@ def trained(
     job = replace(job_of(model, pace, rows or Few(name, 0, 7), plan), **said)
     done = plain(job)
     return take(model, job.roles), done
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(one[key], other[key]) for key in one)
-
-
-def still(name: str) -> nn.Module:
-    """A tiny model in float64, without dropout: its steps are exact but for the last bits."""
-    model = zoo.build(name).double()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for word in ("attn_dropout", "attention_dropout", "dropout_prob"):
-            if isinstance(getattr(module, word, None), float):
-                setattr(module, word, 0.0)
-    return model
 
 
 class Double:
@@ -89,11 +55,6 @@ class Double:
 
 
 # Accumulation
-
-
-def mean_of_rows(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A mean over rows, as most losses are; `loss` of the kit is the square of one."""
-    return zoo.loss(model(**batch))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -141,7 +102,7 @@ def test_a_mean_over_tokens_is_weighed_by_tokens(tags: bool) -> None:
     whole = torch.autograd.grad(tagged(rows.batch(everything)), list(model.parameters()))
     for size in (1, 2, 4, 9):
         parts = weighed(rows, everything, size)
-        total = torch.stack([tagged(batch) * share for batch, share in parts if share]).sum()
+        total = torch.stack([tagged(batch) * share for batch, share, _ in parts if share]).sum()
         found = torch.autograd.grad(total, list(model.parameters()))
         for one, other in zip(found, whole, strict=True):
             assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)

@@ -126,6 +126,7 @@ def require_pace(pace: Pace) -> None:
         ),
         "compile": (bool(pace.compile), "what each example adds is heard layer by layer"),
         "by_length": (pace.by_length, "a step draws its rows by chance alone"),
+        "reuse": (pace.reuse, "its loop takes each example's gradient through the whole model"),
         "workers": (pace.workers > 0, "nobody knows ahead which rows a step draws"),
     }
     for word, (wrong, why) in refusals.items():
