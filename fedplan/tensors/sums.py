@@ -159,7 +159,7 @@ class ExactSum:
         """The sum that `raw` gave."""
         found = cls()
         for name, fact in facts.items():
-            said = {**fact, "shape": tuple(fact["shape"])}
+            said: dict[str, Any] = {**fact, "shape": tuple(fact["shape"])}
             lower, upper = tensors[f"{name}.lower"], tensors.get(f"{name}.upper")
             found._totals[name] = Total(lower=lower, upper=upper, **said)
         return found

@@ -91,7 +91,8 @@ class Actors:
     def heard(self, seconds: float) -> list[tuple[int, Sent | None]]:
         """Who has answered what, or has died."""
         asked: list[Any] = list(self._asked)
-        ready: list[Any] = ray.wait(asked, num_returns=1, timeout=seconds)[0]
+        waited: Any = ray.wait(asked, num_returns=1, timeout=seconds)
+        ready: list[Any] = waited[0]
         found = list[tuple[int, Sent | None]]()
         for each in ready:
             number = self._asked.pop(each, None)
