@@ -42,7 +42,7 @@ path = "{model}"
 [task]
 kind = "text-classification"
 label = "label"
-labels = ["a", "b"]
+labels = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j"]
 max_length = 64
 [data]
 own_test = 0.0
@@ -71,7 +71,7 @@ def built():
     import torch
     from transformers import AutoModelForSequenceClassification
     torch.set_num_threads(1)
-    return AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, ignore_mismatched_sizes=True)
+    return AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=10)
 
 client = ClientApp()
 
@@ -164,13 +164,17 @@ def stock(place: Path, data: Path, model: str, name: str, rounds: int) -> list[f
     env = {**os.environ, **QUIET, "FLWR_HOME": str(home), "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{BIN}:{env['PATH']}"
     here = ("--insecure", "--host", "127.0.0.1", "--port")
-    begun = [subprocess.Popen([BIN / "flower-superlink", *here, str(link)], env=env)]
+    log = (place / f"{name}.log").open("wb")
+
+    def start(program: str, *words: str) -> subprocess.Popen[bytes]:
+        command = [BIN / program, *here, *words]
+        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+    begun = [start("flower-superlink", str(link))]
     until_open(link)
     for port in ports:
         words = ("--superlink", f"127.0.0.1:{link}", "--node-config", f'data="{data}"')
-        begun.append(
-            subprocess.Popen([BIN / "flower-supernode", *here, str(port), *words], env=env)
-        )
+        begun.append(start("flower-supernode", str(port), *words))
     try:
         time.sleep(10)
         times.write_text(f"{time.time()}\n")
@@ -179,6 +183,7 @@ def stock(place: Path, data: Path, model: str, name: str, rounds: int) -> list[f
         for process in begun:
             process.kill()
             process.wait()
+        log.close()
     return closed(times)
 
 
@@ -193,14 +198,13 @@ def rows_in(place: Path) -> Path:
 
 def told(found: dict[str, list[float]]) -> str:
     """The median of each, and the ratio to the stock app's."""
-    base = statistics.median(found["stock Flower app"])
+    base = statistics.median(found["stock Flower app"]) if "stock Flower app" in found else None
     lines = [f"python lab/bench_flower.py  {json.dumps(FACTS)}"]
     for name, seconds in found.items():
         middle, low, high = statistics.median(seconds), min(seconds), max(seconds)
-        lines.append(
-            f"{name:22} {middle:6.1f} s a round ({low:.1f} to {high:.1f}, {len(seconds)} rounds)  "
-            f"ratio {middle / base:.2f}"
-        )
+        ratio = f"  ratio {middle / base:.2f}" if base else ""
+        spread = f"({low:.1f} to {high:.1f}, {len(seconds)} rounds)"
+        lines.append(f"{name:22} {middle:6.1f} s a round {spread}{ratio}")
     return "\n".join(lines) + "\n"
 
 
@@ -218,6 +222,7 @@ def main() -> None:
     ask.add_argument("--model", default="", help="a folder with MiniLM and its tokenizer")
     ask.add_argument("--rounds", type=int, default=4, help="the first is not counted")
     ask.add_argument("--turns", type=int, default=1)
+    ask.add_argument("--alone", action="store_true", help="without the stock app")
     ask.add_argument("--plans", nargs="+", choices=list(PLANS), default=list(PLANS))
     ask.add_argument("--out", type=Path, default=LAB / "results" / "bench_flower.txt")
     asked = ask.parse_args()
@@ -227,9 +232,10 @@ def main() -> None:
         data = rows_in(place)
         with Deployment(place / "fed", SITES, dict.fromkeys(SITES, data)) as fed:
             for turn in range(asked.turns):
-                seconds = stock(place, data, model, f"stock{turn}", asked.rounds)
-                found.setdefault("stock Flower app", []).extend(seconds)
-                print("stock Flower app", [round(s, 1) for s in seconds], flush=True)
+                if not asked.alone:
+                    seconds = stock(place, data, model, f"stock{turn}", asked.rounds)
+                    found.setdefault("stock Flower app", []).extend(seconds)
+                    print("stock Flower app", [round(s, 1) for s in seconds], flush=True)
                 for number, name in enumerate(asked.plans):
                     run = f"ours{number}-{turn}"
                     seconds = ours(fed, model, PLANS[name], run, asked.rounds)

@@ -24,12 +24,13 @@ from lab.bench.workloads import laid_out
 
 OUT = Path(__file__).parents[1] / "results" / "bench"
 REPETITIONS, QUICK = 5, 2
-"""How often each engine plays, and how often with --quick."""
+"""How often each engine plays, and how often with --quick, but for rows that take long."""
 
 
-def engines_of(row: Row, places: Places, asked: list[str] | None) -> list[str]:
+def engines_of(row: Row, places: Places, asked: argparse.Namespace) -> list[str]:
     """Those of a row's engines that are asked for and that are here."""
-    names = [name for name in row.engines if not asked or name in asked]
+    played = row.quick if asked.quick and row.quick else row.engines
+    names = [name for name in played if not asked.engines or name in asked.engines]
     found = list[str]()
     for name in names:
         home = places.environments / ENGINES[name].environment
@@ -67,12 +68,18 @@ def begun(
         return {name: engine for name, engine in found if engine is not None}
 
 
-def measure(name: str, row: Row, names: list[str], places: Places, asked: Any) -> None:
+def times(row: Row, asked: argparse.Namespace) -> int:
+    """How often each engine of a row plays."""
+    usual = (1 if row.quick else QUICK) if asked.quick else REPETITIONS
+    return asked.repetitions or usual
+
+
+def measure(name: str, names: list[str], often: int, places: Places, *, quick: bool) -> None:
     """Play a row's repetitions, and write each down."""
-    each = max(1, row.each // 2) if asked.quick else row.each
-    command = f"python -m lab.bench {name}" + (" --quick" if asked.quick else "")
-    rounds = 1 + each * asked.repetitions
-    running = begun(row, names, rounds, places, together=asked.quick)
+    row = ROWS[name]
+    each = max(1, row.each // 2) if quick else row.each
+    command = f"python -m lab.bench {name}" + (" --quick" if quick else "")
+    running = begun(row, names, 1 + each * often, places, together=quick)
     trees = {"local": places.tree} | ({"before": places.before} if places.before else {})
     result: dict[str, Any] = {
         "row": name,
@@ -89,10 +96,15 @@ def measure(name: str, row: Row, names: list[str], places: Places, asked: Any) -
         "told": {},
     }
     try:
-        for turn in range(asked.repetitions + 1):
+        for turn in range(often + 1 if running else 0):
             order = sorted(running)[turn % len(running) :] + sorted(running)[: turn % len(running)]
             for engine in order:
-                took = running[engine].play(each if turn else 1)
+                try:
+                    took = running[engine].play(each if turn else 1)
+                except EngineFault as error:
+                    print(f"  left out: {error}", flush=True)
+                    running.pop(engine).end()
+                    continue
                 took = {word: round(value, 4) for word, value in took.items()}
                 if turn:
                     result["seconds"][engine].append(took)
@@ -107,11 +119,11 @@ def measure(name: str, row: Row, names: list[str], places: Places, asked: Any) -
             engine.end()
 
 
-def whole(name: str, repetitions: int) -> bool:
-    """Whether a row's file has all repetitions."""
+def whole(name: str, engines: list[str], repetitions: int) -> bool:
+    """Whether a row's file has all repetitions of these engines."""
     file = OUT / f"{name}.json"
-    held = json.loads(file.read_text())["seconds"] if file.exists() else {}
-    return bool(held) and all(len(seconds) >= repetitions for seconds in held.values())
+    row = json.loads(file.read_text()) if file.exists() else {"told": {}, "seconds": {}}
+    return all(n in row["told"] and len(row["seconds"][n]) >= repetitions for n in engines)
 
 
 def main() -> None:
@@ -130,7 +142,6 @@ def main() -> None:
     )
     ask.add_argument("--again", action="store_true", help="measure rows that are whole, too")
     asked = ask.parse_args()
-    asked.repetitions = asked.repetitions or (QUICK if asked.quick else REPETITIONS)
     if strange := set(asked.rows) - ROWS.keys():
         ask.error(f"there is no row {min(strange)!r}; there are {', '.join(ROWS)}")
     OUT.mkdir(parents=True, exist_ok=True)
@@ -138,13 +149,13 @@ def main() -> None:
     places = Places(asked.tree.resolve(), before, asked.environments, asked.work)
     started = time.monotonic()
     for name in asked.rows or ROWS:
-        if whole(name, asked.repetitions) and not asked.again:
-            print(f"{name}: is there", flush=True)
-            continue
-        print(
-            f"{name}: {ROWS[name].text()} ({time.monotonic() - started:.0f} s so far)", flush=True
-        )
-        measure(name, ROWS[name], engines_of(ROWS[name], places, asked.engines), places, asked)
+        row, so_far = ROWS[name], time.monotonic() - started
+        print(f"{name}: {row.text()} ({so_far:.0f} s so far)", flush=True)
+        engines, often = engines_of(row, places, asked), times(row, asked)
+        if whole(name, engines, often) and not asked.again:
+            print("  is there", flush=True)
+        else:
+            measure(name, engines, often, places, quick=asked.quick)
     from lab.bench.table import write
 
     write()

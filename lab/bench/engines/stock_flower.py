@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 
 import flower_client
 import torch
@@ -46,7 +48,11 @@ def main() -> None:
     torch.set_num_threads(1)
     resources = {"client_resources": {"num_cpus": 1}, "init_args": {"num_cpus": 2}}
     client = flower_client.app_of(sys.argv[1])
-    run_simulation(server, client, work.said["clients"], backend_config=resources)
+    try:
+        run_simulation(server, client, work.said["clients"], backend_config=resources)
+    except Exception:  # the thread of the server would wait at the gate for ever
+        traceback.print_exc()
+        os._exit(1)
 
 
 if __name__ == "__main__":
