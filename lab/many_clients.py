@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What very many clients cost a server: begin, take, end and commit, checkpoint and reopening.
 
-A server with a ViT of 72 small tensors (12 k values) is played by hand: each client's update is a copy of one that is
-worked out once a round, so that what is measured is the server and nothing else. Each row is a
-process of its own. Times are CPU seconds of one thread. `python lab/many_clients.py` writes
-lab/results/many-clients.json; `python lab/many_clients.py ASKED REGISTERED ROUNDS` one row.
+A server with a ViT of 72 small tensors (12 k values) is played by hand: each client's update is a
+copy of one that is worked out once a round, so that what is measured is the server and nothing
+else. Of a large round 500 updates, spread evenly over it, go through `take`; of the others the
+record is read and kept, as `take` does it, and nothing is added. So late ones are seen, and a row
+takes minutes. Each row is a process of its own. Times are CPU seconds of one thread.
+
+`python lab/many_clients.py` writes lab/results/many-clients.json; with ASKED REGISTERED ROUNDS TAKEN
+it prints one row, in which so many a round go through `take`.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.messages import Request, Update
 from fedplan.federation.participation import Participation
-from fedplan.federation.record import VERSION, joined
+from fedplan.federation.record import VERSION, joined, read_turn
 from fedplan.federation.server import Server
 from fedplan.federation.world import WORLD
 from fedplan.methods.registry import method_named
@@ -38,10 +42,17 @@ from fedplan.tensors.named import digests
 from fedplan.training.fit import Pace
 
 OUT = Path(__file__).parent / "results" / "many-clients.json"
-ROWS = ((100, 100, 8), (1_000, 1_000, 2), (10_000, 10_000, 1), (20_000, 20_000, 1))
-REGISTERED = (10_000, 1_000_000, 3)
+ROWS = (
+    (100, 100, 4, 1000),
+    (1_000, 1_000, 1, 500),
+    (10_000, 10_000, 1, 500),
+    (20_000, 20_000, 1, 500),
+    (10_000, 1_000_000, 3, 150),
+)
+"""Clients that are asked at once, those registered, rounds, and how many a round are taken."""
 SHAPE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
 SIZES: dict[str, Any] = {"intermediate_size": 32, "image_size": 8, "patch_size": 4}
+PARTS = ("begin", "end", "commit")
 
 T = TypeVar("T")
 
@@ -69,25 +80,25 @@ class Fake:
             key: value + 1e-3 * torch.randn(value.shape, generator=drawn)
             for key, value in server.world.values.items()
         }
+        self.up = sum(value.nbytes for value in self.values.values())
         self.before = joined(self.agreement.params, digests(server.world.values))
         self.after = joined(self.agreement.params, digests(self.values))
 
-    def answer(self, request: Request) -> Update:
-        """What a client hands back."""
-        values: dict[str, Tensor] = {key: value.clone() for key, value in self.values.items()}
-        params, sizes = self.agreement.params, self.agreement.sizes
-        line: dict[str, Any] = {
+    def line(self, request: Request) -> dict[str, Any]:
+        """What a client says of its turn, as a message brings it: texts of its own."""
+        sizes, roles = self.agreement.sizes, "S" * len(self.agreement.params)
+        said: dict[str, Any] = {
             **{"kind": "turn", "version": VERSION, "round": request.turn.round},
-            **{
-                "client": request.turn.client,
-                "phase": "",
-                "traits": {},
-                "roles": "S" * len(params),
-            },
+            **{"client": request.turn.client, "phase": "", "traits": {}, "roles": roles},
             **{"before": self.before, "after": self.after, "weight": 10, "steps": 4, "loss": 1.5},
             **{"down": sum(sizes[key] for key in request.versions), "scores": None, "anew": False},
-            **{"up": sum(v.nbytes for v in values.values()), "missed": []},
+            **{"up": self.up, "missed": []},
         }
+        return json.loads(json.dumps(said))
+
+    def update(self, request: Request, line: dict[str, Any]) -> Update:
+        """What a client hands back."""
+        values: dict[str, Tensor] = {key: value.clone() for key, value in self.values.items()}
         return Update(request.turn.client, request.name, request.agreed, values, 10, line)
 
 
@@ -106,13 +117,19 @@ def served(asked: int, registered: int, folder: Path, rounds: int) -> Server:
     )
 
 
-def play(server: Server, spent: dict[str, float]) -> tuple[int, float]:
+def play(server: Server, spent: dict[str, float], taken: int) -> tuple[int, float]:
     """Play a round by hand; the most bytes in memory, and those that a client more takes."""
     tally, fake = timed(spent, "begin", server.begin), Fake(server)
-    first, began = len(tally.cohort) // 10, 0
+    first, began, step = len(tally.cohort) // 10, 0, max(1, len(tally.cohort) // taken)
     for number, request in enumerate(list(tally.cohort.values())):
-        update = fake.answer(request)
-        timed(spent, "take", partial(server.take, tally, update))
+        line = fake.line(request)
+        if number % step == 0:
+            timed(spent, "take", partial(server.take, tally, fake.update(request, line)))
+            spent["taken"] = spent.get("taken", 0) + 1
+        else:
+            tally.lines[request.turn.client] = read_turn(line)
+            tally.heard.append(request.turn.client)
+            tally.counted.append(request.turn.client)
         began = resident() if number == first else began
     assert len(tally.counted) == len(tally.cohort), list(tally.rejected.items())[:1]
     most = resident()
@@ -121,12 +138,12 @@ def play(server: Server, spent: dict[str, float]) -> tuple[int, float]:
     return most, (most - began) / (len(tally.cohort) - first)
 
 
-def row(asked: int, registered: int, rounds: int, folder: Path) -> dict[str, Any]:
+def row(asked: int, registered: int, rounds: int, taken: int, folder: Path) -> dict[str, Any]:
     """What so many clients cost, a round and a client."""
     torch.set_num_threads(1)
     spent = dict[str, float]()
     server = timed(spent, "open", partial(served, asked, registered, folder, rounds))
-    most, each = max(play(server, spent) for _ in range(rounds))
+    most, each = max(play(server, spent, taken) for _ in range(rounds))
     world, values = server.world, sum(v.nbytes for v in server.world.values.values())
     del server
     opened = dict[str, float]()
@@ -137,30 +154,29 @@ def row(asked: int, registered: int, rounds: int, folder: Path) -> dict[str, Any
     turns = asked * rounds
     return {
         **{"asked": asked, "registered": registered, "rounds": rounds, "heard": len(world.met)},
+        "take ms a client": round(1e3 * spent["take"] / spent["taken"], 3),
         **{f"{what} ms a client": round(1e3 * spent[what] / turns, 4) for what in PARTS},
+        "taken": int(spent["taken"]),
         "kB a client of a round in memory": round(each / 1e3, 2),
         "resident MB": round(most / 1e6, 1),
         "checkpoint bytes beside values": tensors - values,
         "manifest bytes": (folder / WORLD / f"{rounds}.json").stat().st_size,
         "ledger bytes a turn": round(ledger / turns),
-        **{f"{what} s": round(spent[what] / rounds, 3) for what in ("begin", "end", "commit")},
+        **{f"{what} s": round(spent[what] / rounds, 3) for what in PARTS},
         "open s": round(spent["open"], 3),
         "reopen s": round(opened["open"], 3),
         "history s": round(opened["history"], 3),
     }
 
 
-PARTS = ("begin", "take", "end", "commit")
-
-
 def main() -> None:
-    if len(sys.argv) == 4:
-        asked, registered, rounds = map(int, sys.argv[1:])
+    if len(sys.argv) == 5:
+        asked, registered, rounds, taken = map(int, sys.argv[1:])
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(row(asked, registered, rounds, Path(folder))))
+            print(json.dumps(row(asked, registered, rounds, taken, Path(folder))))
         return
     rows = list[dict[str, Any]]()
-    for numbers in (*ROWS, REGISTERED):
+    for numbers in ROWS:
         command = [sys.executable, __file__, *map(str, numbers)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak memory of a local run, of a server and of a site, as multiples of the model.
 
-`python lab/memory_peaks.py` plays every case; `python lab/memory_peaks.py gpt2-bf16` some of them,
-and leaves the others of the result file as they are. The cases stand in tests/kit/peaks.py.
+`python lab/memory_peaks.py` plays every case; `python lab/memory_peaks.py gpt2-bf16/local` some of
+them, and leaves the others of the result file as they are. The cases stand in tests/kit/peaks.py.
 """
 
 from __future__ import annotations
@@ -19,26 +19,31 @@ from peaks import CASES, peaks
 RESULT = LAB / "results" / "memory-peaks.json"
 
 
-def rows_of(name: str) -> list[dict[str, Any]]:
+def rows_of(name: str, place: str) -> list[dict[str, Any]]:
     """What each end of a case held at most."""
-    local, server = peaks("local", name), peaks("server", name)
-    site = max(server.pop("sites"), key=lambda each: each["peak"])
-    return [
-        {"case": name, "place": place, **found, "facts": FACTS}
-        for place, found in (("local run", local), ("Flower's server", server), ("site", site))
-    ]
+    found = peaks(place, name)
+    sites = sorted(found.pop("sites", []), key=lambda each: each["peak"])[-1:]
+    said = [("local run" if place == "local" else "Flower's server", found)]
+    said += [("site", each) for each in sites]
+    return [{"case": name, "place": where, **each, **FACTS} for where, each in said]
 
 
-def main(names: list[str]) -> None:
+def keep(fresh: list[dict[str, Any]]) -> None:
+    """Put rows into the result file, in the order of the cases."""
     rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
-    for name in names:
-        fresh = rows_of(name)
-        for row in fresh:
-            print(json.dumps(row), flush=True)
-        rows = [row for row in rows if row["case"] != name] + fresh
-        said = {"command": "python lab/memory_peaks.py", "facts": FACTS, "rows": rows}
-        RESULT.write_text(json.dumps(said, indent=1) + "\n")
+    held = {(row["case"], row["place"]): row for row in (*rows, *fresh)}
+    order = sorted(held, key=lambda each: ([*CASES].index(each[0]), each[1] != "local run"))
+    said = {"command": "python lab/memory_peaks.py", "rows": [held[each] for each in order]}
+    RESULT.write_text(json.dumps(said, indent=1) + "\n")
+
+
+def main(asked: list[str]) -> None:
+    for each in asked or [f"{name}/{place}" for name in CASES for place in ("local", "server")]:
+        name, _, place = each.partition("/")
+        fresh = rows_of(name, place)
+        print(json.dumps(fresh), flush=True)
+        keep(fresh)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(CASES))
+    main(sys.argv[1:])

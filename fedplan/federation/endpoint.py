@@ -80,6 +80,7 @@ class Endpoint:
         self.faults = faults or FaultLog(folder, site.journal.seal)
         self.seen, self._number = self._store(), 0
         for place in (folder, self.folder):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
             keep_file(place / AGREEMENT, json.dumps(self._agreed(), indent=1))
         self._kinds = {p.key: str(p.kind) for p in agreement.params}
 

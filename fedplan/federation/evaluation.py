@@ -22,6 +22,7 @@ from fedplan.data.examples import Examples
 from fedplan.data.metrics import spread
 from fedplan.errors import StoreError
 from fedplan.federation.account import Answer
+from fedplan.federation.acquaintance import NOBODY
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client, admit, own_turn, receive
 from fedplan.federation.exams import EXAMPLES, Exam, due
@@ -93,7 +94,8 @@ def question(
     It is of the round's own turn. The world is scored as it is, so that what the client has as its
     own comes too, if others have moved it.
     """
-    closed = replace(world, round=world.round - 1, settled={})
+    met = world.met.get(client, NOBODY)
+    closed = replace(world, round=world.round - 1, met={client: replace(met, settled=0)})
     return push(agreement, closed, client, traits, anew=anew)
 
 

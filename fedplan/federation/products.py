@@ -19,8 +19,11 @@ from fedplan.models.params import Params
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.sums import ExactSum
 
-MOST = 2**27
-"""Numbers of products, 8 bytes each, up to which a rule that needs none has its error measured."""
+MOST = 2**22
+"""Numbers of products, 8 bytes each, up to which a rule that needs none has its error measured.
+
+A large model would else have its server hold a quarter of it again, to tell of an adapter.
+"""
 DIGITS = 6
 """Significant digits of an error that are told."""
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fedplan.errors import FedplanError
@@ -11,6 +13,20 @@ from fedplan.runners.player import BEGIN
 from fedplan.runners.pool import Processes
 from fedplan.runners.team import Team
 from fedplan.studies.schema import ConfigError, Study, placed
+
+
+@contextmanager
+def hired(workers: Workers | None, study: Study, folder: Path) -> Generator[Team | None]:
+    """A team that begins with a study, if there is to be one; it ends if what it is for fails."""
+    team = team_of(workers, study, folder) if workers is not None else None
+    try:
+        if team is not None:
+            team.start()
+        yield team
+    except BaseException:
+        if team is not None:
+            team.close()
+        raise
 
 
 def team_of(workers: Workers, study: Study, folder: Path) -> Team:

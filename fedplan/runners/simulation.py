@@ -33,7 +33,7 @@ from fedplan.models.attention import moved
 from fedplan.models.values import put
 from fedplan.runners.faults import faults_of
 from fedplan.runners.hands import LOCAL, Workers, workers_of
-from fedplan.runners.hiring import team_of
+from fedplan.runners.hiring import hired
 from fedplan.runners.local import Federation
 from fedplan.runners.team import Team
 from fedplan.studies.continuation import begun, carry_over, continuing, require_free
@@ -84,15 +84,8 @@ class Simulation:
         """Build all that the study says, from what the folder holds; workers begin meanwhile."""
         if self.team is not None:
             self.team.close()
-        if self.workers is not None:
-            self.team = team_of(self.workers, self.study, self.folder)
-            self.team.start()
-        try:
+        with hired(self.workers, self.study, self.folder) as self.team:
             self._build()
-        except BaseException:
-            if self.team is not None:
-                self.team.close()
-            raise
 
     def _build(self) -> None:
         study = self.study
@@ -105,8 +98,6 @@ class Simulation:
                 raise ConfigError(f"{what}: there is no client {min(strange)!r}; there are {there}")
         require_fitting(stage, study.train.batch)
         self.scoring = scoring_of(study, self.shares)
-        asked = names if study.evaluate.sites else ()
-        exams = {name: exam_of(study, self.shares, name) for name in asked}
         self.claim = opened_run(self.folder, study, agreement.params, self.shares)
         if study.continues and not begun(self.folder):
             carry_over(study, self.earlier, self.folder)
@@ -124,7 +115,7 @@ class Simulation:
             marks=self.shares.marks,
             device=device_named(study.device),
             deterministic=study.deterministic,
-            exams=exams,
+            exams={n: exam_of(study, self.shares, n) for n in names if study.evaluate.sites},
             status=self.status,
             hire=self.team.hired if self.team else None,
             start=stage.start,
@@ -302,14 +293,14 @@ def run_study(
     "pool" or "ray" has as many `workers` play the clients, each in a process of its own: as many as
     there are cores, unless it is said. The bits are those of "local".
     """
-    hired = workers_of(runner, workers, gpus_per_worker, ray_address)
+    played_by = workers_of(runner, workers, gpus_per_worker, ray_address)
     made = study if isinstance(study, Study) else read_study(Path(study))
     made = continuing(made, continue_from) if continue_from else made
     place = Path(folder or Path("runs") / made.name)
     require_free(place, made, resume=resume)
     status = Status(place)
     return Simulation(
-        made, place, earlier=continue_from, callbacks=callbacks, status=status, workers=hired
+        made, place, earlier=continue_from, callbacks=callbacks, status=status, workers=played_by
     ).run()
 
 
@@ -383,8 +374,8 @@ def simulate(
     )
     require_free(place, study, resume=resume)
     status = Status(place) if folder else None
-    hired = workers_of(runner, workers)
-    made = Simulation(study, place, given, callbacks=callbacks, status=status, workers=hired)
+    by = workers_of(runner, workers)
+    made = Simulation(study, place, given, callbacks=callbacks, status=status, workers=by)
     return made.run() if run else made
 
 

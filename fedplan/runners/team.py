@@ -35,7 +35,7 @@ MOST_LOST = 5
 
 
 @dataclass
-class Job:
+class Errand:
     """One client that is to be played: what is asked, the request if there is one, and its place
     among the others. What costs most is given out first.
     """
@@ -61,8 +61,8 @@ class Seat:
     has: dict[str, int] = field(default_factory=dict[str, int])
     batch: int = -1
     tables: dict[str, dict[Any, int]] = field(default_factory=dict[str, dict[Any, int]])
-    out: list[Job | None] = field(default_factory=list["Job | None"])
-    told: list[tuple[Job, Words]] = field(default_factory=list[tuple[Job, Words]])
+    out: list[Errand | None] = field(default_factory=list["Errand | None"])
+    told: list[tuple[Errand, Words]] = field(default_factory=list[tuple[Errand, Words]])
     open: bool = False
 
 
@@ -108,19 +108,19 @@ class Team:
         """What each of these clients would choose."""
         found = dict[str, Mapping[Block, float]]()
 
-        def take(job: Job, said: Words) -> Job | None:
+        def take(job: Errand, said: Words) -> Errand | None:
             if said.get("lacking"):
                 return self._anew(tally, job)
             found[job.client] = scored(said["scores"])
             return None
 
-        self._work([Job("poll", name, tally.cohort[name]) for name in names], take)
+        self._work([Errand("poll", name, tally.cohort[name]) for name in names], take)
         return {name: found[name] for name in names}
 
     def play(self, tally: Tally, names: Sequence[str], late: Collection[str]) -> None:
         """Play the turns of these clients, longest first; the tally is told in their order."""
         jobs = [
-            Job("turn", name, tally.cohort[name], place, name in late)
+            Errand("turn", name, tally.cohort[name], place, name in late)
             for place, name in enumerate(names)
         ]
         before = tally.vain, dict(tally.cohort), dict(tally.rejected)
@@ -133,12 +133,12 @@ class Team:
         tally.heard = [name for name in names if name in tally.lines]
         tally.counted = [name for name in tally.heard if name in counted]
 
-    def _play(self, tally: Tally, jobs: Sequence[Job], *, lone: bool = False) -> None:
+    def _play(self, tally: Tally, jobs: Sequence[Errand], *, lone: bool = False) -> None:
         """Play turns by all workers; by a `lone` one, in their order, into one sum."""
         tally.lines, tally.counted = {}, []
         whole = emptied(tally.total)
 
-        def take(job: Job, said: Words) -> Job | None:
+        def take(job: Errand, said: Words) -> Errand | None:
             if said.get("lacking"):
                 return self._anew(tally, job)
             if said["crowded"] and not lone:
@@ -147,7 +147,7 @@ class Team:
             self._note(job, said["seconds"])
             return None
 
-        def join(told: list[tuple[Job, Words]], part: Sent) -> None:
+        def join(told: list[tuple[Errand, Words]], part: Sent) -> None:
             try:
                 merge(whole, *part)
             except SumError as error:
@@ -162,7 +162,7 @@ class Team:
         """What each says of the models of the last round; who says nothing, and why."""
         said, silent = dict[str, Scores](), dict[str, str]()
 
-        def take(job: Job, answer: Words) -> Job | None:
+        def take(job: Errand, answer: Words) -> Errand | None:
             if answer.get("lacking"):
                 return replace(job, request=self._question(job.client, anew=True))
             if "refused" in answer:
@@ -171,7 +171,7 @@ class Team:
                 said[job.client] = answer["scores"]
             return None
 
-        self._work([Job("scores", name, self._question(name)) for name in names], take)
+        self._work([Errand("scores", name, self._question(name)) for name in names], take)
         order = [name for name in names if name in said]
         return {name: said[name] for name in order}, silent
 
@@ -179,17 +179,17 @@ class Team:
         """The scores of each client's own model on its own rows."""
         found = dict[str, dict[str, float]]()
 
-        def take(job: Job, answer: Words) -> None:
+        def take(job: Errand, answer: Words) -> None:
             found[job.client] = answer["scores"]
 
-        self._work([Job("own", name) for name in names], take)
+        self._work([Errand("own", name) for name in names], take)
         return {name: found[name] for name in names}
 
     def _question(self, name: str, *, anew: bool = False) -> Request:
         traits = self.server.roster[name]
         return question(self.server.agreement, self.server.world, name, traits, anew=anew)
 
-    def _anew(self, tally: Tally, job: Job) -> Job:
+    def _anew(self, tally: Tally, job: Errand) -> Errand:
         self.server.anew(tally, job.client)
         return replace(job, request=tally.cohort[job.client])
 
@@ -198,17 +198,17 @@ class Team:
         steps = self.server.agreement.pace.steps_of(len(self.clients.rows[name]))
         return self.seconds.get(name, self._pace * steps)
 
-    def _note(self, job: Job, seconds: float) -> None:
+    def _note(self, job: Errand, seconds: float) -> None:
         steps = self.server.agreement.pace.steps_of(len(self.clients.rows[job.client]))
         self.seconds[job.client], self._pace = seconds, seconds / max(steps, 1)
 
     def _work(
         self,
-        jobs: Sequence[Job],
-        take: Callable[[Job, Words], Job | None],
+        jobs: Sequence[Errand],
+        take: Callable[[Errand, Words], Errand | None],
         *,
         total: Words | None = None,
-        join: Callable[[list[tuple[Job, Words]], Sent], None] | None = None,
+        join: Callable[[list[tuple[Errand, Words]], Sent], None] | None = None,
         lone: bool = False,
     ) -> None:
         """Give out jobs until each is answered and every sum is here.
@@ -227,18 +227,21 @@ class Team:
 
     def _worked(
         self,
-        queue: list[Job],
-        take: Callable[[Job, Words], Job | None],
+        queue: list[Errand],
+        take: Callable[[Errand, Words], Errand | None],
         total: Words | None,
-        join: Callable[[list[tuple[Job, Words]], Sent], None] | None,
+        join: Callable[[list[tuple[Errand, Words]], Sent], None] | None,
         *,
         lone: bool,
     ) -> None:
+        again = True
         while True:
-            # The last is given out first: the longest, or by one worker those that stand first.
-            queue.sort(key=lambda job: (job.cost, -job.place))
+            if again:
+                # The last is given out first: the longest, or by one worker who stands first.
+                queue.sort(key=lambda job: (job.cost, -job.place))
             self._give(queue, total, 1 if lone else self.hands.count)
-            if not queue and not any(seat.out for seat in self.seats.values() if seat.ready):
+            left = len(queue)
+            if not left and not any(seat.out for seat in self.seats.values() if seat.ready):
                 return
             answers = self.hands.heard(BEAT)
             self.status.beat()
@@ -247,8 +250,9 @@ class Team:
                     queue += self._again(number)
                 elif (job := self._heard(number, answer, take, join)) is not None:
                     queue.append(job)
+            again = len(queue) > left
 
-    def _give(self, queue: list[Job], total: Words | None, few: int) -> None:
+    def _give(self, queue: list[Errand], total: Words | None, few: int) -> None:
         """Give each worker that has nothing to do the next job, or ask it for its sum."""
         # With one more at hand a worker does not wait for us, while there are many left.
         ahead = 2 if len(queue) > 2 * few else 1
@@ -258,10 +262,10 @@ class Team:
             while queue and len(seat.out) < ahead:
                 self._ask(number, seat, queue.pop(), total)
             if not queue and not seat.out and seat.told:
-                seat.out.append(Job("sum", ""))
+                seat.out.append(Errand("sum", ""))
                 self.hands.send(number, {"do": "sum"})
 
-    def _ask(self, number: int, seat: Seat, job: Job, total: Words | None) -> None:
+    def _ask(self, number: int, seat: Seat, job: Errand, total: Words | None) -> None:
         if seat.batch != self._batch:
             self._sync(number, seat)
         if total is not None and not seat.open:
@@ -289,7 +293,7 @@ class Team:
         seat.out.append(None)
         self.hands.send(number, said, shared)
 
-    def _worded(self, seat: Seat, job: Job) -> Words:
+    def _worded(self, seat: Seat, job: Errand) -> Words:
         """A job as a message; what many clients have in common is said to a worker once."""
         said: Words = {"do": job.do, "client": job.client, "late": job.late}
         if job.request is None:
@@ -307,9 +311,9 @@ class Team:
         self,
         number: int,
         answer: Sent,
-        take: Callable[[Job, Words], Job | None],
-        join: Callable[[list[tuple[Job, Words]], Sent], None] | None,
-    ) -> Job | None:
+        take: Callable[[Errand, Words], Errand | None],
+        join: Callable[[list[tuple[Errand, Words]], Sent], None] | None,
+    ) -> Errand | None:
         """Take an answer to the first message that a worker has not answered."""
         seat, (tensors, said) = self.seats[number], answer
         job = seat.out.pop(0)
@@ -331,7 +335,7 @@ class Team:
             seat.told.append((job, said))
         return again
 
-    def _again(self, number: int) -> list[Job]:
+    def _again(self, number: int) -> list[Errand]:
         """Put another worker in a dead one's place; the jobs that have to be done again."""
         seat = self.seats.pop(number)
         asked = [job for job in seat.out if job is not None and job.client]

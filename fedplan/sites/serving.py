@@ -27,7 +27,8 @@ def serve_site(folder: Path) -> None:
         os.environ[name] = ",".join(dict.fromkeys((*said, "127.0.0.1")))
 
     def end(number: int, frame: object) -> None:
-        over.set()
+        # From another thread: this one may be within the event's own lock.
+        threading.Thread(target=over.set).start()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)

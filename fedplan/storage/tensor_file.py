@@ -108,7 +108,8 @@ class _Hashed:
         """The next tensor, in memory of its own."""
         made = torch.empty(place.shape, dtype=place.dtype)
         if made.numel():
-            self._fill(memoryview(made.view(-1).view(torch.uint8).numpy()))
+            held: Any = made.view(-1).view(torch.uint8).numpy()
+            self._fill(memoryview(held))
         return made
 
     def skip(self, count: int) -> None:

@@ -70,7 +70,7 @@ def _place(name: str, entry: Any) -> Place:
 
 def _whole(said: Any) -> tuple[int, ...] | None:
     """A list of whole numbers, as safetensors counts them."""
-    found = cast("list[Any]", said) if isinstance(said, list) else [None]
+    found: list[Any] = cast("list[Any]", said) if isinstance(said, list) else [None]
     return tuple(found) if all(type(n) is int and 0 <= n < 2**64 for n in found) else None
 
 

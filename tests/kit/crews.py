@@ -61,7 +61,8 @@ def study_with(name: str, **more: Any) -> Study:
     for change in (PEOPLE, METHODS[name], more):
         for section, held in change.items():
             said[section] = {**said.get(section, {}), **held} if section != "method" else held
-    said["clients"] = {"dropped": 0.0} | METHODS[name].get("clients", {})
+    own = METHODS[name].get("clients", {}) | more.get("clients", {})
+    said["clients"] = {"dropped": 0.0} | own
     return placed(study_of(said), Path.cwd())
 
 

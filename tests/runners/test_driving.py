@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import zoo
 from clients import few, loss
 from flwr.app import Context
+from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 from grids import InProcess
 
 from fedplan.errors import FedplanError
@@ -24,6 +27,7 @@ from fedplan.federation.versions import own_versions
 from fedplan.methods.registry import method_named
 from fedplan.models.description import describe
 from fedplan.models.values import take
+from fedplan.runners.flower import executor
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.carrier import Carrier
 from fedplan.storage.journal import Journal, home_of
@@ -160,3 +164,16 @@ def test_a_run_without_enough_answers_has_failed_and_says_why(tmp_path: Path) ->
     assert "limit-rounds" in found.sites[NAMES[0]].why
     assert "limit-rounds" in "".join(e.text for e in read_log(tmp_path) if e.event == "note")
     assert [each.event for each in driven.heard][-1] == "run failed"
+
+
+def test_a_site_is_not_deaf_for_a_message_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "STALLED", 0.05)
+    over, there = threading.Event(), PullObjectResponse(object_found=True, object_available=True)
+    waits, asked = PullObjectResponse(object_found=True), PullObjectRequest()
+    answers = [waits, there, waits, waits]
+    pull = executor.coming(lambda request: answers.pop(0), over)
+    assert [pull(asked).object_found for _ in range(3)] == [True] * 3
+    time.sleep(0.1)
+    assert not pull(asked).object_found
+    over.set()
+    assert not executor.coming(lambda request: waits, over)(asked).object_found

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from peaks import CASES, peaks
 
-SLACK = 0.25
-"""In models: what Python and torch take on the way, which a small model shows more of."""
+SLACK = 0.65
+"""In models: what Python and torch take on the way, and the second gradient of a table that is tied
+to the head. A copy too many is more than that."""
 SUMS = 2.0
 """What sums of two-byte numbers take beyond the limit: eight bytes a number, exactly added."""
 

@@ -70,7 +70,8 @@ class Calls:
 
     A site whose node was registered under a name has that name, whatever it says; where nodes are
     registered under none, on one machine alone, its word is taken. `refusals` are of sites that do
-    not let the study in: they are greeted again and again, until somebody there does.
+    not let the study in: they are greeted again and again, until somebody there does. Where
+    `registered` says who may come at all, nobody else is waited for.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Calls:
         self._named: dict[int, str] = {}
         self._hellos: dict[str, int] = {}
         self._gone: dict[str, float] = {}
+        self.registered: Callable[[], Iterable[str]] | None = None
         self.status = Status()
         self._told: dict[str, tuple[str, str]] = {}
 
@@ -93,7 +95,7 @@ class Calls:
         until = time.monotonic() + self.patience.sites
         while missing := [name for name in self.names if name not in self.guests]:
             self.look()
-            if self.status.halted():
+            if self.status.halted() or self._over(missing, enough):
                 return
             if time.monotonic() > until:
                 if len([name for name in self.guests if not self.away(name)]) >= enough:
@@ -105,6 +107,13 @@ class Calls:
                         + "; ".join(f"{n} {self.refusals.get(n, '')}".strip() for n in missing)
                     )
             time.sleep(self.patience.look)
+
+    def _over(self, missing: list[str], enough: int) -> bool:
+        """Whether enough have come, and nobody who is missing can."""
+        if self.registered is None or len(self.guests) < enough:
+            return False
+        there = steady(self.registered, self.patience)
+        return not any(name in there for name in missing if name not in self.guests)
 
     def look(self) -> dict[int, str]:
         """Greet nodes that are new; the nodes that are there, each with when it last came."""

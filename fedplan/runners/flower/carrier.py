@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,12 @@ def carry_study(
     folder: Path,
     callbacks: Sequence[Callback] = (),
     status: Status | None = None,
+    registered: Callable[[], Iterable[str]] | None = None,
 ) -> None:
-    """Carry a study, or go on with it from what its folder holds."""
+    """Carry a study, or go on with it from what its folder holds.
+
+    A run that goes on waits for no site that is `registered` no longer.
+    """
     require_free(folder, study, resume=True)
     stage = stage_of(study)
     claim = opened_run(folder, study, stage.agreement.params, stage.shares)
@@ -87,6 +91,7 @@ def carry_study(
         test=test,
         status=told,
     )
+    carrier.calls.registered = registered if server.world.round else None
     with told.driving(server, study.name, patience, rows=False, passing=is_over):
         carrier.carry()
     del claim

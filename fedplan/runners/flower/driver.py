@@ -56,7 +56,7 @@ def drive(
     for left in reversed(range(TRIES)):
         try:
             with taken(link) as grid:
-                return carry_study(grid, study, folder, callbacks, status)
+                return carry_study(grid, study, folder, callbacks, status, link.names)
         except Exception as error:
             if not is_over(error) or not left:
                 raise

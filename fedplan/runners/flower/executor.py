@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import httpx
 from flwr.app import Context, Error
 from flwr.app import Message as FlowerMessage
 from flwr.common.constant import SubStatus
+from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.constant import TaskType
 from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
@@ -40,8 +42,11 @@ RAISED = 2
 """The code of Flower's own for an app that failed: the request is asked again a few times."""
 LOOK = 0.2
 """Seconds between two questions to the node for work: it stands on this machine."""
+STALLED = 300.0
+"""Seconds in which something of a message must come, once it began to."""
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 
+Pull = Callable[[PullObjectRequest], PullObjectResponse]
 Answer = Callable[[str, Message], Message]
 """A site's answer to a request of a kind."""
 
@@ -85,17 +90,17 @@ def serve(door: Door, answer: Answer, over: threading.Event) -> None:
                     AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
                 )
                 if found.HasField("task") and found.token:
-                    _tried(door, found.token, answer)
+                    _tried(door, found.token, answer, over)
             except httpx.HTTPError as error:
                 # The node starts again, or is not there yet: whoever keeps it sees to that.
                 log.warning("the node does not answer: %r", error)
                 over.wait(2.0)
 
 
-def _tried(door: Door, token: str, answer: Answer) -> None:
+def _tried(door: Door, token: str, answer: Answer, over: threading.Event) -> None:
     """Do a task; one that cannot even be read is refused by the site as no message, and left."""
     try:
-        _done(door, token, answer)
+        _done(door, token, answer, over)
     except httpx.HTTPError:
         raise
     except Exception as error:
@@ -103,9 +108,11 @@ def _tried(door: Door, token: str, answer: Answer) -> None:
         answer("request", Message(b""))
 
 
-def _done(door: Door, token: str, answer: Answer) -> None:
+def _done(door: Door, token: str, answer: Answer, over: threading.Event) -> None:
     """One task: its message in, the answer out, while the node hears that somebody is at it."""
     with closing(door.working(token)) as client:
+        # An instance's own attribute goes before its class's method.
+        vars(client)["PullObject"] = coming(client.PullObject, over)
         beats = HeartbeatSender(make_task_heartbeat_fn_http(client))
         beats.start()
         context: Context | None = None
@@ -116,6 +123,26 @@ def _done(door: Door, token: str, answer: Answer) -> None:
         finally:
             push_task_output(client, context, SubStatus.COMPLETED, "")
             beats.stop()
+
+
+def coming(pull: Pull, over: threading.Event) -> Pull:
+    """A pull of objects that gives up once nothing has come for long, or it is over.
+
+    If a run ends while the node receives a message, the rest of that message never comes, and
+    Flower asks for it for up to two hours, in which the site would be deaf.
+    """
+    last = time.monotonic()
+
+    def pulled(request: PullObjectRequest) -> PullObjectResponse:
+        nonlocal last
+        found = pull(request)
+        if found.object_available:
+            last = time.monotonic()
+        elif over.is_set() or time.monotonic() - last > STALLED:
+            return PullObjectResponse(object_found=False)
+        return found
+
+    return pulled
 
 
 def answered(envelope: FlowerMessage, answer: Answer) -> FlowerMessage:

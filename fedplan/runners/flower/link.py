@@ -127,6 +127,10 @@ class Link:
             raise FedplanError(f"no site {name!r} is registered: there are {there or 'none'}")
         return len(found)
 
+    def names(self) -> set[str]:
+        """The names of all sites that are registered."""
+        return {node.name for node in self.nodes()}
+
     def nodes(self) -> list[NodeInfo]:
         """The nodes that are registered."""
         with self.control() as client:

@@ -72,7 +72,7 @@ class Actors:
             quiet |= {"num_cpus": self.count, "configure_logging": False}
         try:
             ray.init(**quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except Exception as error:  # what Ray raises here has no class of its own
             raise FedplanError(
                 f"Ray cannot be reached at {self._address or 'this machine'}: {error}; start it by "
                 "`ray start`, or say the address of a cluster"
