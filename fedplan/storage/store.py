@@ -275,6 +275,9 @@ class Store:
 
     def _commit(self, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
         reach("store.begun")
+        for number in self.numbers():  # what is of another format is not written over
+            with suppress(Unfit):
+                self._manifest(number)
         self._sweep()
         manifest = self._write_tensors(manifest, tensors)
         self._write_manifest(manifest)
@@ -316,17 +319,21 @@ class Store:
 
     def _sweep(self) -> None:
         """Remove what no manifest speaks of: the leftovers of writes that failed."""
-        synced(self._folder)
-        self._remove(_TEMPORARY)
         names = os.listdir(self._folder)
-        spoken = set[str]()
-        for number in self.numbers():
-            try:
-                spoken.add(self._manifest(number).file)
-            except Unfit:
-                # A manifest that cannot be read may speak of any file of its number.
-                spoken |= {name for name in names if name.startswith(f"{number}.")}
-        self._remove(_TENSORS, spoken)
+        files = [name for name in names if _TENSORS.fullmatch(name)]
+        spoken = {name for number in self.numbers() for name in self._spoken(number, files)}
+        if any(map(_TEMPORARY.fullmatch, names)) or set(files) - spoken:
+            synced(self._folder)
+            self._remove(_TEMPORARY)
+            self._remove(_TENSORS, spoken)
+
+    def _spoken(self, number: int, files: list[str]) -> list[str]:
+        """The files that the manifest of a number speaks of; it is read if there are several."""
+        found = [name for name in files if name.startswith(f"{number}.")]
+        try:
+            return [self._manifest(number).file] if len(found) > 1 else found
+        except Unfit:
+            return found  # it may speak of any of them
 
     def _prune(self) -> None:
         stay = self.standing()[: self._keep]

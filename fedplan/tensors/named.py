@@ -106,7 +106,9 @@ class Digests:
 
     def whole(self, tensor: Tensor) -> str:
         """The whole digest of a tensor."""
-        number, version = id(tensor), _version(tensor)
+        # How often it was written to; of one of inference nobody counts.
+        version = 0 if tensor.is_inference() else tensor._version  # pyright: ignore
+        number = id(tensor)
         known = self._known.get(number)
         if known is None or known[0]() is not tensor or known[1] != version:
             # Not held here: a site that stays would else keep the world of every round.
@@ -128,8 +130,3 @@ class Digests:
         ids = {id(tensor) for tensor in tensors}
         self._known = {i: held for i, held in self._known.items() if i in ids}
         self._sums = {i: held for i, held in self._sums.items() if i in ids}
-
-
-def _version(tensor: Tensor) -> int:
-    """How often a tensor was written to; of one of inference nobody counts."""
-    return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]

@@ -24,7 +24,10 @@ import fedplan
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.defence import Defence
+from fedplan.language.parser import parse
 from fedplan.language.plan import best, keep, share
+from fedplan.language.resolution import certain, permitted, resolve
+from fedplan.language.turn import Turn
 from fedplan.language.wording import phrase, stated, text_of
 from fedplan.methods import (
     METHODS,
@@ -349,3 +352,34 @@ def test_wrappers_and_values_that_cannot_change_are_told_apart() -> None:
 def test_riders_that_no_name_can_tell_are_refused(riders: Any) -> None:
     with pytest.raises(FedplanError, match=r"rider|codec"):
         Method(share(), riders=riders)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "share()",
+        "chain(freeze(), share(head), best(2, encoder))",
+        "cycle(chain(freeze(), share(head)), share())",
+        'chain(share(), when(after(2), hold(query)), by("role", {"a": keep(head)}, share()))',
+    ],
+)
+def test_roles_that_are_remembered_are_those_of_the_turn(plan: str) -> None:
+    method = replace(fedavg(), plan=parse(plan), probe=from_the_top)
+    agreement = Agreement("a", PARAMS, method, Pace())
+    scores = {block: float(block.number) for block in agreement.blocks}
+    turns = [
+        Turn(number, client, "", {"role": client}, said)
+        for number in (1, 2, 3, 4)
+        for client in ("a", "b")
+        for said in (scores, {block: -score for block, score in scores.items()})
+    ]
+    for turn in turns * 2:
+        assert agreement.permitted(turn) == permitted(method.plan, PARAMS, turn)
+        assert agreement.certain(turn) == certain(method.plan, PARAMS, turn)
+        assert agreement.resolved(turn) == resolve(method.plan, PARAMS, turn)
+
+
+def test_params_of_one_key_are_told_apart_though_they_hash_alike() -> None:
+    one, other = PARAMS[0], replace(PARAMS[0], dtype="bfloat16")
+    assert hash(one) == hash(replace(one)) and {one: 1}[replace(one)] == 1
+    assert len({one, other}) == 2

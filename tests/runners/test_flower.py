@@ -397,7 +397,7 @@ def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     held = endpoint(METHODS["fedavg"], tmp_path, "client-0", run="0" * 16)
     grid = InProcess(client_app(lambda _, kind, message: held.answer(kind, message)), [{}])
     calls = Calls(
-        grid, ["client-0", "client-1"], replace(SOON, sites=0.1), hello_of("0" * 16, None)
+        grid, ["client-0", "client-1"], replace(SOON, sites=1.0), hello_of("0" * 16, None)
     )
     with pytest.raises(FedplanError, match="have not come: client-1"):
         calls.gather(2)
