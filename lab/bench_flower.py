@@ -13,6 +13,7 @@ import argparse
 import csv
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -226,6 +227,7 @@ def main() -> None:
     ask.add_argument("--plans", nargs="+", choices=list(PLANS), default=list(PLANS))
     ask.add_argument("--out", type=Path, default=LAB / "results" / "bench_flower.txt")
     asked = ask.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else the sites would outlive it
     model, found = asked.model or drawn(), dict[str, list[float]]()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)

@@ -28,7 +28,8 @@ FEW, MANY = "turn-vit-0.2M-1", "turn-minilm-1"
 class Units:
     """What one thing costs: a turn, a byte of it, a client that was heard, a registered one.
 
-    Seconds are of one core, of both ends together; training is not in them.
+    Seconds are of one core, of both ends together; training is not in them. Peaks are of memory, as
+    multiples of the model: all of it trained in float32 and in bf16, and LoRA.
     """
 
     turn: float
@@ -36,6 +37,7 @@ class Units:
     ledger: float
     heard: float
     registered: float
+    peaks: tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,10 @@ class Case:
         return self.asked * (units.turn + units.byte * self.update)
 
     def memory(self, units: Units) -> float:
-        """Bytes: four times what is trained, 1.1 times the rest, and the clients heard."""
-        rest = (self.base - self.shared) * self.width
-        return 4 * self.update + 1.1 * rest + units.heard * self.registered
+        """Bytes: the peak of such a plan times the model, and the clients heard."""
+        whole, half, lora = units.peaks
+        peak = lora if self.shared < self.base else whole if self.width == 4 else half
+        return peak * self.base * self.width + units.heard * self.registered
 
     def walls(self, units: Units) -> dict[str, float]:
         """What a round waits for, in seconds."""
@@ -123,7 +126,16 @@ def units() -> Units:
         turn = max(0.0, sum(whole[part] for part in parts) / 1e3 - byte * sizes[0])
     ledger = whole.get("ledger bytes a turn", few["told"]["local"]["ledger"])
     kept = whole.get("checkpoint bytes beside values", 0) / max(whole.get("heard", 1), 1)
-    return Units(turn, byte, ledger, kept, whole.get("reopen s", 0) / whole.get("registered", 1))
+    opened = whole.get("reopen s", 0) / whole.get("registered", 1)
+    return Units(turn, byte, ledger, kept, opened, peaks())
+
+
+def peaks() -> tuple[float, float, float]:
+    """The highest peaks of lab/memory_peaks.py: all in float32, all in bf16, LoRA."""
+    rows = read("memory-peaks")["rows"]
+    kinds = ("small-float32", "gpt2-bf16", "small-lora")
+    found = [max(row["peak"] for row in rows if row["case"] == kind) for kind in kinds]
+    return found[0], found[1], found[2]
 
 
 def crowds() -> list[dict[str, Any]]:
@@ -162,6 +174,8 @@ def tables() -> Iterator[str]:
         f"| a turn of a small model, but for training | {span(found.turn)} of CPU | {where} |",
         f"| a byte of an update | {span(1e6 * found.byte)} of CPU a MB | the same two |",
         f"| a turn in the ledger | {size(found.ledger)} | {rest} |",
+        "| peak memory, all of a model in float32, in bf16, and LoRA "
+        f"| {' x, '.join(f'{peak:.2f}' for peak in found.peaks)} x the model | `memory-peaks.json` |",
         *([f"| a client that was heard, in a checkpoint | {size(found.heard)} | {rest} |",
            f"| a registered client, when a run is opened | {span(found.registered)} of CPU | {rest} |"]
           if crowds() else []),

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -144,6 +146,7 @@ def main() -> None:
     asked = ask.parse_args()
     if strange := set(asked.rows) - ROWS.keys():
         ask.error(f"there is no row {min(strange)!r}; there are {', '.join(ROWS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else its engines would outlive it
     OUT.mkdir(parents=True, exist_ok=True)
     before = asked.before.resolve() if asked.before else None
     places = Places(asked.tree.resolve(), before, asked.environments, asked.work)

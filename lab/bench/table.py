@@ -70,11 +70,14 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def table() -> str:
-    """All tables, as Markdown."""
+    """All tables, as Markdown: those of the bench, and those of other programs."""
+    return "\n".join([own(), *_further()]) + "\n"
+
+
+def own() -> str:
+    """The bench's own tables."""
     rows = kept()
-    return (
-        "\n".join([*_facts(rows), *_turns(rows), *_crews(rows), *_starts(rows), *_further()]) + "\n"
-    )
+    return "\n".join([*_facts(rows), *_turns(rows), *_crews(rows), *_starts(rows)])
 
 
 def _facts(rows: dict[str, dict[str, Any]]) -> Iterator[str]:

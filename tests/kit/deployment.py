@@ -128,9 +128,9 @@ class Deployment:
     def pids(self, what: str) -> list[int]:
         """The processes of link, proxy, run, a site (its executor) or `node SITE`."""
         if what == "proxy":
-            return [
-                p for p, line, _ in _processes() if "nginx" in line and str(self.folder) in line
-            ]
+            # a worker of nginx outlives its master, and only its folder says whose it is
+            where = str(self.folder / "server")
+            return [p for p, line, cwd in _processes() if "nginx" in line and cwd == where]
         word, place = {
             "link": ("server link", self.folder / "server"),
             "run": ("run study.toml", self.folder),
