@@ -57,7 +57,7 @@ def run(
     """Run a study. Stop it at any moment: --resume goes on with the same bits."""
     from fedplan.reports.operation import Operation
     from fedplan.reports.progress import follow, follow_flower
-    from fedplan.runners.hands import workers_of
+    from fedplan.runners.crews.workers import workers_of
     from fedplan.studies.continuation import open_study
 
     with told():

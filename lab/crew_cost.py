@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedplan.runners.hands import workers_of
+from fedplan.runners.crews.workers import workers_of
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import Study, placed, study_of
 from fedplan.tensors.named import digests

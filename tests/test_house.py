@@ -33,9 +33,9 @@ LENT = {
     "tensors": """
         AUTO DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE PIECES Place
         all_finite at_rest autocast beside brought chance checksum deterministic
-        device_named device_of device_text device_word distances forked integers is_rider looked_at
-        nbytes numbers param_of places_in plain rider riders_of same_bits scaler settled
-        split_riders viewed whole_digest widest
+        device_named device_of device_text device_word distances forked integers
+        is_rider looked_at nbytes numbers param_of places_in plain rider riders_of
+        same_bits scaler settled split_riders viewed whole_digest widest
     """,
     "storage": """
         BrokenChain ChainFile Claim Entry Generation Head Process Read a_study_name
@@ -57,14 +57,14 @@ LENT = {
         rounds_ahead spelled_out stated text_of told_apart touched value
     """,
     "data": """
-        Collate Hollow KINDS METRIC_NAMES Measure NO_LABEL OWN Own Seeded TASK_NAMES contents
-        division is_among label_text labels_in model_loss named_columns names_in
-        refitted require_packing require_sight rows some spread task_class to_train
-        values where
+        Collate Hollow KINDS METRIC_NAMES Measure NO_LABEL OWN Own Seeded TASK_NAMES
+        contents division is_among label_text labels_in model_loss named_columns
+        names_in refitted require_packing require_sight rows some spread task_class
+        to_train values where
     """,
     "training": """
-        CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES ROOM WRAP_NAMES adjust
-        checkpointed is_public loop_named public_look wrap_named
+        CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES ROOM WRAP_NAMES
+        adjust checkpointed is_public loop_named public_look wrap_named
     """,
     "methods": """
         ByResidual METHOD_NAMES SERVER_OPTIMISER_NAMES Sides Told about_method hosts_of

@@ -14,7 +14,7 @@ from fedplan.reports.lines import HEADING, line_of, line_of_sites
 from fedplan.reports.operation import Operation, operated
 from fedplan.reports.preview import state
 from fedplan.reports.units import millions
-from fedplan.runners.hands import Workers
+from fedplan.runners.crews.workers import Workers
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import Study
 

@@ -25,7 +25,7 @@ from fedplan.federation.world import World, personal_values
 from fedplan.language.turn import Turn
 from fedplan.models.values import take
 from fedplan.runners.clients import Clients
-from fedplan.runners.crew import Crew, OneProcess
+from fedplan.runners.crews.crew import Crew, OneProcess
 from fedplan.runners.faults import Faults
 from fedplan.tensors.devices import settled
 from fedplan.training.features import Features

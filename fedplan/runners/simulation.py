@@ -31,11 +31,11 @@ from fedplan.language.plan import Plan
 from fedplan.methods.method import Method
 from fedplan.models.attention import moved
 from fedplan.models.values import put
+from fedplan.runners.crews.hiring import hired
+from fedplan.runners.crews.team import Team
+from fedplan.runners.crews.workers import LOCAL, Workers, workers_of
 from fedplan.runners.faults import faults_of
-from fedplan.runners.hands import LOCAL, Workers, workers_of
-from fedplan.runners.hiring import hired
 from fedplan.runners.local import Federation
-from fedplan.runners.team import Team
 from fedplan.studies.continuation import begun, carry_over, continuing, require_free
 from fedplan.studies.folder import agreed_run, opened_run, study_in
 from fedplan.studies.given import Given

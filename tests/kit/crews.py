@@ -15,8 +15,8 @@ from commands import STUDY, TIMES
 
 from fedplan.federation.partial import Sent
 from fedplan.runners import hiring
-from fedplan.runners.hands import Workers
-from fedplan.runners.player import BEGIN, Player
+from fedplan.runners.crews.player import BEGIN, Player
+from fedplan.runners.crews.workers import Workers
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.plain import read_toml
 from fedplan.studies.schema import Study, placed, study_of

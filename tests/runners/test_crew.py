@@ -25,9 +25,9 @@ from torch import Tensor
 import fedplan as fp
 from fedplan.federation.aggregation import HeldSum, PlainSum, PrivateSum
 from fedplan.federation.status import Status
-from fedplan.runners.hands import Workers, workers_of
-from fedplan.runners.player import BEGIN
-from fedplan.runners.pool import Processes
+from fedplan.runners.crews.player import BEGIN
+from fedplan.runners.crews.pool import Processes
+from fedplan.runners.crews.workers import Workers, workers_of
 from fedplan.runners.simulation import Simulation
 from fedplan.storage.journal import home_of
 
@@ -124,7 +124,7 @@ def test_processes_that_are_killed_leave_the_same_files(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", ["homes", "scaffold", "private"])
 def test_actors_of_ray_leave_the_same_files(name: str, here: Path, monkeypatch: Patch) -> None:
-    from fedplan.runners.ray import Actors
+    from fedplan.runners.crews.actors import Actors
 
     begun = Begun(study_with(name), here)
     assert files(begun.by(Actors(2), "ray", monkeypatch)) == files(begun.alone())

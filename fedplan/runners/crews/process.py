@@ -15,8 +15,8 @@ from typing import IO
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 
 from fedplan.federation.partial import Sent
-from fedplan.runners.player import BEGIN, Player, Words, apart, read_words, worded
-from fedplan.runners.pool import read, write
+from fedplan.runners.crews.player import BEGIN, Player, Words, apart, read_words, worded
+from fedplan.runners.crews.pool import read, write
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ from fedplan.federation.states import SiteState
 from fedplan.federation.status import Status
 from fedplan.models.params import Block
 from fedplan.runners.clients import Clients
-from fedplan.runners.hands import Hands
-from fedplan.runners.player import Words
+from fedplan.runners.crews.player import Words
+from fedplan.runners.crews.workers import Hands
 from fedplan.tensors.sums import SumError
 
 BEAT = 1.0

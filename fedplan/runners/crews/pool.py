@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor
 
 from fedplan.federation.partial import Sent
-from fedplan.runners.player import apart, read_words, worded
+from fedplan.runners.crews.player import apart, read_words, worded
 from fedplan.tensors.named import Tensors
 
 _SIZE = struct.Struct("<Q")
@@ -64,7 +64,7 @@ class Processes:
         self._folder.mkdir(exist_ok=True)
         path = os.pathsep.join(filter(None, sys.path))
         self._running[number] = subprocess.Popen(  # noqa: S603
-            [sys.executable, "-m", "fedplan.runners.pool_worker", str(self._folder), str(number)],
+            [sys.executable, "-m", "fedplan.runners.crews.process", str(self._folder), str(number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": path},

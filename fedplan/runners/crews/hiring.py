@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedplan.errors import FedplanError
-from fedplan.runners.hands import RAY, Hands, Workers
-from fedplan.runners.player import BEGIN
-from fedplan.runners.pool import Processes
-from fedplan.runners.team import Team
+from fedplan.runners.crews.player import BEGIN
+from fedplan.runners.crews.pool import Processes
+from fedplan.runners.crews.team import Team
+from fedplan.runners.crews.workers import RAY, Hands, Workers
 from fedplan.studies.schema import ConfigError, Study, placed
 
 
@@ -47,7 +47,7 @@ def _hands(workers: Workers, count: int) -> Hands:
     if workers.runner != RAY:
         return Processes(count)
     try:
-        from fedplan.runners.ray.actors import Actors
+        from fedplan.runners.crews.actors import Actors
     except ModuleNotFoundError as error:
         raise FedplanError(
             f"{error.name} is not installed: `pip install fedplan[ray]`, or say the runner pool"

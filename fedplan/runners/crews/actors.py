@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedplan.errors import FedplanError
 from fedplan.federation.partial import Sent
-from fedplan.runners.player import BEGIN, Player, apart, read_words, worded
+from fedplan.runners.crews.player import BEGIN, Player, apart, read_words, worded
 from fedplan.tensors.named import Tensors
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -91,8 +91,7 @@ class Actors:
     def heard(self, seconds: float) -> list[tuple[int, Sent | None]]:
         """Who has answered what, or has died."""
         asked: list[Any] = list(self._asked)
-        waited: Any = ray.wait(asked, num_returns=1, timeout=seconds)
-        ready: list[Any] = waited[0]
+        ready: list[Any] = cast("Any", ray).wait(asked, num_returns=1, timeout=seconds)[0]
         found = list[tuple[int, Sent | None]]()
         for each in ready:
             number = self._asked.pop(each, None)
