@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Crews: who plays the clients of a run: this process, a pool of processes, or Ray's workers.
-
-Only this folder imports ray.
-"""
+"""Crews: who plays the clients of a run: this process, a pool, or workers of Ray alone here."""
 
 from typing import TYPE_CHECKING
 
