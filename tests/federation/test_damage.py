@@ -128,6 +128,7 @@ def state(tally: Tally) -> object:
             "agreement",
             "base",
             "guard",
+            "looked",
             "mechanism",
             "products",
             "layers",

@@ -32,6 +32,7 @@ from sites import RUN as SITE_RUN
 from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
 from fedplan.federation.account import Account, Limits, read_answers
+from fedplan.federation.acquaintance import Met
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
 from fedplan.federation.egress import read_egress
@@ -470,7 +471,7 @@ def trained(sites: Sites, name: str, rounds: int) -> tuple[Endpoint, World]:
         assert values, said
         versions = world.versions | dict.fromkeys(values, number + 1)
         world = replace(world, values=world.values | values, round=number + 1, versions=versions)
-        world = replace(world, heard={name: number + 1})
+        world = replace(world, met={name: Met(number + 1)})
     return site, world
 
 
