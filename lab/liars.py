@@ -28,7 +28,7 @@ from fedplan.federation.client import Client
 from fedplan.federation.messages import Request, Update
 from fedplan.federation.record import joined, parted
 from fedplan.federation.turns import local
-from fedplan.runners import crew as runner
+from fedplan.runners.crews import crew as runner
 from fedplan.storage.lines import read_lines
 from fedplan.tensors.named import digests
 

@@ -106,9 +106,10 @@ class Approvals:
         """
         whole = self._whole(study)
         lines = [line for line in self._lines() if line["study"] == whole]
-        # What was offered stays in the chain; a file that somebody took away comes back.
+        # What was offered stands in the chain once; a file that was taken away comes back.
         said = {line["study"] for line in self._lines() if line["word"] not in ASIDE}
-        if self.inbox.put(study, server=server, said=said) or not lines:
+        self.inbox.put(study, server=server, said=said)
+        if not lines:
             self._say(OFFERED, study, "", server=server)
         rule = self.policy.by_rule and not any(_is_persons(line) for line in lines)
         rule = rule and not picked(study)

@@ -85,7 +85,8 @@ class Journal:
         found = self._store.find(lambda meta: meta.get("request") != before, _named("home/"))
         if found:
             return _under("home/", found.tensors), found.meta["notes"]
-        if max(self._store.standing(), default=0) > FIRST:
+        begun = any(each.number < FIRST for each in self.skipped)
+        if begun or max(self._store.standing(), default=0) > FIRST:
             raise StoreError(
                 f"what was kept before request {before!r} is lost from {self._folder} "
                 f"({'; '.join(map(str, self.skipped)) or 'no older generation'}): put a copy of "

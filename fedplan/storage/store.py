@@ -141,6 +141,7 @@ class Store:
                 manifest = self._manifest(number)
             except Unfit as error:
                 raise StoreError(f"generation {number} of {self._folder}: {error}") from error
+            self._remove(_TEMPORARY)
             try:
                 self._write_manifest(replace(manifest, meta=dict(meta)))
             finally:

@@ -91,8 +91,9 @@ def carry_over(study: Study, earlier: Path | str, folder: Path) -> None:
     if run.identity.id != study.continues:
         raise ConfigError(f"the study continues {study.continues}, and {earlier} is another run")
     for client in run.clients:
-        home, _ = run.home(client)
-        Journal(home_of(folder, client)).begin({k: v for k, v in home.items() if not is_rider(k)})
+        kept = {k: v for k, v in run.home(client)[0].items() if not is_rider(k)}
+        if kept:
+            Journal(home_of(folder, client)).begin(kept)
 
 
 def begun(folder: Path) -> bool:

@@ -24,6 +24,7 @@ CODE = frozenset(
 """Settings by which transformers would run code, read other files, or write and fetch some."""
 DEEPEST, LARGEST = 1000, 2**31
 """Of a number of layers, and of any other setting: a model is outlined before it is approved."""
+DEPTH = re.compile("layer|depth|block|group|stage|expert")
 ATTENTION = re.compile("_?(attn|experts)_implementation.*")
 
 
@@ -37,9 +38,10 @@ def _settings(said: dict[str, Any]) -> dict[str, Any]:
                 f"{name} = {str(value)[:60]!r} would fetch code: say one of transformers' own, "
                 "such as 'eager' or 'sdpa'"
             )
-        most = DEEPEST if "layer" in name or "depth" in name else LARGEST
-        if isinstance(value, int) and value > most:
-            raise ValueError(f"{name} = {value}: {most} is the most")
+        most = DEEPEST if DEPTH.search(name) else LARGEST
+        numbers = cast("list[Any]", value) if isinstance(value, list) else [value]
+        if any(isinstance(each, int) and each > most for each in numbers):
+            raise ValueError(f"{name} = {str(value)[:60]}: {most} is the most")
         if isinstance(value, dict):
             _settings(cast("dict[str, Any]", value))
     return said

@@ -178,7 +178,7 @@ class Run:
         self._require_round()
         found = {name: self._file_fault(name) for name in self.meta["files"]}
         faults = {name: fault for name, fault in found.items() if fault}
-        return faults | closed_faults(self.folder, self.meta["files"])
+        return closed_faults(self.folder, self.meta["files"]) | faults
 
     def _file_fault(self, name: str) -> str:
         file, (length, sha256) = self.folder / name, self.meta["files"][name]

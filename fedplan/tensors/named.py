@@ -98,7 +98,6 @@ class Digests:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[ref[Tensor], int, str]] = {}
-        self._sums: dict[int, tuple[ref[Tensor], int]] = {}
 
     def of(self, tensor: Tensor) -> str:
         """The digest of a tensor."""
@@ -116,17 +115,7 @@ class Digests:
             known = self._known[number] = (held, version, whole_digest(tensor))
         return known[2]
 
-    def checksum(self, tensor: Tensor) -> int:
-        """The checksum of a tensor."""
-        number = id(tensor)
-        known = self._sums.get(number)
-        if known is None or known[0]() is not tensor:
-            held = ref(tensor, lambda _: self._sums.pop(number, None))
-            known = self._sums[number] = (held, int(checksum(tensor)))
-        return known[1]
-
     def only(self, tensors: Iterable[Tensor]) -> None:
         """Forget all but these."""
         ids = {id(tensor) for tensor in tensors}
         self._known = {i: held for i, held in self._known.items() if i in ids}
-        self._sums = {i: held for i, held in self._sums.items() if i in ids}

@@ -255,6 +255,10 @@ def find_cut(model: nn.Module, batch: Batch, run: Run) -> tuple[Cut | None, str]
     The batch is one row. Where no gradient is asked for, nothing trained stands before: so torch
     itself says what is frozen. Then all that can be left out is left out, bit for bit.
     """
+    config = cast("object", vars(model).get("config"))
+    said = vars(config) if config is not None else dict[str, object]()
+    if any(value for name, value in said.items() if name.endswith("layerdrop")):
+        return None, "it leaves out blocks at random"
     calls = _watched(model, batch, run)
     frozen = [name for name, call in calls.items() if _is_frozen(model, name, call)]
     highest = [name for name in frozen if not any(_inside(name, other) for other in frozen)]
@@ -293,11 +297,12 @@ def _inside(name: str, other: str) -> bool:
 
 
 def _upstream(model: nn.Module, calls: Mapping[str, _Call]) -> list[str]:
-    """Frozen params that may stand before a cut: their module was given nothing that is trained."""
+    """Frozen params that may stand before a cut: not all that their module was given is trained."""
+    beyond = {name for name, call in calls.items() if call.calls == 1 and call.learned_in}
     return [
         name
         for name, tensor in model.named_parameters()
-        if not tensor.requires_grad and not calls[name.rpartition(".")[0]].learned_in
+        if not tensor.requires_grad and name.rpartition(".")[0] not in beyond
     ]
 
 

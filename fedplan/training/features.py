@@ -64,7 +64,7 @@ class Features:
             self.found += 1
             return found
         self.made += 1
-        made = {name: tensor.to(HOST) for name, tensor in make().items()}
+        made = {name: _alone(tensor.to(HOST)) for name, tensor in make().items()}
         if self.used + nbytes(made) <= self.room:
             self.used += nbytes(made)
             shelf.rows[number] = made
@@ -80,3 +80,8 @@ class Features:
         if known is None or known[0] is not tensor or known[1] != version:
             known = self._digests[name] = (tensor, version, whole_digest(tensor.detach().to(HOST)))
         return known[2]
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor that keeps nothing alive but itself: of a view, all that it is of would stay."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

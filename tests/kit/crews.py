@@ -14,7 +14,7 @@ from typing import Any
 from commands import STUDY, TIMES
 
 from fedplan.federation.partial import Sent
-from fedplan.runners import hiring
+from fedplan.runners.crews import hiring
 from fedplan.runners.crews.player import BEGIN, Player
 from fedplan.runners.crews.workers import Workers
 from fedplan.runners.simulation import Simulation

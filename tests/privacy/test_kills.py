@@ -18,7 +18,7 @@ from test_resume import ROUNDS, expected, federation, left, played
 from torch import Tensor
 
 from fedplan.privacy.guard import ClientGuard, ServerGuard
-from fedplan.runners import crew as runner
+from fedplan.runners.crews import crew as runner
 from fedplan.tensors.named import digest
 
 ALWAYS = ("round.before_close", "round.ledger_written", "round.before_commit", "store.begun")

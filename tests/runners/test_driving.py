@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -167,13 +166,16 @@ def test_a_run_without_enough_answers_has_failed_and_says_why(tmp_path: Path) ->
 
 
 def test_a_site_is_not_deaf_for_a_message_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "STALLED", 0.05)
-    over, there = threading.Event(), PullObjectResponse(object_found=True, object_available=True)
+    monkeypatch.setattr(executor, "ASIDE", 0.0)
     waits, asked = PullObjectResponse(object_found=True), PullObjectRequest()
-    answers = [waits, there, waits, waits]
-    pull = executor.coming(lambda request: answers.pop(0), over)
-    assert [pull(asked).object_found for _ in range(3)] == [True] * 3
-    time.sleep(0.1)
-    assert not pull(asked).object_found
+    there = PullObjectResponse(object_found=True, object_available=True)
+    over, tasks = threading.Event(), ["", "", "another"]
+    meanwhile = executor.Meanwhile(lambda: tasks.pop(0), over)
+    pull = meanwhile.pulled(lambda request: waits)
+    assert [pull(asked).object_found for _ in range(3)] == [True, True, False]
+    assert meanwhile.token == "another"
+    assert meanwhile.pulled(lambda request: there)(asked).object_available
     over.set()
-    assert not executor.coming(lambda request: waits, over)(asked).object_found
+    assert (
+        not executor.Meanwhile(lambda: "", over).pulled(lambda request: waits)(asked).object_found
+    )

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -104,8 +104,9 @@ class Actors:
             said, tensors = cast("tuple[bytes, Bytes | None]", ray.get(answer))
         except RayTaskError as error:
             raise FedplanError(f"a worker of Ray failed: {error}") from error
-        except RayActorError:
-            # All that it was sent is lost with it, and told of once.
+        except RayError:
+            # It died, or its machine did, or what it said is lost. All that it was sent goes with
+            # it, and is told of once.
             self._asked = {each: of for each, of in self._asked.items() if of != number}
             return None
         return _tensors(tensors), read_words(said)

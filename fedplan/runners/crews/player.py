@@ -19,7 +19,7 @@ from torch import Tensor
 from fedplan.errors import FedplanError
 from fedplan.federation.client import Client
 from fedplan.federation.evaluation import evaluate
-from fedplan.federation.identity import read_identity
+from fedplan.federation.identity import changed_rows, read_identity
 from fedplan.federation.messages import Lacking, Refused, Request, Update, listed, scored
 from fedplan.federation.partial import Sent, opened, sent
 from fedplan.federation.polls import poll
@@ -116,7 +116,8 @@ class Player:
 
     def _join(self, run: str, agreed: str) -> None:
         """Be of a run, if this worker sees its folder, and built what its server did."""
-        if read_identity(self.folder).id != run:
+        identity = read_identity(self.folder)
+        if identity.id != run:
             raise FedplanError(
                 f"{self.folder} holds another run on this worker's machine: workers need the run's "
                 "folder, so put it on a disk that all of them see at the same place"
@@ -125,6 +126,11 @@ class Player:
             raise FedplanError(
                 f"a worker built {self.agreement.fingerprint} of the study, and the server "
                 f"{agreed}: the study's files differ from machine to machine, or were changed"
+            )
+        if changed := changed_rows(identity.rows, self.stage.shares.marks):
+            raise FedplanError(
+                f"a worker read other rows of {', '.join(changed[:5])} than the run began with: "
+                "the table differs from machine to machine, or was changed"
             )
         self.agreement = self.clients.agreement = replace(self.agreement, run=run)
 

@@ -49,6 +49,10 @@ class Processes:
         self.count, self._files = count, 0
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._dead = set[int]()
+        self._place()
+
+    def _place(self) -> None:
+        """Have a folder that nobody else sees into."""
         ample = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM
         self._folder = Path(mkdtemp(prefix="fedplan-", dir=MEMORY if ample else None))
         self._end = weakref.finalize(self, _ended, self._running, self._folder)
@@ -61,7 +65,8 @@ class Processes:
     def start(self, number: int, said: Mapping[str, Any]) -> None:
         """Start a worker, or another one in its place."""
         self._buried(number)
-        self._folder.mkdir(exist_ok=True)
+        if not self._folder.exists():  # it was closed
+            self._place()
         path = os.pathsep.join(filter(None, sys.path))
         self._running[number] = subprocess.Popen(  # noqa: S603
             [sys.executable, "-m", "fedplan.runners.crews.process", str(self._folder), str(number)],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -28,7 +29,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     asked = Queue[Words]()
-    threading.Thread(target=_listen, args=(sys.stdin.buffer, asked), daemon=True).start()
+    listened = (sys.stdin.buffer, asked, folder, os.getppid())
+    threading.Thread(target=_listen, args=listened, daemon=True).start()
     player: Player | None = None
     while True:
         message = asked.get()
@@ -38,10 +40,12 @@ def main() -> None:
                 player, answer = Player(said), ({}, {})
             else:
                 answer = player.answer(said, load_file(file) if file else {})
+            told = _kept(folder / f"answer-{number}", answer)
         except Exception as error:
             traceback.print_exc()
-            answer: Sent = ({}, {"error": f"{type(error).__name__}: {error}", "code": ""})
-        write(answers, worded(_kept(folder / f"answer-{number}", answer)))
+            told: Words = {"said": {"error": f"{type(error).__name__}: {error}", "code": ""}}
+            told |= {"file": None}
+        write(answers, worded(told))
 
 
 def _kept(file: Path, answer: Sent) -> Words:
@@ -52,10 +56,15 @@ def _kept(file: Path, answer: Sent) -> Words:
     return {"said": said, "file": str(file) if tensors else None}
 
 
-def _listen(pipe: IO[bytes], asked: Queue[Words]) -> None:
-    """Take messages as they come; without a sender this process ends, in whatever it is at."""
+def _listen(pipe: IO[bytes], asked: Queue[Words], folder: Path, sender: int) -> None:
+    """Take messages as they come; without a sender this process ends, in whatever it is at.
+
+    A sender that was killed left its folder, which may lie in memory.
+    """
     while (data := read(pipe)) is not None:
         asked.put(read_words(data))
+    if os.getppid() != sender:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 

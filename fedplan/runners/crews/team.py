@@ -285,7 +285,7 @@ class Team:
         keys = tuple(fresh)
         if keys and keys not in self._shared:
             self._shared[keys] = self.hands.share({key: world.values[key] for key in keys})
-        seat.has, seat.batch = dict(world.versions), self._batch
+        seat.has, seat.batch, seat.open = dict(world.versions), self._batch, False
         seat.tables = {"versions": {}, "held": {}}
         self._send(number, seat, said, self._shared.get(keys))
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -43,7 +44,14 @@ class Workers:
 
     def many(self, threads: int) -> int:
         """As many as were said; else as this machine has cores for, of so many threads each."""
-        return self.count or max(1, len(os.sched_getaffinity(0)) // threads)
+        return self.count or max(1, _cores() // threads)
+
+
+def _cores() -> int:
+    """The cores that this process may use; not every system says which."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def workers_of(

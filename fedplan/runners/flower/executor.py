@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -42,8 +42,8 @@ RAISED = 2
 """The code of Flower's own for an app that failed: the request is asked again a few times."""
 LOOK = 0.2
 """Seconds between two questions to the node for work: it stands on this machine."""
-STALLED = 300.0
-"""Seconds in which something of a message must come, once it began to."""
+ASIDE = 10.0
+"""Seconds between two looks for another task, while the rest of a message is waited for."""
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 
 Pull = Callable[[PullObjectRequest], PullObjectResponse]
@@ -84,23 +84,30 @@ class Door:
 def serve(door: Door, answer: Answer, over: threading.Event) -> None:
     """Answer one request after the other, until it is over."""
     with closing(door.asking()) as asking:
-        while not over.wait(LOOK):
+        token = ""
+        while not over.wait(0.0 if token else LOOK):
             try:
-                found = asking.AcquireTask(
-                    AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
-                )
-                if found.HasField("task") and found.token:
-                    _tried(door, found.token, answer, over)
+                if token := token or _asked(asking):
+                    meanwhile = Meanwhile(lambda: _asked(asking), over)
+                    _tried(door, token, answer, meanwhile)
+                    token = meanwhile.token
             except httpx.HTTPError as error:
+                token = ""
                 # The node starts again, or is not there yet: whoever keeps it sees to that.
                 log.warning("the node does not answer: %r", error)
                 over.wait(2.0)
 
 
-def _tried(door: Door, token: str, answer: Answer, over: threading.Event) -> None:
+def _asked(asking: RuntimeHttpClient) -> str:
+    """The token of a task, if there is one to do."""
+    found = asking.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
+    return found.token if found.HasField("task") else ""
+
+
+def _tried(door: Door, token: str, answer: Answer, meanwhile: Meanwhile) -> None:
     """Do a task; one that cannot even be read is refused by the site as no message, and left."""
     try:
-        _done(door, token, answer, over)
+        _done(door, token, answer, meanwhile)
     except httpx.HTTPError:
         raise
     except Exception as error:
@@ -108,11 +115,11 @@ def _tried(door: Door, token: str, answer: Answer, over: threading.Event) -> Non
         answer("request", Message(b""))
 
 
-def _done(door: Door, token: str, answer: Answer, over: threading.Event) -> None:
+def _done(door: Door, token: str, answer: Answer, meanwhile: Meanwhile) -> None:
     """One task: its message in, the answer out, while the node hears that somebody is at it."""
     with closing(door.working(token)) as client:
         # An instance's own attribute goes before its class's method.
-        vars(client)["PullObject"] = coming(client.PullObject, over)
+        vars(client)["PullObject"] = meanwhile.pulled(client.PullObject)
         beats = HeartbeatSender(make_task_heartbeat_fn_http(client))
         beats.start()
         context: Context | None = None
@@ -125,24 +132,37 @@ def _done(door: Door, token: str, answer: Answer, over: threading.Event) -> None
             beats.stop()
 
 
-def coming(pull: Pull, over: threading.Event) -> Pull:
-    """A pull of objects that gives up once nothing has come for long, or it is over.
+@dataclass
+class Meanwhile:
+    """What is done while the rest of a message is waited for.
 
-    If a run ends while the node receives a message, the rest of that message never comes, and
-    Flower asks for it for up to two hours, in which the site would be deaf.
+    If a run ends while the node receives a message, the rest never comes, and Flower asks for it
+    for up to two hours, in which the site would be deaf. A node receives one message at a time: so
+    once it has another task, the former is given up.
     """
-    last = time.monotonic()
 
-    def pulled(request: PullObjectRequest) -> PullObjectResponse:
-        nonlocal last
-        found = pull(request)
-        if found.object_available:
-            last = time.monotonic()
-        elif over.is_set() or time.monotonic() - last > STALLED:
-            return PullObjectResponse(object_found=False)
+    ask: Callable[[], str]
+    over: threading.Event
+    token: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    last: float = field(default_factory=time.monotonic)
+
+    def pulled(self, pull: Pull) -> Pull:
+        """A pull of objects that says that there are none, once they cannot come any more."""
+
+        def found(request: PullObjectRequest) -> PullObjectResponse:
+            answer = pull(request)
+            if not answer.object_available and self._is_vain():
+                return PullObjectResponse(object_found=False)
+            return answer
+
         return found
 
-    return pulled
+    def _is_vain(self) -> bool:
+        with self.lock:
+            if not self.token and time.monotonic() - self.last > ASIDE:
+                self.last, self.token = time.monotonic(), self.ask()
+        return bool(self.token) or self.over.is_set()
 
 
 def answered(envelope: FlowerMessage, answer: Answer) -> FlowerMessage:
