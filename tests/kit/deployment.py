@@ -72,6 +72,7 @@ class Deployment:
                 policy = (place / "policy.toml").read_text()
                 policy = policy.replace("by_rule = false", "by_rule = true")
                 policy = policy.replace("metrics = []", 'metrics = ["loss", "accuracy"]')
+                policy = policy.replace("least_rows = 20", "least_rows = 1")
                 (place / "policy.toml").write_text(policy)
         self.env = {**os.environ, **QUIET, "OMP_NUM_THREADS": "1"}
         self.env |= {"PATH": f"{BIN}:{os.environ['PATH']}"}
