@@ -65,7 +65,9 @@ class Heard(Federation):
         self._counted, self.server.take = self.server.take, self._take  # type: ignore[method-assign]
 
     def _take(self, tally: Tally, update: Update, **more: bool) -> None:
-        self.updates.append(update)
+        # Values are lent: the next turn writes over them.
+        values = {key: value.clone() for key, value in update.values.items()}
+        self.updates.append(replace(update, values=values))
         self.private.append(take(self.model, self.agreement.params))
         self._counted(tally, update, **more)
 
