@@ -32,7 +32,13 @@ from fedplan.studies.model_section import AdapterSection, ModelSection
 from fedplan.studies.schema import Study
 from fedplan.tensors.devices import forked
 
-BESIDE = frozenset(("num_labels", "attn_implementation", "experts_implementation"))
+BESIDE = frozenset(
+    (
+        *("num_labels", "attn_implementation", "experts_implementation", "problem_type"),
+        *("decoder_start_token_id", "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id"),
+        *("is_decoder", "is_encoder_decoder", "add_cross_attention", "tie_word_embeddings"),
+    )
+)
 """Settings that every configuration takes, though it does not list them."""
 
 

@@ -106,7 +106,9 @@ def words_of(folder: Path, **said: Any) -> tuple[Site, Limits]:
     limits = {word.removeprefix("limit_"): said.pop(word) for word in LIMITS if word in said}
     if not (folder / "rows.npz").exists():
         write_rows(folder / "rows.npz")
+    (folder / "policy.toml").touch()
     words = {"name": NAME, "home": str(folder / "home"), "data": str(folder / "rows.npz")}
+    words |= {"policy": str(folder / "policy.toml")}
     return site_from({**words, **said}), Limits(**limits)
 
 
