@@ -72,7 +72,7 @@ class Federation:
         self.model = settled(model.eval(), device) if device else model.eval()
         self.faults = faults or Faults()
         roster = {name: dict((traits or {}).get(name, {})) for name in names or rows}
-        self.server = Server(
+        self.server = server = Server(
             agreement,
             start,
             folder,
@@ -92,7 +92,8 @@ class Federation:
             start=self.server.start,
             marks=self.server.marks,
             digests=self.server.digests,
-            world=lambda: self.server.world,
+            # Not of `self`: a cycle would hold the folder after the federation is let go.
+            world=lambda: server.world,
             traits=roster,
             exams=exams or {},
             rows_marks=marks or {},

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import subprocess
 import time
+import weakref
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -180,6 +182,20 @@ def test_a_full_disk_is_an_error_and_the_run_goes_on_after_it(
     monkeypatch.delenv(VARIABLE)
     play(tmp_path, name, replies=True)
     assert left(tmp_path, name, replies=True) == expected(name, True)[0]
+
+
+def test_a_federation_that_is_let_go_lets_its_folder_go(tmp_path: Path) -> None:
+    """At once: whoever comes next may claim it, without waiting for the collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        made = federation(tmp_path, "cloaked", replies=False)
+        made.round()
+        held = weakref.ref(made), weakref.ref(made.server)
+        del made
+        assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:

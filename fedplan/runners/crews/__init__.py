@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Crews: who plays the clients of a run: this process, a pool, or workers of Ray alone here."""
+"""Crews: who plays the clients of a run: this process, a pool of processes, or Ray."""
 
 from typing import TYPE_CHECKING
 

@@ -15,30 +15,23 @@ from torch import Tensor
 
 from fedplan.errors import FedplanError
 from fedplan.federation.partial import Sent
-from fedplan.runners.crews.player import BEGIN, Player, apart, read_words, worded
+from fedplan.runners.crews.player import Hand, apart, read_words, worded
 from fedplan.tensors.named import Tensors
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """Bytes as Ray keeps them: one object that all workers of a machine read in place."""
 
 
-class Hand:
-    """What one actor does: it builds a player by its first message, and answers by it."""
+class Actor:
+    """What one actor does: bytes for bytes."""
 
     def __init__(self) -> None:
-        self._player: Player | None = None
+        self._hand = Hand()
 
     def answer(self, said: bytes, tensors: Bytes | None) -> tuple[bytes, Bytes | None]:
-        """The answer to a message: bytes for bytes."""
-        words = read_words(said)
-        try:
-            if self._player is None or words["do"] == BEGIN:
-                self._player, found = Player(words), ({}, {})
-            else:
-                found = self._player.answer(words, _tensors(tensors))
-        except Exception as error:
-            found: Sent = ({}, {"error": f"{type(error).__name__}: {error}", "code": ""})
-        return worded(found[1]), _bytes(found[0]) if found[0] else None
+        """The answer to a message."""
+        made, told = self._hand.answer(read_words(said), lambda: _tensors(tensors))
+        return worded(told), _bytes(made) if made else None
 
 
 class Actors:
@@ -56,7 +49,7 @@ class Actors:
     def start(self, number: int, said: Mapping[str, Any]) -> None:
         """Start a worker, or another one in its place."""
         self._connect()
-        made: Any = ray.remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0)(Hand)
+        made: Any = ray.remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0)(Actor)
         self._actors[number] = made.remote()
         self.send(number, said)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -229,6 +230,24 @@ class Player:
         assert self.tally is not None
         made, self.tally = sent(self.tally.total), None
         return made
+
+
+class Hand:
+    """What one worker does: it builds a player by its first message, and answers by it."""
+
+    def __init__(self) -> None:
+        self._player: Player | None = None
+
+    def answer(self, said: Mapping[str, Any], tensors: Callable[[], Tensors]) -> Sent:
+        """The answer to a message; whatever goes wrong in it is told, and printed here."""
+        try:
+            if self._player is None or said["do"] == BEGIN:
+                self._player = Player(said)
+                return {}, {}
+            return self._player.answer(said, tensors())
+        except Exception as error:
+            traceback.print_exc()
+            return {}, {"error": f"{type(error).__name__}: {error}", "code": ""}
 
 
 def worded(said: Mapping[str, Any]) -> bytes:

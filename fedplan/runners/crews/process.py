@@ -16,7 +16,7 @@ from typing import IO
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 
 from fedplan.federation.partial import Sent
-from fedplan.runners.crews.player import BEGIN, Player, Words, apart, read_words, worded
+from fedplan.runners.crews.player import Hand, Words, apart, read_words, worded
 from fedplan.runners.crews.pool import read, write
 
 
@@ -31,28 +31,23 @@ def main() -> None:
     asked = Queue[Words]()
     listened = (sys.stdin.buffer, asked, folder, os.getppid())
     threading.Thread(target=_listen, args=listened, daemon=True).start()
-    player: Player | None = None
+    hand = Hand()
     while True:
         message = asked.get()
-        said, file = message["said"], message["file"]
-        try:
-            if player is None or said["do"] == BEGIN:
-                player, answer = Player(said), ({}, {})
-            else:
-                answer = player.answer(said, load_file(file) if file else {})
-            told = _kept(folder / f"answer-{number}", answer)
-        except Exception as error:
-            traceback.print_exc()
-            told: Words = {"said": {"error": f"{type(error).__name__}: {error}", "code": ""}}
-            told |= {"file": None}
-        write(answers, worded(told))
+        file = message["file"]
+        answer = hand.answer(message["said"], lambda file=file: load_file(file) if file else {})
+        write(answers, worded(_kept(folder / f"answer-{number}", answer)))
 
 
 def _kept(file: Path, answer: Sent) -> Words:
-    """An answer whose tensors lie in a file."""
+    """An answer whose tensors lie in a file; one that found no room there is an error."""
     tensors, said = answer
-    if tensors:
-        save_file(apart(tensors), file)
+    try:
+        if tensors:
+            save_file(apart(tensors), file)
+    except Exception as error:
+        traceback.print_exc()
+        return {"said": {"error": f"{type(error).__name__}: {error}", "code": ""}, "file": None}
     return {"said": said, "file": str(file) if tensors else None}
 
 
