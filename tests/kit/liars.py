@@ -15,7 +15,7 @@ from fedplan.federation.client import Client
 from fedplan.federation.messages import Request, Update
 from fedplan.federation.record import joined, parted
 from fedplan.federation.turns import local
-from fedplan.runners import local as runner
+from fedplan.runners.crews import crew
 from fedplan.tensors.named import digests
 
 Lie = Callable[[Tensor], Tensor]
@@ -33,8 +33,8 @@ def lied(agreement: Agreement, update: Update, lie: Lie, weight: int = 0) -> Upd
 def let_lie(patch: pytest.MonkeyPatch, names: set[str], lie: Lie, weight: int = 0) -> None:
     """Have some clients of the local runner lie from now on."""
 
-    def turn(agreement: Agreement, client: Client, request: Request) -> Update:
-        update = local(agreement, client, request)
+    def turn(agreement: Agreement, client: Client, request: Request, **how: Any) -> Update:
+        update = local(agreement, client, request, **how)
         return lied(agreement, update, lie, weight) if client.name in names else update
 
-    patch.setattr(runner, "local", turn)
+    patch.setattr(crew, "local", turn)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fedplan.audits.ledger import verify_lines
 from fedplan.errors import FedplanError
+from fedplan.federation.aggregation import Outcome, PlainSum
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.rounds import Tally
 from fedplan.language.parser import parse
@@ -144,22 +145,31 @@ def test_all_choose_together_and_less_comes_down(tmp_path: Path) -> None:
     assert all(d.nbytes <= one for d in rounds[-1].cohort.values())
 
 
-def test_who_did_not_send_counts_as_unchanged_if_absent_counts(tmp_path: Path) -> None:
+def test_who_did_not_send_counts_as_unchanged_if_absent_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, sums = PlainSum.close, list[tuple[dict[str, int], int]]()
+
+    def told(total: PlainSum) -> Outcome:
+        sums.append((total.values.weights(), total.weight))
+        return close(total)
+
+    monkeypatch.setattr(PlainSum, "close", told)
     both = {
         absent: federation(method_named("safl", {"k": 1, "probe": "random", "absent": absent}),
                            tmp_path / str(absent), "vit", clients=4)
         for absent in (False, True)
     }  # fmt: skip
     start = dict(both[True].world.values)
-    tallies = {absent: each.round() for absent, each in both.items()}
-    total = tallies[True].total
-    weights = total.values.weights()
-    parted = {k for k in weights if weights[k] < total.weight}
+    for each in both.values():
+        each.round()
+    (weights, whole) = sums[-1]
+    parted = {k for k in weights if weights[k] < whole}
     assert parted, "every block was chosen by all: take another seed"
     for key in weights:
         full = both[False].world.values[key] - start[key]
         part = both[True].world.values[key] - start[key]
-        share = weights[key] / total.weight
+        share = weights[key] / whole
         assert torch.allclose(part, full * share, atol=1e-6), key
 
 

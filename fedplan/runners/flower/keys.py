@@ -86,7 +86,7 @@ def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 def make_private(folder: Path) -> None:
     """Make a folder and what is lacking above it, for its owner alone."""
     for part in (*reversed(folder.parents), folder):
-        if not part.exists():
+        if not part.is_dir():
             part.mkdir(mode=0o700)
 
 
