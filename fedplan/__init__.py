@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fedplan.audits.run import verify_run
     from fedplan.federation.callbacks import EarlyStopping
     from fedplan.models.description import describe
-    from fedplan.runners.simulation import run_study, simulate
+    from fedplan.runners.door import run_study, simulate
     from fedplan.studies.export import export_run
     from fedplan.studies.run import open_run
     from fedplan.studies.schema import Study, read_study
@@ -91,7 +91,7 @@ __getattr__, __dir__ = face(
         "audits.run": "verify_run",
         "federation.callbacks": "EarlyStopping",
         "models.description": "describe",
-        "runners.simulation": "run_study simulate",
+        "runners.door": "run_study simulate",
         "studies.export": "export_run",
         "studies.run": "open_run",
         "studies.schema": "Study read_study",

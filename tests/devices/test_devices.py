@@ -34,7 +34,7 @@ from fedplan.privacy.dpsgd import fit as private_fit
 from fedplan.privacy.dpsgd.fit import DPSGD
 from fedplan.privacy.dpsgd.fit import train as private_train
 from fedplan.privacy.errors import PrivacyError
-from fedplan.runners.simulation import run_study
+from fedplan.runners.door import run_study
 from fedplan.studies.schema import ConfigError, read_study, study_of
 from fedplan.tensors import devices
 from fedplan.tensors.devices import (

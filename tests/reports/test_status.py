@@ -34,7 +34,8 @@ from fedplan.federation.states import (
 from fedplan.federation.status import Status
 from fedplan.privacy.mechanisms import secret
 from fedplan.reports.status import DEAD, RunLook, attach, status_of, stop_run, watch
-from fedplan.runners.simulation import Simulation, run_study
+from fedplan.runners.door import run_study
+from fedplan.runners.simulation import Simulation
 from fedplan.storage import failpoints
 from fedplan.storage.failpoints import POINTS, VARIABLE
 from fedplan.storage.logs import Entry, read_log

@@ -31,8 +31,9 @@ from fedplan.federation.status import Status
 from fedplan.reports.monitoring import exposition, served
 from fedplan.reports.operation import Operation, expiries, operated, tell_expiries
 from fedplan.reports.webhooks import MOST, TOLD, Webhooks
+from fedplan.runners.door import simulate
 from fedplan.runners.flower.keys import make_keys
-from fedplan.runners.simulation import Simulation, simulate
+from fedplan.runners.simulation import Simulation
 from fedplan.storage.logs import Entry
 from fedplan.studies.schema import read_study
 

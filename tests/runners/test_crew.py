@@ -131,6 +131,30 @@ def test_actors_of_ray_leave_the_same_files(name: str, here: Path, monkeypatch: 
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_actors_that_are_killed_leave_the_same_files(here: Path, monkeypatch: Patch) -> None:
+    import ray
+
+    from fedplan.runners.crews.actors import Actors
+
+    class Mortal(Actors):
+        left, drawn = 5, random.Random(0)
+
+        def heard(self, seconds: float) -> Any:
+            found = super().heard(seconds)
+            if found and self.left and self.drawn.random() < 0.3:
+                self.left -= 1
+                ray.kill(self._actors[self.drawn.randrange(self.count)])
+            return found
+
+    begun, hands = Begun(study_with("homes"), here), Mortal(2)
+    assert files(begun.by(hands, "ray", monkeypatch)) == files(begun.alone())
+    assert not hands.left
+
+
+@pytest.mark.nightly
 def test_a_command_runs_by_workers_and_goes_on_by_others(here: Path) -> None:
     for words in (
         ("run", "study.toml", "--output", "a", "--runner", "pool", "--workers", "2"),

@@ -19,7 +19,7 @@ from fedplan.federation.endpoint import TRAIN, Endpoint
 from fedplan.federation.fault_log import read_faults
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import push
-from fedplan.runners.simulation import run_study
+from fedplan.runners.door import run_study
 from fedplan.sites.desk import Desk
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import unpacked

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,8 @@ from fedplan.federation.history import Metrics
 from fedplan.federation.record import RoundRecord
 from fedplan.methods import METHODS, Method, method_named
 from fedplan.methods.told import told_method
-from fedplan.runners.simulation import Simulation, run_study, simulate
+from fedplan.runners.door import run_study, simulate
+from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import ConfigError, read_study
 from fedplan.studies.stage import method_of, stage_of
 from fedplan.tensors.named import digests
@@ -399,3 +401,18 @@ def test_privacy_by_example_hides_one_row_from_python_too(tmp_path: Path) -> Non
 def test_a_client_without_rows_takes_no_step() -> None:
     run = simulate(PLAN, tower(), {**ROWS, "empty": []}, loss, rounds=1)
     assert run.federation.world.round == 1
+
+
+def test_a_run_whose_rounds_are_left_ends_in_silence(tmp_path: Path) -> None:
+    program = f"""
+import fedplan as fp, torch
+rows = {{"a": [{{"x": torch.zeros(3), "y": torch.zeros(1)}}]}}
+loss = lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean()
+run = fp.simulate(fp.share(), torch.nn.Linear(3, 1), rows, loss, rounds=3, run=False,
+                  folder={str(tmp_path / "run")!r})
+rounds = run.rounds()
+print(next(rounds).round)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1\n", "")
+    assert "nobody asks for its next round" in (tmp_path / "run" / "status.json").read_text()

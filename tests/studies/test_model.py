@@ -27,7 +27,8 @@ from fedplan.models.description import describe
 from fedplan.models.hub import fetched
 from fedplan.models.quantised import QUANTISED, is_packed, is_quantised, quantisation
 from fedplan.models.values import put
-from fedplan.runners.simulation import Simulation, simulate
+from fedplan.runners.door import simulate
+from fedplan.runners.simulation import Simulation
 from fedplan.studies.export import export_run
 from fedplan.studies.folder import study_in
 from fedplan.studies.schema import ConfigError, Study, read_study

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -20,6 +22,11 @@ from fedplan.tensors.named import Tensors
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """Bytes as Ray keeps them: one object that all workers of a machine read in place."""
+
+
+PENDING = 60.0
+"""Seconds without any answer of workers that were just asked for, after which one is told why."""
+_LOG = logging.getLogger("fedplan")
 
 
 class Actor:
@@ -44,17 +51,23 @@ class Actors:
         self.count, self._gpus, self._address = count, gpus, address
         self._actors: dict[int, Any] = {}
         self._asked: dict[Any, int] = {}
-        self._began = False
+        self._began, self._since = False, cast("float | None", None)
 
     def start(self, number: int, said: Mapping[str, Any]) -> None:
         """Start a worker, or another one in its place."""
         self._connect()
+        self._since = time.monotonic()
         made: Any = ray.remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0)(Actor)
         self._actors[number] = made.remote()
         self.send(number, said)
 
     def _connect(self) -> None:
         if ray.is_initialized():
+            if self._address and not self._began:
+                raise FedplanError(
+                    f"ray_address is {self._address}, and this process has joined Ray already: "
+                    "leave it out to go on there, or call ray.shutdown() first"
+                )
             return
         quiet: dict[str, Any] = {"log_to_driver": True, "include_dashboard": False}
         quiet = {"address": self._address} if self._address else quiet
@@ -84,13 +97,29 @@ class Actors:
     def heard(self, seconds: float) -> list[tuple[int, Sent | None]]:
         """Who has answered what, or has died."""
         asked: list[Any] = list(self._asked)
+        self._look_for_room()
         ready: list[Any] = cast("Any", ray).wait(asked, num_returns=1, timeout=seconds)[0]
         found = list[tuple[int, Sent | None]]()
+        self._since = None if ready else self._since
         for each in ready:
             number = self._asked.pop(each, None)
             if number is not None:
                 found.append((number, self._got(number, each)))
         return found
+
+    def _look_for_room(self) -> None:
+        """Say so, once, if Ray has had no room for a worker for long: it waits for ever."""
+        if self._since is None or time.monotonic() - self._since < PENDING:
+            return
+        self._since, free = None, cast("dict[str, float]", ray.available_resources())
+        _LOG.warning(
+            "no worker of Ray has answered for %g s: each wants 1 CPU and %g GPU, and free are %g "
+            "and %g",
+            PENDING,
+            self._gpus,
+            free.get("CPU", 0.0),
+            free.get("GPU", 0.0),
+        )
 
     def _got(self, number: int, answer: Any) -> Sent | None:
         try:
