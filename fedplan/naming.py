@@ -216,7 +216,7 @@ def _require_allowed(kind: str, name: str, module: str) -> None:
         return
     raise UnknownName(
         f"the {kind} {name!r} is of {top!r}, which this site does not let a study import: install "
-        f"a package that offers it to fedplan, or allow it (--node-config 'allow=\"{top}\"')"
+        f'a package that offers it to fedplan, or allow it in its site.toml: allow = ["{top}"]'
     )
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from fedplan.tensors.named import Batch
 
 Loss = Callable[[nn.Module, Batch], Tensor]
+"""The loss of a model on a batch."""
 
 NO_LABEL = -100
 """Stands where nothing is to be predicted."""

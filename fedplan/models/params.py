@@ -168,3 +168,4 @@ class Param:
 
 
 Params = tuple[Param, ...]
+"""All params of a model, in its own order."""

@@ -32,29 +32,38 @@ class ServerSection(Section):
     """
 
     address: str
+    """Where the server is reached, as host:port."""
     ca: str = ""
+    """The certificate by which the server is known."""
     node: str = ""
+    """The key by which the server knows the site."""
 
 
 class Site(Section):
-    """A site: its name, its rows, where it keeps things, and what it lets a study do.
-
-    `data` is a file or folder with its rows, or what `rows` is given: `file.py:function`, a reader
-    of the site's own. `dataset` names what its limits are of. `key` is the file that seals its
-    home. `device` goes before the study's word. `allow` are packages that a study may name code of.
-    """
+    """A site: its name, its rows, where it keeps things, and what it lets a study do."""
 
     name: Annotated[str, AfterValidator(_a_name)]
+    """The name that the site's key was registered with."""
     data: str = ""
+    """The file or folder with its rows, or what its own reader is given."""
     home: str = "home"
+    """The folder of what it keeps."""
     dataset: str = "rows"
+    """The name of the rows that its limits are of, over all studies."""
     key: str = ""
+    """The file that seals its home; without it nothing is sealed."""
     rows: str = ""
+    """A reader of the site's own, as file.py:function."""
     device: DeviceName | Literal[""] = ""
+    """Where models compute; it goes before the study's word."""
     allow: list[str] = Field(default_factory=list[str])
+    """Packages that a study may name code of."""
     traits: dict[str, str] = Field(default_factory=dict[str, str])
+    """What the site says of itself, for by(...) and trait(...) in a plan."""
     policy: str = "policy.toml"
+    """The file of its policy."""
     server: ServerSection | None = None
+    """The server that it is of, and the keys by which each knows the other."""
 
     @property
     def seal(self) -> Encryption | None:

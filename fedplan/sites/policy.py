@@ -48,37 +48,47 @@ class LimitsSection(Section):
     """Where a site stops, of each dataset and over all studies; 0 is no limit."""
 
     rounds: Count = Limits.rounds
+    """The most turns that are answered; 0 is no limit."""
     bytes: Annotated[int, Field(ge=0)] = Limits.bytes
+    """The most bytes that leave; 0 is no limit."""
     epsilon: Annotated[float, Field(ge=0)] = Limits.epsilon
+    """The most epsilon that is spent; 0 is no limit."""
     delta: Annotated[float, Field(gt=0, lt=1)] = Limits.delta
+    """The delta that the epsilon is counted at."""
 
 
 class DemandSection(Section):
     """What a study must hide, and how well at least."""
 
     unit: Unit
+    """What a study must hide: a client or an example."""
     epsilon: Annotated[float, Field(gt=0)]
+    """The most epsilon that a study may promise."""
     delta: Annotated[float, Field(gt=0, lt=1)] = Limits.delta
+    """The largest delta that a study may promise it at."""
 
 
 class Policy(Section):
     """What a site lets happen. A study against it runs in no case; one within it is approved by a
     person, or with `by_rule` by nobody.
-
-    `never_share` are parts whose values never leave. `metrics` are the scores of the site's rows
-    that may, the loss among them, from `least_rows` rows on. Without `weight` no study runs that
-    tells how many rows there are. `approvers` are the users who may approve; if there are none,
-    whoever can write the site's home.
     """
 
     by_rule: bool = False
+    """Whether a study within this policy needs no person."""
     never_share: list[PartText] = Field(default_factory=list[str])
+    """Parts of the plan language whose values never leave."""
     metrics: list[str] = Field(default_factory=list[str])
+    """The scores of the site's rows that may leave, the loss among them."""
     least_rows: Count = 20
+    """From how many rows on a score may leave."""
     weight: bool = True
+    """Whether a study may tell how many rows there are."""
     approvers: list[str] = Field(default_factory=list[str])
+    """The users who may approve; if there are none, whoever can write the site's home."""
     limits: LimitsSection = LimitsSection()
+    """Where the site stops, whatever was approved."""
     require_privacy: DemandSection | None = None
+    """What a study must hide, and how well; without it, nothing."""
 
     @property
     def digest(self) -> str:

@@ -56,16 +56,17 @@ def _adapter(name: str) -> str:
 class AdapterSection(BaseModel):
     """An adapter of peft: a `type` with the settings of its own configuration, or a saved one.
 
-    `target` is the part on whose layers it is put, as in "query | value"; peft's own
-    `target_modules` is for layers that no part tells. `path` is a folder or hub:org/name to start
-    from. The plan says what of it is trained.
+    peft's own `target_modules` is for layers that no part tells. The plan says what is trained.
     """
 
     model_config = STRICT | ConfigDict(extra="allow")
 
     type: Annotated[str, AfterValidator(_adapter)] = ""
+    """A family of peft by its own name, such as lora; all other fields are its settings."""
     path: str = ""
+    """In place of a type: a saved adapter to start from, a folder or hub:org/name."""
     target: str = ""
+    """The part on whose layers the adapter is put, as in "query | value"."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -88,31 +89,38 @@ class ModelSection(BaseModel):
     """The model: a folder or hub:org/name with weights, or a type and settings to start from.
 
     A model of two towers may also be made of two: `vision` and `text`, joined by a `bridge`.
-    `digest` pins it: every end refuses a model whose `fedplan digest` is another. `still` has batch
-    norms use the statistics that they have: a run moves params, and nothing else. For a type that
-    fedplan does not know, `like` names the row of one that it does, or `anatomy` says its own.
-    `given` is the class of a model that came from Python.
-
-    `dtype` is that of its weights; `quantised` packs those of its layers, which then rest, and
-    `adapter` is put on it before the method adds one of its own.
     """
 
     model_config = STRICT
 
     path: str = ""
+    """A folder or hub:org/name with weights to start from."""
     type: str = ""
+    """In place of a path: a model type of transformers, started from the seed."""
     settings: Annotated[dict[str, Any], AfterValidator(_settings)] = {}
+    """What the model's configuration says otherwise than its type does by itself."""
     vision: str = ""
+    """Of a model of two towers: the folder or hub:org/name of the one for pictures."""
     text: str = ""
+    """Of a model of two towers: the folder or hub:org/name of the one for texts."""
     bridge: str = ""
+    """A safetensors file with what joins the two towers."""
     digest: str = ""
+    """What `fedplan digest` prints: every end refuses a model with another."""
     still: bool = False
+    """Whether batch norms use the statistics that they have, so that nothing but params moves."""
     like: str = ""
+    """For a type that fedplan does not know: the known type whose row fits it."""
     anatomy: dict[str, Any] = {}
+    """For a type that fedplan does not know: its row, as `fedplan propose` prints it."""
     given: str = ""
+    """The class of a model that came from Python; not for a file."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The type of the weights as they are loaded."""
     quantised: Packing = ""
+    """How linear layers are packed, which then rest: nf4, fp4 or int8."""
     adapter: AdapterSection | None = None
+    """An adapter of peft that is put on the model before the method adds one."""
 
     @model_validator(mode="after")
     def _one(self) -> ModelSection:

@@ -33,8 +33,8 @@ from fedplan.studies.sections import (
     Section,
     StopSection,
     TaskSection,
-    TrainSection,
 )
+from fedplan.studies.train_section import TrainSection
 from fedplan.studies.words import DeviceName, Positive, as_fault
 from fedplan.tensors.devices import AUTO
 
@@ -59,28 +59,42 @@ class ConfigError(FedplanError):
 
 
 class Study(Section):
-    """One study: a model, data, a method and a seed.
-
-    `continues` is the id of an earlier run: what each client kept there is what it begins with.
-    """
+    """One study: a model, data, a method and a seed."""
 
     name: Annotated[str, AfterValidator(a_study_name)] = "study"
+    """What the study is called: the folder of its runs and of its homes is named after it."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """What all random choices follow from: rows, cohorts, batches and start values."""
     continues: Annotated[str, Field(pattern="^([0-9a-f]{16})?$")] = ""
+    """The id of an earlier run: what each client kept there is what it begins with."""
     threads: Positive = 1
+    """How many threads of the processor each process computes with."""
     device: DeviceName = AUTO
+    """Where models compute: auto, cpu, cuda, cuda:1, mps or xpu; auto is the best one here."""
     deterministic: bool = Client.deterministic
+    """Whether torch may only use operations that give the same bits each time."""
     model: ModelSection
+    """The model that all start from."""
     task: TaskSection
+    """What the model is asked to do."""
     data: DataSection = DataSection()
+    """The table, its tests, and how clients divide it."""
     method: MethodSection
+    """Which part of the model is trained, shared and kept."""
     train: TrainSection = TrainSection()
+    """How each client trains in its turn."""
     clients: ClientsSection = ClientsSection()
+    """Who takes part."""
     evaluate: EvaluateSection = EvaluateSection()
+    """When and on what the models are tested."""
     patience: PatienceSection = PatienceSection()
+    """How long a server of real sites waits."""
     stop: StopSection | None = None
+    """When a run stops before its last round; without it, never."""
     privacy: PrivacySection | None = None
+    """What a run promises to hide; without it, nothing."""
     defence: DefenceSection = DefenceSection()
+    """What a server does against made-up weights and values."""
 
     @property
     def digest(self) -> str:

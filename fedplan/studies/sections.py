@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
@@ -28,7 +27,6 @@ from fedplan.studies.words import (
     LoopName,
     MetricName,
     Noise,
-    OptimiserName,
     Positive,
     ProbeName,
     ProductText,
@@ -40,13 +38,6 @@ from fedplan.studies.words import (
     as_fault,
     one_of,
 )
-from fedplan.training.features import ROOM, Features
-from fedplan.training.fit import Pace
-from fedplan.training.optimisers import DECAY, MOMENTUM, ClientOptimiser, optimiser_named
-from fedplan.training.schedules import Schedule, schedule_named
-
-_PLAIN = tuple(f.name for f in fields(Pace) if f.name not in ("optimiser", "schedule"))
-"""What a pace and its section say in the same words."""
 
 
 class Section(BaseModel):
@@ -56,82 +47,112 @@ class Section(BaseModel):
 
 
 class TaskSection(Section):
-    """What the model is asked to do, and in which columns the answer stands.
-
-    `labels` are all that there are, where no end sees the rows of all. Of pictures, `image_size`
-    must be said: the side that the model takes. `given` is what came from Python: the task, or a
-    loss and a collator of one's own. `packing` puts several conversations into one row of tokens.
-    `weights` are what the loss of a label is multiplied by.
-    """
+    """What the model is asked to do, and in which columns the answer stands."""
 
     kind: TaskKind
+    """The kind of task, such as text-classification or causal-lm, or one of your own by name."""
     input: str = "text"
+    """The column that the model reads; of two columns, both names with a space between them."""
     label: str = ""
+    """The column with the answer, for tasks that have one."""
     labels: list[str | int] = []
+    """All labels that there are, where no end sees the rows of all or rows are hidden."""
     tokenizer: str = ""
+    """The folder or hub:org/name of another tokenizer than the model's own."""
     max_length: Positive = Task.max_length
+    """The most tokens of a row; what is longer is cut off, or makes further rows."""
     image_size: Count = Task.image_size
+    """The side of the pictures that the model takes; of pictures it must be said."""
     template: str = Task.template
+    """For image-text: the sentence that a label stands in."""
     packing: bool = Task.packing
+    """Whether several conversations are put into one row of tokens."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """What the loss of a label's answers is multiplied by; a label without one has 1."""
     given: str = ""
+    """The task, or the loss and the collator, that came from Python; not for a file."""
 
 
 class DataSection(Section):
     """The table, which of its rows are trained on and tested on, and how clients divide it.
 
-    Without a path each site brings a table of its own. There is a common test if `test_path`,
-    `test_split` or `test` says of which rows; no row of it is trained on. `given` are rows that
-    came from Python.
+    There is a common test if `test_path`, `test_split` or `test` says of which rows; no row of it
+    is trained on.
     """
 
     path: str = ""
+    """The table, a file, folder or hub:org/name; without it each site brings its own."""
     split: str = ""
+    """Which split of the table is trained on, where it has several."""
     test_path: str = ""
+    """The table of the common test, if it is another one."""
     test_split: str = ""
+    """Which split is the common test."""
     train: dict[str, str | int] = {}
+    """Which rows are trained on, by values of columns."""
     test: dict[str, str | int] = {}
+    """Which rows are the common test, by values of columns."""
     only: dict[str, list[Scalar]] = {}
+    """The values of a column whose rows are used at all, to train and to test."""
     limit: Count = 0
+    """The most rows to train on, drawn by the seed; 0 is all."""
     test_limit: Count = 0
+    """The most rows of the common test, drawn by the seed; 0 is all."""
     by: Division = "iid"
+    """How rows are divided: iid, dirichlet, pathological or column."""
     clients: Count = 10
+    """How many clients there are; by column, 0 is one for each value."""
     column: str = Partition.column
+    """The column whose values make clients, or labels to divide by."""
     alpha: Annotated[float, Field(ge=0)] = Partition.alpha
+    """How equal shares are by dirichlet: the smaller, the more skewed."""
     classes: Count = Partition.classes
+    """How many labels a client has at most, by pathological."""
     each: Positive = Partition.each
+    """How many clients there are for each value of a column."""
     least: Annotated[int, Field(ge=0)] = Partition.least + 1  # to be tested on one more
+    """The fewest rows a client may have."""
     own_test: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """The share of each client's rows that it holds out to be tested on."""
     given: bool = False
+    """Whether the rows came from Python; not for a file."""
 
 
 class MethodSection(Section):
     """A published method with its settings, a plan of your own, or both: the plan is said after it.
 
-    `inside` is another method, whose local fit and server optimiser this one takes. A plan of your
-    own names its `probe`, if it chooses blocks; `phases` are announced after so many rounds. A
-    method that came from Python is told by its lines, `given`.
-
     What is yours is named by where it stands, as `package.module:attribute`, or as an installed
-    package offers it: the method, its probe, the `loop` that trains a client, `wraps` around it
-    (the first outermost, and all of them around the method's own), and the `server_optimiser`, made
-    with `server_settings`.
+    package offers it: the method, its probe, loop, wraps and server optimiser.
     """
 
     name: str = ""
+    """A published method, see `fedplan methods`, or one of your own."""
     plan: str = ""
+    """A plan in the plan language; beside a name it is said after the method's own."""
     settings: dict[str, Scalar] = {}
+    """What the method of this name is made with."""
     probe: ProbeName = ""
+    """What gives the scores that a plan with best(...) chooses blocks by."""
     together: bool = Method.together
+    """Whether all clients choose the same blocks, by the sum of their scores."""
     phases: dict[str, Count] = {}
+    """After how many rounds each phase of the plan is announced."""
     inside: MethodSection | None = None
+    """Another method, whose local fit and server optimiser this one takes."""
     wire: str = ""
+    """How values travel, such as pipe(delta(), bf16()); without it, as they are."""
     loop: LoopName = ""
+    """What trains a client in the place of fedplan's own loop."""
     wraps: list[WrapName] = []
+    """What is put around the local fit, the first outermost, all around the method's own."""
     server_optimiser: ServerOptimiserName = ""
+    """What the server makes of the clients' mean; without it, the method's own."""
     server_settings: dict[str, Scalar] = {}
+    """What the server optimiser is made with."""
     product: ProductText = ""
+    """What becomes of LoRA's two sides: apart(), by_svd() or by_residual(scale=1.0)."""
     given: list[str] = []
+    """The lines of a method that came from Python; not for a file."""
 
     @model_validator(mode="after")
     def _one(self) -> MethodSection:
@@ -146,123 +167,64 @@ class MethodSection(Section):
         return self
 
 
-class TrainSection(Section):
-    """How each client trains in its turn.
-
-    `schedule` goes over all rounds, or over each turn anew; `warmup` is a share of that below 1,
-    and else a number of rounds, or of a turn's steps. `optimiser_settings` and `schedule_settings`
-    are what else these two take by their names. `cache` is how many megabytes of frozen outputs
-    each machine keeps under `reuse`: it changes no bit.
-    """
-
-    rounds: Positive = 10
-    optimiser: OptimiserName = Pace.optimiser.name
-    optimiser_settings: dict[str, Scalar | list[Scalar]] = {}
-    rate: Annotated[float, Field(gt=0)] = Pace.rate
-    schedule: str = Pace.schedule.name
-    schedule_settings: dict[str, str | float] = {}
-    warmup: Annotated[float, Field(ge=0)] = Schedule.warmup
-    over: Literal["run", "turn"] = "run"
-    decay: Annotated[float, Field(ge=0)] = DECAY
-    decay_all: bool = Pace.decay_all
-    momentum: Annotated[float, Field(ge=0, lt=1)] = MOMENTUM
-    epochs: Positive = Pace.epochs
-    steps: Count = Pace.steps
-    batch: Positive = Pace.batch
-    accumulate: Positive = Pace.accumulate
-    clip: Annotated[float, Field(ge=0)] = Pace.clip
-    precision: str = Pace.precision
-    checkpointing: bool = Pace.checkpointing
-    compile: str = Pace.compile
-    by_length: bool = Pace.by_length
-    workers: Count = Pace.workers
-    reuse: bool = Pace.reuse
-    cache: Count = ROOM
-
-    @property
-    def pace(self) -> Pace:
-        """The same as a value, the optimiser and the schedule by their names."""
-        said = {name: getattr(self, name) for name in _PLAIN}
-        return Pace(self._optimiser, schedule=self._schedule, **said)
-
-    @property
-    def features(self) -> Features | None:
-        """Where a process keeps frozen outputs, if they are to be used again."""
-        return Features(self.cache) if self.reuse else None
-
-    @property
-    def _optimiser(self) -> ClientOptimiser:
-        settings = {w: v for w in ("decay", "momentum") if (v := getattr(self, w))}
-        return optimiser_named(self.optimiser, {**self.optimiser_settings, **settings})
-
-    @property
-    def _schedule(self) -> Schedule:
-        # One that stays the same does not follow from the rounds: these may be added later.
-        over = self.rounds if self.over == "run" and self.schedule != Pace.schedule.name else 0
-        settings, warm = self.schedule_settings, self.warmup
-        return schedule_named(self.schedule, settings, warmup=warm, rounds=over)
-
-    @model_validator(mode="after")
-    def _makes_steps(self) -> TrainSection:
-        with as_fault():
-            self.pace.schedule.factor(self.rate, 1, 1)
-        if not self.decay_all and not self.decay:
-            raise ValueError("decay_all = false spares norms and biases: say the decay of the rest")
-        return self
-
-
 class ClientsSection(Section):
     """Who takes part: a share of all, of whom some drop out and some answer too late.
 
-    `names` are those of the sites, where each brings its own table, or of all that a column of one
-    table may name; `traits` are what single clients say of themselves. A round waits for all until
-    it is time, and closes with no fewer than `quorum`.
+    A round waits for all until it is time, and closes with no fewer than `quorum`.
     """
 
     share: Annotated[float, Field(gt=0, le=1)] = Participation.share
+    """The share of all clients that is asked in a round."""
     dropped: Share = 0.0
+    """In a simulation: the share of those asked that do not answer."""
     late: Share = 0.0
+    """In a simulation: the share of those asked that answer too late."""
     names: Annotated[list[str], AfterValidator(client_names)] = []
+    """The names of the sites that bring their own tables, or of all that a column may name."""
     quorum: Positive = 1
+    """The fewest answers that a round closes with."""
     traits: dict[str, dict[str, str]] = {}
+    """What single clients say of themselves, for by(...) and trait(...) in a plan."""
 
 
 class PatienceSection(Section):
-    """How many seconds a server of real sites waits.
-
-    `sites` is for those that a round needs to come, `answers` for the answers of a round, `absent`
-    for a site that went away, `scores` for the scores of a round; `look` is the time between two
-    looks.
-    """
+    """How many seconds a server of real sites waits."""
 
     sites: Annotated[float, Field(gt=0)] = Patience.sites
+    """Seconds for the sites that a round needs to come."""
     answers: Annotated[float, Field(gt=0)] = Patience.answers
+    """Seconds for the answers of a round."""
     absent: Annotated[float, Field(ge=0)] = Patience.absent
+    """Seconds for a site that went away."""
     look: Annotated[float, Field(gt=0)] = Patience.look
+    """Seconds between two looks at what has come."""
     scores: Annotated[float, Field(gt=0)] = Patience.scores
+    """Seconds for the scores of a round."""
 
 
 class EvaluateSection(Section):
     """When and on what the models are tested.
 
     With `sites` each client scores the world and its own model on the rows that it holds out
-    (`data.own_test`), wherever it is, and lets leave of that what it allows; `personal` says that
-    clients' own models are scored. `keep_best` keeps the world of the round whose score of the
-    `world`, or of the clients' `own` models, was best.
-
-    `attention` is on how many of the common test's rows each round's move of the attention maps is
-    measured; 0 is not at all. `metrics` are measured beside those of the task. `trackers` are
-    callbacks, by name, of whoever runs the study: no site needs them.
+    (`data.own_test`), and lets leave of that what it allows.
     """
 
     every: Positive = Scoring.every
+    """How many rounds lie between two tests; the last round is always tested."""
     batch: Positive = 128
+    """How many rows are tested at a time."""
     personal: bool = Exam.personal
+    """Whether clients' own models are scored, and not the world's alone."""
     sites: bool = Scoring.sites
+    """Whether each client scores the models on the rows that it holds out, wherever it is."""
     keep_best: Kept = Scoring.keep_best
+    """By whose score the best round's world is kept: world or own; without it, none is."""
     attention: Count = 0
+    """On how many rows of the common test the move of attention is measured; 0 is none."""
     metrics: list[MetricName] = []
+    """Scores that are measured beside those of the task."""
     trackers: list[str] = []
+    """Callbacks by name, for whoever runs the study: no site needs them."""
 
     @property
     def callbacks(self) -> tuple[Callback, ...]:
@@ -273,15 +235,17 @@ class EvaluateSection(Section):
 class StopSection(Section):
     """When a run stops before its last round: once a metric has not become better for a while.
 
-    `metric` is a number of each round, such as `loss`, `world.accuracy` or `personal.mean`; rounds
-    that do not have it do not count. Better is by more than `least`, and upward unless the name
-    ends as a loss does; `better` says it otherwise.
+    Rounds that do not have the metric do not count.
     """
 
     metric: str
+    """A number of each round, such as loss, world.accuracy or personal.mean."""
     patience: Positive = EarlyStopping.patience
+    """After how many rounds without a better number the run stops."""
     least: Annotated[float, Field(ge=0)] = EarlyStopping.least
+    """By how much a number must be better to count."""
     better: Literal["", "higher", "lower"] = ""
+    """Which way is better, higher or lower; without it, as the metric's name says."""
 
     @property
     def callback(self) -> EarlyStopping:
@@ -293,17 +257,19 @@ class StopSection(Section):
 class DefenceSection(Section):
     """What a server does against weights and values that a client may have made up.
 
-    `weight_cap` is the most rows that a client may weigh, `share_cap` the largest share of the
-    weight of all who sent a param. A change longer than `change_bound` times what is usual in the
-    round is shortened to that. `rule` makes one value of all that came, and all but the mean count
-    each client alike; it is told how many `liars` there may be.
+    Every rule but the mean counts each client alike.
     """
 
     rule: Annotated[str, AfterValidator(one_of("rule", RULES))] = Defence.rule
+    """What one value is made of all that came: mean, median, trimmed-mean, krum or multi-krum."""
     liars: Positive = Defence.liars
+    """How many clients may lie, for every rule but the mean."""
     weight_cap: Count = Defence.weight_cap
+    """The most rows that a client may weigh; 0 is no cap."""
     share_cap: Annotated[float, Field(ge=0, lt=1)] = Defence.share_cap
+    """The largest share that a client may have of the weight of all who sent; 0 is no cap."""
     change_bound: Annotated[float, Field(ge=0)] = Defence.change_bound
+    """How many times the round's usual length a change may be; 0 is no bound."""
 
     @property
     def made(self) -> Defence:
@@ -320,25 +286,30 @@ class DefenceSection(Section):
 class PrivacySection(Section):
     """What a run promises: whose presence is hidden, and the epsilon that it stops at.
 
-    The unit is a client, drawn into each round with the chance `clients.share` if that is below 1;
-    or an example, drawn into each step with the chance `train.batch` / `size`, where `size` is a
-    public number for how many rows a site has. Without `noise` it is the least that keeps to
-    epsilon over all rounds.
-
-    `vote` is the noise of a vote on the layers, every `period` rounds. Of clients, `quantile` has
-    the clip follow the lengths of their changes, and `cap` has them weigh by their rows, up to it.
+    A client is drawn into each round with the chance `clients.share`, if that is below 1; an
+    example into each step with the chance `train.batch` / `size`.
     """
 
     unit: Unit
+    """Whose presence is hidden: a client or an example."""
     epsilon: Annotated[float, Field(gt=0)]
+    """The epsilon that the run stops before it would pass."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """The delta that epsilon is said at."""
     clip: Clip = 1.0
+    """The longest change of a client, or gradient of an example; what is longer is shortened."""
     noise: Noise = 0.0
+    """The noise as a multiple of the clip; 0 takes the least that keeps to epsilon."""
     size: Count = 0
+    """For examples: about how many rows a site has, as a public number."""
     vote: Noise = Guarantee.vote
+    """The noise of a vote on the layers, as a multiple of one ballot; 0 is no vote."""
     period: Positive = Guarantee.period
+    """How many rounds a vote holds."""
     quantile: Annotated[float, Field(ge=0, lt=1)] = Guarantee.quantile
+    """For clients: the quantile of their lengths that the clip follows; 0 keeps it fixed."""
     cap: Count = Guarantee.cap
+    """For clients: the rows up to which they weigh by their rows; 0 has all weigh alike."""
 
     @model_validator(mode="after")
     def _of_clients(self) -> PrivacySection:

@@ -25,8 +25,15 @@ from fedplan.training.optimisers import optimiser_named
 from fedplan.training.probes import probe_named
 from fedplan.training.wraps import wrap_named
 
-STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-"""A part of the file: unknown fields are refused, values are not converted."""
+STRICT = ConfigDict(
+    extra="forbid",
+    strict=True,
+    frozen=True,
+    allow_inf_nan=False,
+    use_attribute_docstrings=True,
+)
+"""A part of the file: unknown fields are refused, values are not converted, each field has its
+sentence below it."""
 MOST = 10**9
 """The largest whole number."""
 

@@ -158,8 +158,10 @@ class Done:
 
 
 Fit = Callable[[Job], Done]
+"""Trains a client's model in one turn."""
 
 Wrap = Callable[[Fit], Fit]
+"""Makes another fit of a fit: how a method changes local training."""
 
 
 @stated("plain")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from dataclasses import MISSING, fields
 from inspect import signature
 from pathlib import Path
@@ -23,7 +24,7 @@ from fedplan.methods.method import Method
 from fedplan.models.catalog import TASKS
 from fedplan.models.dual import TEMPLATE
 from fedplan.privacy.guarantee import Guarantee
-from fedplan.studies import schema, sections
+from fedplan.studies import schema
 from fedplan.studies.schema import study_of
 from fedplan.studies.sections import (
     ClientsSection,
@@ -35,8 +36,8 @@ from fedplan.studies.sections import (
     PrivacySection,
     Section,
     TaskSection,
-    TrainSection,
 )
+from fedplan.studies.train_section import TrainSection
 from fedplan.training.fit import Pace
 from fedplan.training.probes import PROBES
 
@@ -83,7 +84,7 @@ def test_a_field_of_a_section_has_the_default_of_the_value_it_makes(section: typ
 @pytest.mark.parametrize("section", VALUES)
 def test_no_shared_default_is_spelled_in_the_schema(section: type[Section]) -> None:
     """Read from its source: the schema takes it from the value, and says no number of its own."""
-    tree = ast.parse(Path(sections.__file__).read_text())
+    tree = ast.parse(Path(sys.modules[section.__module__].__file__ or "").read_text())
     body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == section.__name__)
     shared = set(defaults(VALUES[section])) - {name for at, name in OTHER if at is section}
     said = {ast.unparse(n.target): n.value for n in body.body if isinstance(n, ast.AnnAssign)}
