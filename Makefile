@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help check test examples nightly picture architecture manifests
+.PHONY: help check test examples nightly picture architecture manifests reference site blocks
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -32,3 +32,12 @@ architecture: ## draw the map of the packages anew
 
 manifests: ## write the params of the short names anew
 	python docs/manifests.py
+
+reference: ## write the pages of the reference anew
+	python docs/reference.py
+
+site: ## build the documents as a site, into build/site
+	mkdocs build --strict
+
+blocks: ## count what of the documents is run, and their links
+	python tests/kit/pages.py

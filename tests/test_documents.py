@@ -12,37 +12,58 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 import typer
+from pages import (
+    DOCUMENTS,
+    GENERATED,
+    PROJECT,
+    SHELL,
+    Block,
+    anchors,
+    commands,
+    counted,
+    links,
+    played,
+)
+from pages import blocks as blocks_of
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
 import fedplan
 from fedplan.cli import app, new
+from fedplan.runners.site import Site
 from fedplan.server_commands import server_commands
 from fedplan.site_commands import site_commands
+from fedplan.sites.policy import Policy
+from fedplan.studies.schema import Study
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
+LANGUAGES = {*SHELL, "python", "pycon", "py", "toml", "text", "diff"}
 
 FOUND = [
     m for m in pkgutil.walk_packages(fedplan.__path__, "fedplan.") if ".templates" not in m.name
 ]
+section_in = runpy.run_path(str(ROOT / "docs" / "reference.py"))["section_in"]
 MODULES = [m.name for m in FOUND]
 PACKAGES = [m.name for m in FOUND if m.ispkg]
 
 
 def blocks(document: str, language: str) -> list[str]:
-    text = (ROOT / document).read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.M | re.S)
+    return [block.text for block in blocks_of(document) if block.language == language]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", [page for page in DOCUMENTS if not played(page)])
 def test_the_python_blocks_run_one_after_the_other(
-    document: str, monkeypatch: pytest.MonkeyPatch
+    document: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     names: dict[str, object] = {}
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     try:
         for block in blocks(document, "python"):
@@ -95,12 +116,124 @@ def tidy(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("document", [page for page in DOCUMENTS if played(page)])
+def test_a_played_page_works_from_top_to_bottom(
+    document: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a reader does it: in an empty folder, saving what is to be saved, typing the rest."""
+    monkeypatch.chdir(tmp_path)
+    for block in blocks_of(document):
+        if block.excuse:
+            continue
+        if block.file:
+            Path(block.file).write_text(block.text)
+        elif block.language == "sh":
+            for line in block.text.splitlines():
+                typed(line)
+
+
+def typed(line: str) -> None:
+    """Do what a line of a shell does, in this process."""
+    words = shlex.split(line, comments=True)
+    if words[0] == "python":
+        runpy.run_path(words[1], run_name="__main__")
+        return
+    assert words[0] == "fedplan", line
+    done = CliRunner().invoke(app, words[1:])
+    assert done.exit_code == 0, (line, done.output)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_block_is_run_or_says_why_not(document: str) -> None:
+    for block in blocks_of(document):
+        assert block.language in LANGUAGES, f"say the language of {block.text[:60]!r}"
+        runs = block.done in ("run", "checked") or block.language not in SHELL
+        assert runs or block.excuse, f"say before it why it is not run: {block.text[:60]!r}"
+        assert not (block.excuse == "run by" and not elsewhere(block)), block.why
+
+
+def elsewhere(block: Block) -> list[Path]:
+    """The files that are said to run a block."""
+    found = [ROOT / name for name in re.findall(r"[\w./]+\.py|Makefile|\.ci/\w+", block.why)]
+    return found if all(file.exists() for file in found) else []
+
+
+def test_every_command_that_is_named_is_there_with_its_options() -> None:
+    top = typer.main.get_command(app)
+    for words in (
+        w for page in (*DOCUMENTS, "CONTRIBUTING.md", "SECURITY.md") for w in commands(page)
+    ):
+        command, said = top, list(words)
+        while isinstance(command, click.Group) and said and re.fullmatch("[a-z]+", said[0]):
+            assert said[0] in command.commands, f"there is no fedplan {' '.join(words)}"
+            command = command.commands[said.pop(0)]
+        known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+        assert {w.partition("=")[0] for w in said if re.match("--?[a-z]", w)} <= known, words
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_block_of_toml_says_fields_that_there_are(document: str) -> None:
+    for block in blocks(document, "toml"):
+        said = tomllib.loads(block)
+        if "project" in said:  # of a package that offers something
+            continue
+        assert any(fits(schema, said) for schema in (Study, Site, Policy)), block
+
+
+def fits(schema: type[BaseModel], said: dict[str, Any]) -> bool:
+    """Whether all names in plain values are fields; those of tables and adapters are free."""
+    if schema.model_config.get("extra") == "allow":
+        return True
+    for name, value in said.items():
+        if name not in schema.model_fields:
+            return False
+        inner = section_in(schema.model_fields[name])
+        if inner is not None and not fits(inner, value):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *GENERATED, *PROJECT])
 def test_links_lead_somewhere(document: str) -> None:
-    text = (ROOT / document).read_text()
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        if not target.startswith("http"):
-            assert ((ROOT / document).parent / target).exists(), target
+    for link in links(document):
+        target, _, anchor = link.partition("#")
+        if target.startswith("http"):
+            continue
+        place = (ROOT / document).parent / target if target else ROOT / document
+        assert place.exists(), link
+        page = place.resolve().relative_to(ROOT).as_posix()
+        assert not anchor or anchor in anchors(page), link
+
+
+def test_the_messages_of_troubleshooting_stand_in_the_sources() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## Between sites")[0]
+    quoted = re.findall(r"^\| `([^`]+)` \|", text, flags=re.M)
+    assert len(quoted) > 20
+    told = "\n".join(said_in_sources())
+    for message in quoted:
+        pieces = [piece.strip() for piece in message.split("...") if piece.strip()]
+        assert all(piece in told for piece in pieces), message
+
+
+def said_in_sources() -> list[str]:
+    """All texts of fedplan's sources, with three dots for what is filled in."""
+    found = list[str]()
+    for file in Path(fedplan.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (
+                    str(v.value) if isinstance(v, ast.Constant) else "..." for v in node.values
+                )
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_most_of_what_the_documents_show_is_run() -> None:
+    count = counted()
+    ran = count["blocks run"] + count["blocks checked"] + count.get("blocks run by", 0)
+    assert ran > 10 * count.get("blocks not run", 0), count
 
 
 def test_the_tables_of_the_studies_are_those_of_their_result_files() -> None:

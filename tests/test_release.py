@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a release is held to: versions that agree, a quick import, the same bytes each time, a site."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import fedplan
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MOST = 0.5
+"""Seconds of a processor that `import fedplan` may take, beyond those of an empty Python."""
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert cited and cited[1] == fedplan.__version__
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(
+        rf"^## {re.escape(fedplan.__version__)}( - \d{{4}}-\d\d-\d\d)?$", changes, re.M
+    )
+
+
+def seconds(code: str) -> float:
+    """The processor time of a program of one line, its best of three."""
+    words = f"import time; {code}; print(time.process_time())"
+    done = [
+        subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+        for _ in range(3)
+    ]
+    return min(float(each.stdout) for each in done)
+
+
+@pytest.mark.parametrize("module", ["fedplan", "fedplan.cli"])
+def test_to_import_it_takes_less_than_half_a_second(module: str) -> None:
+    taken = seconds(f"import {module}") - seconds("pass")
+    assert taken < MOST, f"import {module} took {taken:.2f} s"
+
+
+def test_every_extra_is_tried_alone_and_told_in_the_readme() -> None:
+    extras = set(PROJECT["project"]["optional-dependencies"]) - {"dev"}
+    script, readme = (ROOT / ".ci" / "extras").read_text(), (ROOT / "README.md").read_text()
+    assert set(re.findall(r"^  \[(\w+)\]=", script, re.M)) == extras | {"plain"}
+    table = readme.partition("| extra | for |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", re.sub(r"\|[^|]*\|$", "", table, flags=re.M))) == extras
+
+
+def test_workflows_name_what_is_there() -> None:
+    text = "".join(p.read_text() for p in (ROOT / ".github" / "workflows").glob("*.yml"))
+    for script in set(re.findall(r"\.ci/(\w+)", text)) - {"constraints"}:
+        assert os.access(ROOT / ".ci" / script, os.X_OK), script
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"make (\w+)", text)) <= set(targets)
+
+
+def test_the_site_has_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    listed = set(re.findall(r"([\w/]+\.md)$", nav, re.M))
+    docs = ROOT / "docs"
+    pages = {p.relative_to(docs).as_posix() for p in docs.rglob("*.md")}
+    assert listed - {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} == pages
+
+
+def test_the_site_is_built_without_a_warning_and_asks_nobody(tmp_path: Path) -> None:
+    if importlib.util.find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed: pip install 'fedplan[docs]'")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=\"?(https?:[^\" >]+)", page.read_text()
+        )
+        assert not loaded, (page.name, loaded)
+
+
+@pytest.mark.nightly
+def test_wheel_and_sdist_have_the_same_bytes_each_time(tmp_path: Path) -> None:
+    """Built from two copies, at other paths and other times of their files."""
+    if importlib.util.find_spec("build") is None or importlib.util.find_spec("hatchling") is None:
+        pytest.skip("build and hatchling are not installed")
+    marks = list[dict[str, str]]()
+    for name in ("one", "another"):
+        place = tmp_path / name / "tree"
+        wanted = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        for file in filter(None, wanted.stdout.split("\0")):
+            (place / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, place / file)
+        out = tmp_path / name / "dist"
+        words = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(place)]
+        env = {**os.environ, "SOURCE_DATE_EPOCH": "1767225600"}
+        subprocess.run(words, env=env, check=True, capture_output=True)
+        marks.append({p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in out.iterdir()})
+    assert marks[0] == marks[1] and len(marks[0]) == 2
