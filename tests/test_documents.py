@@ -205,8 +205,8 @@ def test_links_lead_somewhere(document: str) -> None:
         assert not anchor or anchor in anchors(page), link
 
 
-def test_the_messages_of_troubleshooting_stand_in_the_sources() -> None:
-    text = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## Between sites")[0]
+def test_the_messages_of_the_remedies_stand_in_the_sources() -> None:
+    text = (ROOT / "docs" / "remedies.md").read_text().partition("## Between sites")[0]
     quoted = re.findall(r"^\| `([^`]+)` \|", text, flags=re.M)
     assert len(quoted) > 20
     told = "\n".join(said_in_sources())
