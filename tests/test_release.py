@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import os
@@ -14,6 +15,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pages import anchors
 
 import fedplan
 
@@ -70,6 +72,12 @@ def test_the_site_has_every_page() -> None:
     docs = ROOT / "docs"
     pages = {p.relative_to(docs).as_posix() for p in docs.rglob("*.md")}
     assert listed - {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} == pages
+
+
+def test_terms_that_are_linked_stand_in_the_dictionary() -> None:
+    source = ast.parse((ROOT / "docs" / "terms.py").read_text())
+    terms = next(n.value for n in source.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "TERMS")
+    assert set(ast.literal_eval(terms).values()) <= anchors("docs/concepts.md")
 
 
 def test_the_site_is_built_without_a_warning_and_asks_nobody(tmp_path: Path) -> None:
