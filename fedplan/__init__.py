@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from fedplan.studies.export import export_run
     from fedplan.studies.run import open_run
     from fedplan.studies.schema import Study, read_study
+    from fedplan.sweeps.comparisons import compare
+    from fedplan.sweeps.rehearsals import rehearse
+    from fedplan.sweeps.sweeping import sweep
     from fedplan.training.freezing import mark
     from fedplan.training.loops import attach
 
@@ -56,6 +59,7 @@ __all__ = [
     "by",
     "chain",
     "client_in",
+    "compare",
     "cycle",
     "data",
     "describe",
@@ -73,10 +77,12 @@ __all__ = [
     "permitted",
     "phase",
     "read_study",
+    "rehearse",
     "resolve",
     "run_study",
     "share",
     "simulate",
+    "sweep",
     "teach",
     "trait",
     "verify_run",
@@ -95,6 +101,9 @@ __getattr__, __dir__ = face(
         "studies.export": "export_run",
         "studies.run": "open_run",
         "studies.schema": "Study read_study",
+        "sweeps.comparisons": "compare",
+        "sweeps.rehearsals": "rehearse",
+        "sweeps.sweeping": "sweep",
         "training.freezing": "mark",
         "training.loops": "attach",
     },

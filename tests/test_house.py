@@ -23,9 +23,9 @@ FACES = [f for f in FILES if f.name == "__init__.py" and f.parent != PACKAGE]
 ORDER = (
     *("errors", "seeds", "faces", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
-    *("federation", "studies", "runners", "audits", "reports", "sites"),
+    *("federation", "studies", "runners", "audits", "reports", "sites", "sweeps"),
     *("parts", "testing", "console", "operation_commands", "server_commands"),
-    *("site_commands", "cli", "__init__"),
+    *("site_commands", "sweep_commands", "cli", "__init__"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
@@ -104,6 +104,9 @@ LENT = {
     "reports": """
         Figure Forecast Segment asked follow_flower foretold in_order log_line megabytes
         moment parts_table screen stated told_of
+    """,
+    "sweeps": """
+        follow_sweep ground_of
     """,
     "sites": """
         approvals_of examine rejoin screen serve_site write_lock
