@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fedplan.audits.run import verify_run
     from fedplan.federation.callbacks import EarlyStopping
     from fedplan.models.description import describe
+    from fedplan.reports.pages.reporting import report
     from fedplan.runners.door import run_study, simulate
     from fedplan.studies.export import export_run
     from fedplan.studies.run import open_run
@@ -78,6 +79,7 @@ __all__ = [
     "phase",
     "read_study",
     "rehearse",
+    "report",
     "resolve",
     "run_study",
     "share",
@@ -97,6 +99,7 @@ __getattr__, __dir__ = face(
         "audits.run": "verify_run",
         "federation.callbacks": "EarlyStopping",
         "models.description": "describe",
+        "reports.pages.reporting": "report",
         "runners.door": "run_study simulate",
         "studies.export": "export_run",
         "studies.run": "open_run",

@@ -27,6 +27,7 @@ from fedplan.language.parser import parse
 from fedplan.models.catalog import params_of
 from fedplan.models.schema import written
 from fedplan.operation_commands import attach, logs, run, status, stop
+from fedplan.report_commands import report
 from fedplan.reports.asked import asked
 from fedplan.reports.explanation import parts_table
 from fedplan.reports.memory import Load
@@ -149,7 +150,7 @@ def _explain_study(file: Path, *, as_json: bool) -> None:
             Console(soft_wrap=True, highlight=False).print("\n" + statement.text(), markup=False)
 
 
-for command in (run, status, stop, attach, logs, sweep, compare, rehearse):
+for command in (run, status, stop, attach, logs, report, sweep, compare, rehearse):
     app.command()(command)
 
 

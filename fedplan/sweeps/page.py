@@ -12,7 +12,7 @@ from fedplan.reports.figures.palette import HUES
 from fedplan.reports.figures.series import Series, mean_series
 from fedplan.reports.pages.markup import Html, listed, tag, together
 from fedplan.reports.pages.markup import table as html_table
-from fedplan.reports.pages.page import Page, Section, Shown
+from fedplan.reports.pages.page import Page, PageSection, Shown
 from fedplan.sweeps.intervals import interval_chart
 from fedplan.sweeps.tables import cells, heads, reading
 
@@ -35,11 +35,11 @@ def page(found: Comparison) -> str:
     seeds = sum(row.score.count for row in found.rows)
     lead = f"{len(found.rows)} groups, {seeds} runs, compared by {found.score}."
     sections = (
-        Section("The table", words=(_table(found), *_notes(found))),
-        Section("Differences", figures=tuple(_differences(found))),
-        Section("Round by round", figures=tuple(_curves(found))),
-        Section("Costs", figures=tuple(_costs(found))),
-        Section("What differs", words=tuple(_words(found))),
+        PageSection("The table", words=(_table(found), *_notes(found))),
+        PageSection("Differences", figures=tuple(_differences(found))),
+        PageSection("Round by round", figures=tuple(_curves(found))),
+        PageSection("Costs", figures=tuple(_costs(found))),
+        PageSection("What differs", words=tuple(_words(found))),
     )
     title = f"Comparison: {found.base.first.study.name}"
     return Page(title, (tag("p", lead),), sections, "Written by fedplan compare.").html()
