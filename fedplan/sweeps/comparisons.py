@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -195,6 +196,9 @@ def _cautions(rows: Sequence[Contrast]) -> list[str]:
                      "that it tells almost nothing")  # fmt: skip
     if any(2 < count < FEW for count in counts):
         found.append(f"fewer than {FEW} seeds: intervals are wide, by Student's t")
+    for row in rows:
+        if not isfinite(row.score.mean):
+            found.append(f"{row.group.label}: a run diverged, and its score is no number")
     for row in rows[1:]:
         pairs = row.difference.count if row.difference else 0
         if pairs < row.score.count:

@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from fedplan.reports.figures.bars import Bar, bar_chart
 from fedplan.reports.figures.lines import line_chart
 from fedplan.reports.figures.palette import HUES
 from fedplan.reports.figures.series import Series, mean_series
+from fedplan.reports.pages.clients import drift_section
+from fedplan.reports.pages.facts import facts_of
 from fedplan.reports.pages.markup import Html, listed, tag, together
 from fedplan.reports.pages.markup import table as html_table
 from fedplan.reports.pages.page import Page, PageSection, Shown
+from fedplan.reports.pages.roles import roles_section
+from fedplan.studies.run import looked_at
 from fedplan.sweeps.intervals import interval_chart
 from fedplan.sweeps.tables import cells, heads, reading
 
@@ -39,6 +44,7 @@ def page(found: Comparison) -> str:
         PageSection("Differences", figures=tuple(_differences(found))),
         PageSection("Round by round", figures=tuple(_curves(found))),
         PageSection("Costs", figures=tuple(_costs(found))),
+        PageSection("Part by part", figures=tuple(_parts(found))),
         PageSection("What differs", words=tuple(_words(found))),
     )
     title = f"Comparison: {found.base.first.study.name}"
@@ -55,7 +61,8 @@ def _notes(found: Comparison) -> list[Html]:
 
 
 def _differences(found: Comparison) -> Iterator[Shown]:
-    told = [(row.group.label, row.difference) for row in found.rows if row.difference]
+    rows = [(row.group.label, row.difference) for row in found.rows]
+    told = [(label, each) for label, each in rows if each and isfinite(each.mean)]
     if told:
         drawn = interval_chart(f"{found.score} minus that of {found.base.label}", told)
         better = "right" if found.higher else "left"
@@ -67,7 +74,9 @@ def _differences(found: Comparison) -> Iterator[Shown]:
 
 
 def _curves(found: Comparison) -> Iterator[Shown]:
-    for name, title in {found.score: f"Score: {found.score}", **CURVES}.items():
+    private = any(row.group.first.study.privacy for row in found.rows)
+    beside = {} if private else CURVES  # what is hidden is not drawn, though a simulation has it
+    for name, title in {found.score: f"Score: {found.score}", **beside}.items():
         series = [_curve(row, name) for row in found.rows]
         if all(each.points for each in series):
             drawn = line_chart(title, series, y=name)
@@ -97,6 +106,15 @@ def _costs(found: Comparison) -> Iterator[Shown]:
         ]
         if bars:
             yield Shown(name, bar_chart(title, bars, unit=unit))
+
+
+def _parts(found: Comparison) -> Iterator[Shown]:
+    """Roles by part and round of each group's first run, and then how far its clients drifted."""
+    named = [(row.group.label, row.group.first.folder) for row in found.rows]
+    facts = [(label, looked_at(folder, facts_of)) for label, folder in named]
+    for section in (roles_section, drift_section):
+        for label, each in facts:
+            yield from section(each, label).figures
 
 
 def _words(found: Comparison) -> Iterator[Html]:

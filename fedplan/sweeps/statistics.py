@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import inf, isfinite, nan, sqrt
 from statistics import mean, stdev
 from typing import cast
 
@@ -42,7 +42,12 @@ class Interval:
 
 
 def interval(numbers: Sequence[float]) -> Interval:
-    """The mean of numbers with its 95 % interval, by Student's t."""
+    """The mean of numbers with its 95 % interval, by Student's t.
+
+    Where one of them is no number, as of a model that diverged, the mean is none either.
+    """
+    if not all(map(isfinite, numbers)):
+        return Interval(nan, None, len(numbers))
     if len(numbers) < 2:
         return Interval(mean(numbers), None, len(numbers))
     error = stdev(numbers) / sqrt(len(numbers))
@@ -59,12 +64,12 @@ def quantile(freedom: int) -> float:
 def p_value(differences: Sequence[float]) -> float | None:
     """How often differences as large as these come about if there is none: the paired t test.
 
-    Of one difference nobody knows. Where all are the same there is no spread to judge by: then it
+    Of one difference, or of one that is no number, nobody knows. Where all are the same there is no spread to judge by: then it
     is 0, or 1 if they are all zero.
     """
     from scipy.special import stdtr  # pyright: ignore[reportUnknownVariableType]
 
-    if len(differences) < 2:
+    if len(differences) < 2 or not all(map(isfinite, differences)):
         return None
     middle, error = mean(differences), stdev(differences) / sqrt(len(differences))
     far = abs(middle) / error if error else (inf if middle else 0.0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from io import StringIO
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from fedplan.reports.units import duration, megabytes
@@ -148,11 +149,19 @@ def _row(row: Contrast) -> dict[str, Any]:
 
 
 def _interval(found: Interval | None) -> dict[str, float | None] | None:
-    return {"mean": found.mean, "low": found.low, "high": found.high} if found else None
+    if found is None:
+        return None
+    held = {"mean": found.mean, "low": found.low, "high": found.high}
+    return {name: _known(each) for name, each in held.items()}
+
+
+def _known(number: float | None) -> float | None:
+    """A number that JSON has; what is none is not known."""
+    return number if number is not None and isfinite(number) else None
 
 
 def _runs(found: Comparison, row: Contrast) -> list[dict[str, Any]]:
     return [
-        {"seed": seed, "folder": str(run.folder), "score": run.score(found.score)}
+        {"seed": seed, "folder": str(run.folder), "score": _known(run.score(found.score))}
         for seed, run in sorted(row.group.runs.items())
     ]
