@@ -30,10 +30,14 @@ if TYPE_CHECKING:
     from fedplan.audits.run import verify_run
     from fedplan.federation.callbacks import EarlyStopping
     from fedplan.models.description import describe
+    from fedplan.reports.pages.reporting import report
     from fedplan.runners.door import run_study, simulate
     from fedplan.studies.export import export_run
     from fedplan.studies.run import open_run
     from fedplan.studies.schema import Study, read_study
+    from fedplan.sweeps.comparisons import compare
+    from fedplan.sweeps.rehearsals import rehearse
+    from fedplan.sweeps.sweeping import sweep
     from fedplan.training.freezing import mark
     from fedplan.training.loops import attach
 
@@ -56,6 +60,7 @@ __all__ = [
     "by",
     "chain",
     "client_in",
+    "compare",
     "cycle",
     "data",
     "describe",
@@ -73,10 +78,13 @@ __all__ = [
     "permitted",
     "phase",
     "read_study",
+    "rehearse",
+    "report",
     "resolve",
     "run_study",
     "share",
     "simulate",
+    "sweep",
     "teach",
     "trait",
     "verify_run",
@@ -91,10 +99,14 @@ __getattr__, __dir__ = face(
         "audits.run": "verify_run",
         "federation.callbacks": "EarlyStopping",
         "models.description": "describe",
+        "reports.pages.reporting": "report",
         "runners.door": "run_study simulate",
         "studies.export": "export_run",
         "studies.run": "open_run",
         "studies.schema": "Study read_study",
+        "sweeps.comparisons": "compare",
+        "sweeps.rehearsals": "rehearse",
+        "sweeps.sweeping": "sweep",
         "training.freezing": "mark",
         "training.loops": "attach",
     },

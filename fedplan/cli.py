@@ -27,11 +27,13 @@ from fedplan.language.parser import parse
 from fedplan.models.catalog import params_of
 from fedplan.models.schema import written
 from fedplan.operation_commands import attach, logs, run, status, stop
+from fedplan.report_commands import report
 from fedplan.reports.asked import asked
 from fedplan.reports.explanation import parts_table
 from fedplan.reports.memory import Load
 from fedplan.server_commands import server_commands
 from fedplan.site_commands import site_commands
+from fedplan.sweep_commands import compare, rehearse, sweep
 
 app = typer.Typer(
     help="Say which part of a Transformer each client trains, shares and keeps, round by round.",
@@ -148,7 +150,7 @@ def _explain_study(file: Path, *, as_json: bool) -> None:
             Console(soft_wrap=True, highlight=False).print("\n" + statement.text(), markup=False)
 
 
-for command in (run, status, stop, attach, logs):
+for command in (run, status, stop, attach, logs, report, sweep, compare, rehearse):
     app.command()(command)
 
 

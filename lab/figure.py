@@ -1,44 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw what privacy costs, from the result files: docs/privacy.png."""
+"""Draw what privacy costs, from the result files: docs/privacy.svg."""
 
 from __future__ import annotations
 
 import statistics
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("agg")
-from matplotlib import pyplot as plt
 from table import EPSILONS, GRIDS, scores
 
-OUT = Path(__file__).parents[1] / "docs" / "privacy.png"
+from fedplan.reports.figures.drawing import Drawing
+from fedplan.reports.figures.lines import line_chart
+from fedplan.reports.figures.series import Series
+
+OUT = Path(__file__).parents[1] / "docs" / "privacy.svg"
 TITLES = {
     "private-digits": "300 hidden clients: digits, a ViT of 35 k params",
     "private-medquad": "hidden answers of nine institutes: gte-small, 33 M",
 }
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee")
+MEASURES = {"f1": "macro F1", "accuracy": "accuracy"}
+WIDE, HIGH, TOP = 480, 300, 26
+
+
+def drawn(study: str) -> Drawing:
+    """The score of each method against epsilon: the mean over seeds, with a band."""
+    ticks = list(reversed(EPSILONS))
+    held = list[Series]()
+    for method, found in scores(study).items():
+        there = [(float(place), found[e]) for place, e in enumerate(ticks) if e in found]
+        means = tuple((x, statistics.mean(each)) for x, each in there)
+        held.append(Series(method, means, tuple((min(each), max(each)) for _, each in there)))
+    names = [EPSILONS[e] for e in ticks]
+    return line_chart(
+        TITLES[study], held, x="epsilon (delta 1e-5)", y=MEASURES[GRIDS[study]], named=names,
+        size=(WIDE, HIGH - TOP),
+    )  # fmt: skip
 
 
 def main() -> None:
-    ticks = list(reversed(EPSILONS))
-    figure, axes = plt.subplots(1, len(GRIDS), figsize=(10, 3.6), layout="constrained")
-    for axis, study in zip(axes, GRIDS, strict=True):
-        for (method, row), colour in zip(scores(study).items(), COLOURS, strict=False):
-            points = [(ticks.index(e), row[e]) for e in ticks if e in row]
-            places = [place for place, _ in points]
-            axis.plot(places, [statistics.mean(held) for _, held in points], "-o", color=colour,
-                      label=method, markersize=4)  # fmt: skip
-            for place, held in points:
-                axis.plot([place] * len(held), held, "_", color=colour, alpha=0.6)
-        axis.set_xticks(range(len(ticks)), [EPSILONS[e] for e in ticks])
-        axis.set_xlabel("epsilon (delta 1e-5)")
-        axis.set_ylabel({"f1": "macro F1", "accuracy": "accuracy"}[GRIDS[study]])
-        axis.set_title(TITLES[study], fontsize=10)
-        axis.set_ylim(0)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8)
-    figure.savefig(OUT, dpi=150)
+    panels = list[str]()
+    for place, study in enumerate(GRIDS):
+        made = drawn(study)
+        inner = made.svg(alone=True).replace(
+            "<svg ", f'<svg x="{place * WIDE}" y="{TOP}" width="{WIDE}" height="{HIGH - TOP}" ', 1
+        )
+        title = f'<text x="{place * WIDE + 8}" y="16" class="f-ink" font-size="13">{made.title}</text>'
+        panels += [title, inner]
+    size = f"0 0 {WIDE * len(GRIDS)} {HIGH}"
+    paper = '<rect width="100%" height="100%" class="f-paper"/>'
+    OUT.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img">{paper}'
+        f"{''.join(panels)}</svg>\n"
+    )
 
 
 if __name__ == "__main__":

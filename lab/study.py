@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the variants of a study over its seeds: one result file each, written as it goes."""
+"""Run the variants of a study over its seeds as a sweep: one result file each, as it ends."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ import json
 import platform
 import shutil
 import subprocess
-import tempfile
-import time
 import tomllib
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from fedplan.runners.simulation import Simulation
+from fedplan.federation.record import RoundRecord, TurnRecord
+from fedplan.models.params import Params
 from fedplan.storage.lines import read_lines
+from fedplan.studies.run import open_run
 from fedplan.studies.schema import study_of
+from fedplan.sweeps.sweeping import News, played
+from fedplan.sweeps.trials import Trial
 
 LAB = Path(__file__).parent
+SIGNS = ("round", "phase", "up", "down", "drift", "attention", "products")
 
 
 def facts() -> dict[str, object]:
@@ -63,46 +68,50 @@ def _laid_over(said: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def one(said: dict[str, Any], places: dict[str, str], command: str, out: Path) -> None:
-    """Run one study in a folder of its own, and keep what it scored."""
-    folder = Path(tempfile.mkdtemp())
-    started = time.monotonic()
+def in_place(said: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
+    """A study with the folders that its places stand for."""
     here = json.dumps(said)
     for name, place in places.items():
         here = here.replace(name, place)
-    simulation = Simulation(study_of(json.loads(here)), folder)
-    simulation.run()
-    lines = read_lines(folder / "ledger.jsonl")
-    turns = [line for line in lines if "moved" not in line]
-    signs = [
-        {name: line[name] for name in ("round", "phase", "up", "down", "drift", "attention", "products")
-         if name in line}
-        for line in lines if "moved" in line
-    ]  # fmt: skip
+    return json.loads(here)
+
+
+def told(news: News, folder: Path, asked: dict[str, dict[str, Any]], out: Path) -> None:
+    """Say how a run ended, and keep what it came to."""
+    print(news.name, news.end.error or f"{news.end.seconds:.1f} s", flush=True)
+    if news.end.done:
+        keep(news.name, news.end.seconds, folder, asked[news.name], out)
+
+
+def keep(name: str, seconds: float, folder: Path, said: dict[str, Any], out: Path) -> None:
+    """Write what a run came to into its result file."""
+    run = open_run(folder / name)
+    turns = [each for each in run.records if isinstance(each, TurnRecord)]
+    rounds = [each.json() for each in run.records if isinstance(each, RoundRecord)]
+    variant, _, seed = name.rpartition("-")
     result = {
-        "command": command,
+        "command": f"python lab/study.py {out.name} --variants {variant} --seeds {seed}",
         "study": said,
         "facts": FACTS,
-        "seconds": round(time.monotonic() - started, 1),
-        "clients": len({line["client"] for line in turns}),
-        "params": sum(p.numel for p in simulation.federation.agreement.params),
-        "bytes_up": sum(line["up"] for line in turns),
-        "bytes_down": sum(line["down"] for line in turns),
-        "chosen": _chosen(turns, simulation),
-        "rounds": signs,
-        "metrics": read_lines(folder / "metrics.jsonl"),
+        "seconds": round(seconds, 1),
+        "clients": len({turn.client for turn in turns}),
+        "params": sum(p.numel for p in run.params),
+        "bytes_up": sum(turn.up for turn in turns),
+        "bytes_down": sum(turn.down for turn in turns),
+        "chosen": _chosen(turns, run.params),
+        "rounds": [{sign: line[sign] for sign in SIGNS if sign in line} for line in rounds],
+        "metrics": read_lines(run.folder / "metrics.jsonl"),
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    shutil.rmtree(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
-def _chosen(turns: list[dict[str, Any]], simulation: Simulation) -> dict[str, int]:
+def _chosen(turns: Sequence[TurnRecord], params: Params) -> dict[str, int]:
     """How many turns shared each block, where scores decide."""
-    params, found = simulation.federation.agreement.params, dict[str, int]()
-    for line in turns:
-        if line["scores"]:
-            pairs = zip(params, line["roles"], strict=True)
+    found = dict[str, int]()
+    for turn in turns:
+        if turn.scores:
+            pairs = zip(params, turn.roles, strict=True)
             for block in {p.block for p, letter in pairs if letter == "S" and p.at}:
                 found[str(block)] = found.get(str(block), 0) + 1
     return dict(sorted(found.items(), key=lambda item: int(item[0])))
@@ -114,16 +123,27 @@ def main() -> None:
     ask.add_argument("--place", action="append", default=[], help="DATA=folder, MINILM=folder ...")
     ask.add_argument("--variants", nargs="+")
     ask.add_argument("--seeds", nargs="+", type=int)
-    asked = ask.parse_args()
-    places = dict(place.split("=", 1) for place in asked.place)
-    found, seeds = variants(asked.study)
-    for seed in asked.seeds or seeds:
-        for name in asked.variants or found:
-            out = LAB / "results" / asked.study / f"{name}-{seed}.json"
-            if not out.exists():
-                command = f"python lab/study.py {asked.study} --variants {name} --seeds {seed}"
-                one(found[name] | {"seed": seed}, places, command, out)
-                print(out.name, json.loads(out.read_text())["seconds"], "s", flush=True)
+    ask.add_argument("--parallel", type=int, default=1)
+    ask.add_argument("--folder", type=Path, help="where runs are kept until they end")
+    ask.add_argument("--results", type=Path, default=LAB / "results")
+    said = ask.parse_args()
+    places = dict(place.split("=", 1) for place in said.place)
+    found, seeds = variants(said.study)
+    out, folder = said.results / said.study, said.folder or Path("sweeps") / said.study
+    asked = {
+        f"{name}-{seed}": found[name] | {"seed": seed}
+        for seed in said.seeds or seeds
+        for name in said.variants or found
+        if not (out / f"{name}-{seed}.json").exists()
+    }
+    trials = [Trial(name, study_of(in_place(each, places))) for name, each in asked.items()]
+    tell = partial(told, folder=folder, asked=asked, out=out)
+    swept = played(folder, trials, parallel=said.parallel, tell=tell)
+    for name in asked.keys() - swept.failures.keys():
+        if not (out / f"{name}.json").exists() and swept.ends[name].done:  # it ended before
+            keep(name, swept.ends[name].seconds, folder, asked[name], out)
+    if not swept.left:
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

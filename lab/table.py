@@ -12,9 +12,10 @@ from typing import Any
 
 from study import variants
 
+from fedplan.sweeps.statistics import interval
+from fedplan.sweeps.tables import table as written
+
 RESULTS = Path(__file__).parent / "results"
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""Of so many seeds, how many standard errors hold 95 % (Student's t)."""
 
 Result = dict[str, Any]
 Measure = Callable[[Result], float]
@@ -100,11 +101,7 @@ TABLES: dict[str, dict[str, Measure]] = {
 
 def spread(numbers: list[float]) -> str:
     """Mean and the half width of its 95 % interval over seeds."""
-    mean = statistics.mean(numbers)
-    if len(numbers) < 2:
-        return f"{mean:.3f}"
-    error = statistics.stdev(numbers) / len(numbers) ** 0.5
-    return f"{mean:.3f} ± {STUDENT[len(numbers)] * error:.3f}"
+    return interval(numbers).text()
 
 
 def megabytes(result: Result, way: str) -> float:
@@ -116,7 +113,7 @@ def sent(number: float) -> str:
     return f"{number:.2f}" if number >= 1 or number == 0 else f"{number:.3f}"
 
 
-def row(name: str, results: dict[int, Result], base: dict[int, Result], first: str) -> str:
+def row(name: str, results: dict[int, Result], base: dict[int, Result], first: str) -> list[str]:
     """One variant over its seeds; the difference to the first is taken seed by seed."""
     study = next(iter(results.values()))["study"]["name"]
     measures = TABLES[study]
@@ -127,7 +124,12 @@ def row(name: str, results: dict[int, Result], base: dict[int, Result], first: s
     cells.append(spread(paired) if results is not base and paired else "")
     for way in ("up", "down"):
         cells.append(sent(statistics.mean(megabytes(r, way) for r in results.values())))
-    return f"| {' | '.join(cells)} |"
+    return cells
+
+
+def titled(name: str, heads: list[str], rows: list[list[str]]) -> str:
+    """A table under the name of its study."""
+    return f"### {name}\n\n{written(heads, rows)}"
 
 
 def table(study: str) -> str:
@@ -139,8 +141,7 @@ def table(study: str) -> str:
     base = next(iter(found))
     heads = ["variant", "seeds", *measures, f"{measures[0]} minus {base}", "MB up", "MB down"]
     lines = [row(name, results, found[base], measures[0]) for name, results in found.items()]
-    return "\n".join([f"### {study}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|",
-                      *lines, ""])  # fmt: skip
+    return titled(study, heads, lines)
 
 
 GRIDS = {"private-digits": "accuracy", "private-medquad": "f1"}
@@ -166,13 +167,12 @@ def grid(study: str) -> str:
     columns = [e for e in EPSILONS if any(e in row for row in found.values())]
     usual = max(len(held) for row in found.values() for held in row.values())
     heads = [f"{GRIDS[study]} at epsilon", *(EPSILONS[e] for e in columns)]
-    lines = list[str]()
+    lines = list[list[str]]()
     for method, row in found.items():
         cells = [row.get(e) for e in columns]
         said = ["" if c is None else spread(c) + _short(c, usual) for c in cells]
-        lines.append(f"| {' | '.join([method, *said])} |")
-    return "\n".join([f"### {study}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|",
-                      *lines, ""])  # fmt: skip
+        lines.append([method, *said])
+    return titled(study, heads, lines)
 
 
 LIARS = "liars-digits"
@@ -189,14 +189,13 @@ def liars() -> str:
     mean = {d: {lie: statistics.mean(s.values()) for lie, s in r.items()} for d, r in found.items()}
     base, lies = next(iter(mean.values()))[GONE], [lie for lie in mean["mean"] if lie != GONE]
     heads = ["accuracy", "liar gone", *lies, "worst less its own gone", "worst less mean gone"]
-    lines = list[str]()
+    lines = list[list[str]]()
     for defence, row in mean.items():
         worst = min(row[lie] for lie in lies)
         cells = [f"{row[lie]:.3f}" for lie in (GONE, *lies)]
         cells += [f"{worst - row[GONE]:+.3f}", f"{worst - base:+.3f}"]
-        lines.append(f"| {' | '.join([defence, *cells])} |")
-    return "\n".join([f"### {LIARS}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|",
-                      *lines, ""])  # fmt: skip
+        lines.append([defence, *cells])
+    return titled(LIARS, heads, lines)
 
 
 def _short(held: list[float], usual: int) -> str:

@@ -23,9 +23,9 @@ FACES = [f for f in FILES if f.name == "__init__.py" and f.parent != PACKAGE]
 ORDER = (
     *("errors", "seeds", "faces", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
-    *("federation", "studies", "runners", "audits", "reports", "sites"),
-    *("parts", "testing", "console", "operation_commands", "server_commands"),
-    *("site_commands", "cli", "__init__"),
+    *("federation", "studies", "runners", "audits", "reports", "sites", "sweeps"),
+    *("parts", "testing", "console", "operation_commands", "report_commands"),
+    *("server_commands", "site_commands", "sweep_commands", "cli", "__init__"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
@@ -40,7 +40,8 @@ LENT = {
     "storage": """
         BrokenChain ChainFile Claim Entry Generation Head Process Read a_study_name
         alone claimed client_names explained folder_named head_file home_of keep_file
-        mark_of_file now put_file reach read_chain read_lines synced this_process
+        make_folder mark_of_file now put_file reach read_chain read_lines synced
+        this_process
     """,
     "models": """
         CONFIG ITEMSIZE LowRank Preprocessing QUANTISED SETTINGS TASKS TEMPLATE TRAINED
@@ -77,24 +78,26 @@ LENT = {
     "federation": """
         AGREEMENT ANSWERS APPROVAL Account BEST Base Callback Closed DELTA Disclosure
         EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity KEY KINDS
-        Kept LIVE LOWER Limits METRICS Metrics Patience PlainSum ROLES RULES RUN Record
-        RecordError RunState RunStatus SMALL STUDY Scores Scoring Sent SiteState
-        SiteStatus Status TRACKER_NAMES WORLD Warrant agreements_in announced
-        ask_to_stop base_of by_part by_senders caps_of changed_rows closed_faults
-        code_of cut drifts_of emptied ended evaluate guard_of is_id joined journal_in
-        keyed last_of last_told ledger_lines listed mark_of meant merge metrics_of
-        newest_segment opened opening opening_faults other_versions own_values
-        own_versions parsed parted personal_values place_of private_folder question
-        read_agreement read_answers read_egress read_faults read_identity read_record
-        read_status read_turn request_header request_message require_sound run_of
-        said_of scored scores_of segment_number sent state_said stopping together told
-        understood unlike_versions update_of warnings_of world_values
+        Kept LETTERS LIVE LOWER Limits METRICS Metrics Patience PlainSum RECORD ROLES
+        RULES RUN Record RecordError RunState RunStatus SMALL STUDY Scores Scoring Sent
+        SiteState SiteStatus Status TRACKER_NAMES UPDATE WORLD Warrant agreements_in
+        announced ask_to_stop base_of by_part by_senders caps_of changed_rows
+        closed_faults code_of cut drifts_of emptied ended evaluate guard_of is_id joined
+        journal_in keyed last_of last_told ledger_lines listed mark_of meant merge
+        metrics_of newest_segment opened opening opening_faults other_versions
+        own_values own_versions parsed parted personal_values place_of private_folder
+        question read_agreement read_answers read_asked read_egress read_faults
+        read_identity read_record read_status read_turn request_header request_message
+        require_sound run_of said_of scored scores_of segment_number sent state_said
+        stopping together told understood unlike_versions update_of warnings_of
+        world_values
     """,
     "studies": """
-        Count DeviceName Given Section WentOn agreed_run as_fault begun carry_over
-        continuing exam_of flat found_in guarantee_of looked_at method_of note_task odd
-        open_study opened_run outline_of participation_of placed read_toml
-        require_fitting require_free scoring_of shares_of study_in study_of write_run
+        Count DeviceName Given MethodSection Section WentOn agreed_run agreement_in
+        as_fault begun carry_over continuing exam_of flat found_in guarantee_of lay_over
+        looked_at method_of note_task odd open_study opened_run outline_of
+        participation_of placed read_said read_toml require_fitting require_free
+        scoring_of shares_of study_in study_of value_of write_run
     """,
     "runners": """
         ServerSection Site Worker Workers drive folder_of is_known link_in make_keys
@@ -102,11 +105,18 @@ LENT = {
         run_link run_study serve simulate table_of workers_of
     """,
     "reports": """
-        Figure Forecast Segment asked follow_flower foretold in_order log_line megabytes
-        moment parts_table screen stated told_of
+        Balance Bar Dot Drawing Figure Forecast GridCell GridRow HUES Html Page
+        PageSection Scale Segment Series Shape Shown SiteRecord Stroke Words asked badge
+        bar_chart cell_grid duration follow_flower foreseen_of foretold in_order
+        line_chart listed log_line mean_series megabytes millions moment paragraphs
+        parts_table report scaled screen shortened spelled state stated table tag
+        together told_of watched width_of
+    """,
+    "sweeps": """
+        follow_sweep ground_of
     """,
     "sites": """
-        approvals_of examine rejoin screen serve_site write_lock
+        approvals_of examine is_home officer_page rejoin screen serve_site write_lock
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""

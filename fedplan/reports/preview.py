@@ -33,9 +33,14 @@ from fedplan.training.fit import Pace
 
 
 def foretold(file: Path) -> tuple[Explanation, Statement | None]:
-    """What a study will do with its model, and what that will cost of privacy."""
+    """What the study of a file will do with its model, and what that will cost of privacy."""
     study = read_study(file)
-    stage, rounds = stage_of(study), study.train.rounds
+    return foreseen_of(study, stage_of(study))
+
+
+def foreseen_of(study: Study, stage: Stage) -> tuple[Explanation, Statement | None]:
+    """The same of a study whose stage is built."""
+    rounds = study.train.rounds
     agreement, announce = stage.agreement, stage.agreement.method.announce
     explanation = explain(
         agreement.method.plan,

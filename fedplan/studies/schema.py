@@ -205,11 +205,15 @@ def read_study(file: Path, overrides: list[str] | None = None) -> Study:
 
     Relative paths in it start from the file's folder, whatever folder one works in.
     """
+    return placed(study_of(laid_over(read_said(file), overrides)), file.parent)
+
+
+def read_said(file: Path) -> dict[str, Any]:
+    """The plain values of a study file, as they stand there."""
     try:
-        said = read_toml(file.read_text(encoding="utf-8"))
+        return read_toml(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
-    return placed(study_of(laid_over(said, overrides)), file.parent)
 
 
 def placed(study: Study, base: Path) -> Study:
@@ -272,17 +276,18 @@ def _field(where: tuple[int | str, ...]) -> str:
 def laid_over(said: dict[str, Any], overrides: list[str] | None) -> dict[str, Any]:
     """Plain values of a study with `section.field=value` laid over them."""
     for override in overrides or ():
-        _lay_over(said, override)
+        where, sign, text = override.partition("=")
+        if not sign or not where:
+            raise ConfigError(f"an override is section.field=value, not {override!r}")
+        lay_over(said, where.strip(), value_of(text.strip()))
     return said
 
 
-def _lay_over(said: dict[str, Any], override: str) -> None:
-    where, sign, text = override.partition("=")
-    if not sign or not where:
-        raise ConfigError(f"an override is section.field=value, not {override!r}")
-    *sections, name = where.strip().split(".")
+def lay_over(said: dict[str, Any], where: str, value: Any) -> None:
+    """Have a field of a study, by its dotted name, be a value."""
+    *sections, name = where.split(".")
     for section in sections:
         said = said.setdefault(section, {})
         if type(said) is not dict:
             raise ConfigError(f"{where}: {section} is a value, not a section")
-    said[name] = value_of(text.strip())
+    said[name] = value

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traffic: the bytes of a run by part, both ways, beside what was forecast of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.record import ROLES, RoundRecord, TurnRecord
+from fedplan.language.plan import Role
+from fedplan.language.turn import Turn
+from fedplan.models.params import Block
+from fedplan.reports.figures.bars import Bar, bar_chart
+from fedplan.reports.figures.drawing import Drawing
+from fedplan.reports.figures.lines import line_chart
+from fedplan.reports.figures.series import Series
+from fedplan.reports.pages.facts import RunFacts
+from fedplan.reports.pages.markup import paragraphs
+from fedplan.reports.pages.page import PageSection, Shown
+from fedplan.reports.units import megabytes
+from fedplan.reports.views import Span, View
+from fedplan.tensors.riders import param_of
+
+
+@dataclass
+class Traffic:
+    """What went up and came down, by kind of param, worked out from a ledger line by line.
+
+    A ledger tells whole numbers of bytes; which params they were follows from the plan, and from
+    what each client had by then.
+    """
+
+    agreement: Agreement
+    up: Counter[str] = field(default_factory=Counter[str])
+    down: Counter[str] = field(default_factory=Counter[str])
+    versions: dict[str, int] = field(default_factory=dict[str, int])
+    known: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    settled: dict[str, int] = field(default_factory=dict[str, int])
+
+    def __post_init__(self) -> None:
+        self._kinds = {p.key: str(p.kind) for p in self.agreement.params}
+
+    def turn(self, line: TurnRecord) -> None:
+        """Count one turn."""
+        params, scores = self.agreement.params, line.scores or ()
+        for param, letter in zip(params, line.roles, strict=True):
+            if ROLES[letter] is Role.SHARE:
+                self.up[str(param.kind)] += self.agreement.up(param)
+        if line.anew:
+            self.known.pop(line.client, None)
+            self.settled.pop(line.client, None)
+        found = {Block(stack, number): score for stack, number, score in scores}
+        turn = Turn(line.round, line.client, line.phase, line.traits, found or None)
+        known = self.known.setdefault(line.client, {})
+        settled = self.settled.get(line.client, 0)
+        wanted = self.agreement.wanted(turn, settled)
+        lacking = {k for k, first in wanted.items() if known.get(k, first) < self._version(k)}
+        known |= {key: self._version(key) for key in lacking}
+        self.settled[line.client] = settled | self.agreement.owned(turn)
+        for key in lacking:
+            self.down[self._kinds[param_of(key)]] += self.agreement.sizes[key]
+
+    def round(self, line: RoundRecord) -> None:
+        """Note what a round moved."""
+        self.versions |= dict.fromkeys(line.moved, line.round)
+
+    def _version(self, key: str) -> int:
+        return self.versions.get(key, 0)
+
+
+def traffic_of(facts: RunFacts) -> Traffic:
+    """The bytes of a run by kind of param."""
+    found = Traffic(facts.agreement)
+    for record, turns in zip(facts.rounds, facts.turns, strict=True):
+        for turn in turns:
+            found.turn(turn)
+        found.round(record)
+    return found
+
+
+def traffic_section(facts: RunFacts, name: str = "") -> PageSection:
+    """Bytes by part and by round, up and down, beside the forecast."""
+    title = f"Bytes{f', {name}' if name else ''}"
+    turns = sum(map(len, facts.turns))
+    if not turns:
+        return PageSection(title)
+    traffic, count = traffic_of(facts), len(facts.rounds)
+    up, down = traffic.up.total(), traffic.down.total()
+    words = (
+        f"{megabytes(up)} MB went up and {megabytes(down)} MB came down in {turns} turns over "
+        f"{count} rounds. {_kept_to(facts)}"
+    )
+    figures = (
+        Shown("bytes-up", _bars("Up, by part", traffic.up, turns, _foretold(facts)), UP),
+        Shown("bytes-down", _bars("Down, by part", traffic.down, turns, {}), DOWN),
+        Shown("bytes-up-rounds", _rounds(facts, "up"), ROUNDS),
+        Shown("bytes-down-rounds", _rounds(facts, "down"), ROUNDS),
+    )
+    notes = [f"Of the forecast: {note}." for note in facts.forecast.notes]
+    return PageSection(title, tuple(paragraphs(words)), figures, tuple(paragraphs(*notes)))
+
+
+UP = "MB of a turn, on average. The bars at its end are where the forecast said that it would be."
+DOWN = "MB of a turn, on average. A forecast of what comes down is told for all parts together."
+ROUNDS = (
+    "MB of a client's turn, on average over those of the round. Behind is the forecast, from the "
+    "least to the most, of a client that takes part in all rounds."
+)
+
+
+def _bars(
+    title: str, found: Counter[str], turns: int, expected: dict[str, tuple[float, float]]
+) -> Drawing:
+    kinds = sorted(found.keys() | expected.keys(), key=lambda kind: (-found[kind], kind))
+    bars = [
+        Bar(kind, found[kind] / turns / 1e6, expected.get(kind))
+        for kind in kinds
+        if found[kind] or any(expected.get(kind, ()))
+    ]
+    return bar_chart(title, bars, unit="MB a turn", told=lambda each: megabytes(int(each * 1e6)))
+
+
+def _foretold(facts: RunFacts) -> dict[str, tuple[float, float]]:
+    """What a turn sends of each kind by the forecast, over the rounds that are closed, in MB."""
+    fare, closed = facts.forecast.fare, range(1, facts.run.round + 1)
+    spans = dict[str, list[Span]]()
+    for view in facts.forecast.views:
+        sums = dict[str, list[int]]()
+        for stage in view.stages:
+            times = sum(number in closed for number in stage.rounds)
+            for param, role in stage.permitted.items():
+                both = sums.setdefault(str(param.kind), [0, 0])
+                both[0] += times * fare.up(param) * (stage.certain[param] is Role.SHARE)
+                both[1] += times * fare.up(param) * (role is Role.SHARE)
+        for kind, (least, most) in sums.items():
+            spans.setdefault(kind, []).append((least, most))
+    scale = 1e6 * max(1, len(closed))
+    return {
+        kind: (min(low for low, _ in held) / scale, max(high for _, high in held) / scale)
+        for kind, held in spans.items()
+    }
+
+
+def _rounds(facts: RunFacts, way: str) -> Drawing:
+    told = [
+        (record.round, sum(t.up if way == "up" else t.down for t in turns) / len(turns) / 1e6)
+        for record, turns in zip(facts.rounds, facts.turns, strict=True)
+        if turns
+    ]
+    return line_chart(
+        f"{way.capitalize()}, by round",
+        [Series("a turn", tuple(told))],
+        y="MB",
+        expected=_band(facts, way),
+    )
+
+
+def _band(facts: RunFacts, way: str) -> Series:
+    """The forecast of each round, over all kinds of clients."""
+    spans = [list(_spans(view, way)) for view in facts.forecast.views]
+    columns = list(zip(*spans, strict=True))[: facts.run.round]
+    lows = [min(low for low, _ in held) / 1e6 for held in columns]
+    highs = [max(high for _, high in held) / 1e6 for held in columns]
+    return Series(
+        "forecast",
+        tuple((n, high) for n, high in enumerate(highs, 1)),
+        tuple(zip(lows, highs, strict=True)),
+    )
+
+
+def _spans(view: View, way: str) -> Iterator[Span]:
+    yield from view.ups if way == "up" else view.downs
+
+
+def _kept_to(facts: RunFacts) -> str:
+    """Whether each turn sent what was forecast, in words."""
+    band = _band(facts, "up").band
+    out = [
+        turn
+        for record, turns in zip(facts.rounds, facts.turns, strict=True)
+        for turn in turns
+        if not band[record.round - 1][0] - 1e-9 <= turn.up / 1e6 <= band[record.round - 1][1] + 1e-9
+    ]
+    if not out:
+        return "Each turn sent what was forecast before the run."
+    return f"{len(out)} turns sent other than was forecast."

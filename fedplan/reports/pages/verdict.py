@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts: what `verify` says of a run, for a page."""
+
+from __future__ import annotations
+
+from fedplan.audits.run import verify_run
+from fedplan.errors import FedplanError
+from fedplan.reports.pages.facts import RunFacts
+from fedplan.reports.pages.markup import Html, listed, tag
+from fedplan.reports.pages.page import PageSection
+
+MOST = 20
+"""Faults that a page lists."""
+
+
+def verdict_section(facts: RunFacts, name: str = "") -> PageSection:
+    """Whether the run's folder holds what its plan explains, and nothing else."""
+    title = f"Verdict{f', {name}' if name else ''}"
+    if facts.look.live:
+        words = tag("p", "The run goes on. It is verified when it has ended.")
+        return PageSection(title, (words,))
+    if not facts.run.round:
+        return PageSection(title)
+    try:
+        faults, checked = verify_run(facts.run.folder)
+    except FedplanError as error:
+        faults, checked = [str(error)], ""  # what cannot be checked is no verdict of soundness
+    return PageSection(title, (badge(faults, checked),))
+
+
+def badge(faults: list[str], checked: str) -> Html:
+    """A verdict: that all is as it should be, or every fault."""
+    if not faults:
+        words = tag("p", tag("span", "verified", class_="state good"), " ", checked)
+        return tag("div", words, class_="verdict")
+    told = [*faults[:MOST], *([f"and {len(faults) - MOST} more"] if len(faults) > MOST else [])]
+    said = f"{len(faults)} {'fault' if len(faults) == 1 else 'faults'}"
+    head = tag("p", tag("span", said, class_="state bad"), " This run does not hold together:")
+    return tag("div", head, listed(told), class_="verdict")

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparisons: groups of runs that differ only in seed, each against the first, seed by seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from fedplan.errors import FedplanError
+from fedplan.sweeps.differences import differing, role_words, said_of_study, study_words
+from fedplan.sweeps.results import RunResult, result_of, runs_in, score_named
+from fedplan.sweeps.statistics import Interval, holm, interval, p_value
+
+FEW = 5
+"""Seeds below which an interval says little."""
+SURE = 0.05
+"""A corrected p value below this is said to tell two groups apart."""
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs of one study over seeds; the label says what tells it from the other groups."""
+
+    label: str
+    runs: Mapping[int, RunResult]
+
+    @property
+    def first(self) -> RunResult:
+        """The run of its lowest seed."""
+        return self.runs[min(self.runs)]
+
+    def scores(self, name: str) -> dict[int, float]:
+        """A score by seed."""
+        found = {seed: run.score(name) for seed, run in sorted(self.runs.items())}
+        return {seed: score for seed, score in found.items() if score is not None}
+
+    def number(self, name: str) -> float | None:
+        """The mean of what each run came to: `up`, `down`, `epsilon`, `rounds` or `seconds`."""
+        told = [getattr(run, name) for run in self.runs.values()]
+        return mean(told) if all(each is not None for each in told) else None
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A group against the first one: the score, the difference by seed, and what differs.
+
+    `p` is of the paired t test, and `corrected` the same for as many comparisons as there are.
+    """
+
+    group: RunGroup
+    score: Interval
+    difference: Interval | None = None
+    p: float | None = None
+    corrected: float | None = None
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Groups of runs, the first of which the others are compared with, by one score."""
+
+    score: str
+    higher: bool
+    rows: tuple[Contrast, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def base(self) -> RunGroup:
+        """The group that the others are compared with."""
+        return self.rows[0].group
+
+    def markdown(self) -> str:
+        """It as Markdown: a table, what differs, and what to be careful with."""
+        from fedplan.sweeps.tables import markdown
+
+        return markdown(self)
+
+    def csv(self) -> str:
+        """Its table as CSV, numbers as they are."""
+        from fedplan.sweeps.tables import csv_text
+
+        return csv_text(self)
+
+    def json(self) -> dict[str, Any]:
+        """It as plain values."""
+        from fedplan.sweeps.tables import plain
+
+        return plain(self)
+
+    def html(self) -> str:
+        """It as one page, with figures of all groups."""
+        from fedplan.sweeps.page import page
+
+        return page(self)
+
+
+def compare(places: Sequence[Path | str], *, score: str = "") -> Comparison:
+    """Compare runs: folders of runs, and of sweeps with all of their runs.
+
+    Runs that differ only in seed are one group, and the first group is what the others are compared
+    with, seed by seed. The score is the one that the task is known by, of the common test if there
+    is one, or the number of a round that is named; of each run the last round that has it counts.
+    """
+    folders, notes = runs_in(places)
+    results = list[RunResult]()
+    for each in map(result_of, folders):
+        if each.over:
+            results.append(each)
+        else:
+            rounds = each.study.train.rounds
+            notes.append(f"{each.folder} is at round {each.rounds} of {rounds}: left out")
+    if not results:
+        raise FedplanError(
+            "; ".join([*notes, "there is no run that ended: go on with one, then compare"])
+        )
+    return contrasted(grouped(results), score_named(score, results), notes)
+
+
+def grouped(results: Sequence[RunResult]) -> list[RunGroup]:
+    """Runs by all that they differ in but the seed, in the order in which they came."""
+    found = dict[str, dict[int, RunResult]]()
+    for each in results:
+        key = json.dumps(said_of_study(each.study), sort_keys=True)
+        held = found.setdefault(key, {})
+        if (before := held.get(each.study.seed)) is not None:
+            raise FedplanError(
+                f"{each.folder} and {before.folder} are one study with one seed: name one of them"
+            )
+        held[each.study.seed] = each
+    firsts = [held[min(held)].study for held in found.values()]
+    fields = differing(firsts)
+    labels = [_label(said_of_study(study), fields) or study.name for study in firsts]
+    return [RunGroup(*each) for each in zip(labels, found.values(), strict=True)]
+
+
+def _label(said: Mapping[str, Any], fields: Sequence[str]) -> str:
+    """A group by what differs: the value alone where that is one field."""
+    if len(fields) == 1:
+        return str(said.get(fields[0], "unsaid"))
+    named = [name for name in ("method.name", "method.plan") if name in fields and said.get(name)]
+    rest = [f"{name}={said[name]}" for name in fields if name not in named and said.get(name)]
+    return ", ".join([*(str(said[name]) for name in named), *rest])
+
+
+def contrasted(groups: Sequence[RunGroup], score: str, notes: Sequence[str] = ()) -> Comparison:
+    """Each group against the first one, by a score that all of their runs have."""
+    base = groups[0]
+    kept = base.scores(score)
+    rows = list[Contrast]()
+    for group in groups:
+        own = group.scores(score)
+        paired = [own[seed] - kept[seed] for seed in own if seed in kept]
+        first = group is base
+        rows.append(
+            Contrast(
+                group,
+                interval(list(own.values())),
+                interval(paired) if paired and not first else None,
+                p_value(paired) if paired and not first else None,
+                words=() if first else tuple(_words(base.first, group.first)),
+            )
+        )
+    fixed = [
+        Contrast(r.group, r.score, r.difference, r.p, p, r.words)
+        for r, p in zip(rows, holm([r.p for r in rows]), strict=True)
+    ]
+    cautions = (*notes, *_cautions(fixed))
+    return Comparison(score, base.first.higher(score), tuple(fixed), cautions)
+
+
+def _words(base: RunResult, other: RunResult) -> list[str]:
+    said = study_words(base.study, other.study)
+    if other.plan == base.plan:
+        return said
+    said.append(f"the plan is {other.plan}, not {base.plan}")
+    hidden = (each.study.privacy for each in (base, other))
+    if any(each is not None and each.unit == "client" for each in hidden):
+        return said  # what single clients did is told of nobody who is hidden
+    return said + role_words(base.folder, other.folder)
+
+
+def _cautions(rows: Sequence[Contrast]) -> list[str]:
+    """What a reader must know of so few seeds, or of seeds that do not pair."""
+    found, counts = list[str](), [r.score.count for r in rows]
+    if min(counts) == 1:
+        found.append(
+            "one seed: there is no interval, and a difference may be chance; run more seeds"
+        )
+    if 2 in counts:
+        found.append("two seeds: the interval is 12.7 standard errors wide to each side, so wide "
+                     "that it tells almost nothing")  # fmt: skip
+    if any(2 < count < FEW for count in counts):
+        found.append(f"fewer than {FEW} seeds: intervals are wide, by Student's t")
+    for row in rows:
+        if not isfinite(row.score.mean):
+            found.append(f"{row.group.label}: a run diverged, and its score is no number")
+    for row in rows[1:]:
+        pairs = row.difference.count if row.difference else 0
+        if pairs < row.score.count:
+            found.append(
+                f"{row.group.label}: {pairs} of {row.score.count} seeds stand in the first group "
+                "too, and only those are paired"
+            )
+    return found

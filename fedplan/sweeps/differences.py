@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Differences: what tells two runs apart, in words: fields of their studies, and roles of parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedplan.federation.record import ROLES, TurnRecord, read_record
+from fedplan.language.plan import Role
+from fedplan.models.params import Kind
+from fedplan.reports.units import millions
+from fedplan.studies.plain import flat
+from fedplan.studies.run import Run, looked_at
+from fedplan.studies.schema import Study
+
+ASIDE: dict[str, Any] = {
+    **dict.fromkeys(("seed", "name", "threads", "device", "deterministic", "patience"), True),
+    "train": {"cache"},
+}
+"""What two runs of one group may differ in: the seed, a name, and each machine's own."""
+WORDS = {
+    Role.SHARE: "shared",
+    Role.KEEP: "kept",
+    Role.FREEZE: "frozen",
+    Role.HOLD: "held",
+}
+ABSENT = "not there"
+
+Sides = tuple[str, str]
+Faring = dict[Kind, dict[int, str]]
+"""How the params of each kind fare in each round, in words."""
+
+
+def said_of_study(study: Study) -> dict[str, Any]:
+    """All fields of a study by their dotted names, but for those that are no difference."""
+    return flat(study.model_dump(mode="json", exclude=ASIDE))
+
+
+def differing(studies: Iterable[Study]) -> list[str]:
+    """The fields in which some studies are not all the same."""
+    said = [said_of_study(each) for each in studies]
+    names = dict.fromkeys(name for each in said for name in each)
+    return [name for name in names if any(each.get(name) != said[0].get(name) for each in said)]
+
+
+def study_words(base: Study, other: Study) -> list[str]:
+    """What a study says otherwise than another, a line for each field."""
+    left, right = said_of_study(base), said_of_study(other)
+    return [
+        f"{name} is {_value(right, name)}, not {_value(left, name)}"
+        for name in differing((base, other))
+    ]
+
+
+def _value(said: Mapping[str, Any], name: str) -> str:
+    return repr(said[name]) if name in said else "unsaid"
+
+
+def role_words(base: Path, other: Path) -> list[str]:
+    """Which parts of the model fared otherwise in a run than in another, and in which rounds.
+
+    It is what was done, by the ledgers, in the rounds that both have.
+    """
+    (left, sizes), (right, more) = (looked_at(each, _faring) for each in (base, other))
+    rounds = _rounds(left) & _rounds(right)
+    changes = dict[tuple[Sides, tuple[int, ...]], list[Kind]]()
+    for kind in Kind:
+        here, there = left.get(kind, {}), right.get(kind, {})
+        apart = dict[Sides, list[int]]()
+        for number in sorted(rounds) if here or there else ():
+            sides = here.get(number, ABSENT), there.get(number, ABSENT)
+            if sides[0] != sides[1]:
+                apart.setdefault(sides, []).append(number)
+        for sides, numbers in apart.items():
+            changes.setdefault((sides, tuple(numbers)), []).append(kind)
+    return [
+        f"{', '.join(kinds)} ({millions(sum((more | sizes)[k] for k in kinds))} params): {new}, "
+        f"not {old}, in {_spelled(numbers, len(rounds))}"
+        for ((old, new), numbers), kinds in changes.items()
+    ]
+
+
+def _faring(run: Run) -> tuple[Faring, dict[Kind, int]]:
+    """How each kind fares in each round, and how many params it has."""
+    params, seen = run.params, dict[Kind, dict[int, set[Role]]]()
+    told = set[tuple[int, str]]()
+    for line in run.lines():
+        turn = read_record(line)
+        if isinstance(turn, TurnRecord) and (turn.round, turn.roles) not in told:
+            told.add((turn.round, turn.roles))
+            for param, letter in zip(params, turn.roles, strict=True):
+                seen.setdefault(param.kind, {}).setdefault(turn.round, set()).add(ROLES[letter])
+    faring = {
+        kind: {number: _role(roles) for number, roles in held.items()}
+        for kind, held in seen.items()
+    }
+    return faring, {kind: sum(p.numel for p in params if p.kind is kind) for kind in seen}
+
+
+def _role(roles: set[Role]) -> str:
+    words = [WORDS[role] for role in Role if role in roles]
+    return words[0] if len(words) == 1 else " and ".join(f"partly {word}" for word in words)
+
+
+def _rounds(faring: Faring) -> set[int]:
+    return {number for held in faring.values() for number in held}
+
+
+def _spelled(numbers: tuple[int, ...], of: int) -> str:
+    """Rounds in words: `all rounds`, `round 3`, `rounds 4-10`, `7 of 10 rounds`."""
+    if len(numbers) == of:
+        return "all rounds"
+    if len(numbers) == 1:
+        return f"round {numbers[0]}"
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"rounds {numbers[0]}-{numbers[-1]}"
+    return f"{len(numbers)} of {of} rounds, the first of them {numbers[0]}"

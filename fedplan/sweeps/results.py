@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results: what a run came to, read from its folder, and the score that it is known by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedplan.data.own import OWN, Own
+from fedplan.data.tasks import task_class
+from fedplan.errors import FedplanError
+from fedplan.federation.callbacks import LOWER
+from fedplan.federation.history import Metrics
+from fedplan.federation.states import RunState, read_status
+from fedplan.reports.preview import stated
+from fedplan.studies.run import Run, looked_at, open_run
+from fedplan.studies.schema import Study
+from fedplan.sweeps.records import is_sweep, read_asked_for, read_failures
+
+OF_CLIENTS = ("personal.mean", "sites.spread.own.mean")
+"""Scores of clients' own models, by the task's own measure."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What one run came to: its numbers by round, all bytes of all clients, and what it spent.
+
+    `seconds` are those of its rounds, at the median of the last of them; None if nobody told.
+    """
+
+    folder: Path
+    study: Study
+    plan: str
+    rounds: int
+    over: bool
+    metrics: Metrics
+    seconds: float | None
+    epsilon: float | None
+
+    @property
+    def up(self) -> int:
+        """The bytes that all clients sent."""
+        return int(sum(row["up"] for row in self.metrics))
+
+    @property
+    def down(self) -> int:
+        """The bytes that all clients received."""
+        return int(sum(row["down"] for row in self.metrics))
+
+    def score(self, name: str) -> float | None:
+        """A number of the last round that has it."""
+        return next((row[name] for row in reversed(self.metrics) if name in row), None)
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """A number by round, of those that have it."""
+        return [(int(row["round"]), row[name]) for row in self.metrics if name in row]
+
+    @property
+    def primary(self) -> str:
+        """The name of the score that its task is known by."""
+        kind = self.study.task.kind
+        return Own.primary if kind == OWN else task_class(kind).primary
+
+    def higher(self, name: str) -> bool:
+        """Whether more of a score is better."""
+        kind = self.study.task.kind
+        if name in OF_CLIENTS and kind != OWN:
+            return task_class(kind).higher
+        return not name.endswith(LOWER)
+
+
+def result_of(folder: Path) -> RunResult:
+    """What the run in a folder came to, as far as it is."""
+    return looked_at(folder, _result)
+
+
+def _result(run: Run) -> RunResult:
+    told = read_status(run.folder)
+    seconds = told.seconds * run.round if told and told.seconds is not None else None
+    stop, stopped = run.study.stop, told is not None and told.state == RunState.STOPPED
+    early = stop is not None and told is not None and stopped and told.why.startswith(stop.metric)
+    return RunResult(
+        folder=run.folder,
+        study=run.study,
+        plan=run.agreement.method.plan.text,
+        rounds=run.round,
+        over=run.round >= run.study.train.rounds or early,
+        metrics=run.metrics,
+        seconds=seconds,
+        epsilon=stated(run.folder).spent if run.study.privacy and run.study.gathered else None,
+    )
+
+
+def runs_in(places: Sequence[Path | str]) -> tuple[list[Path], list[str]]:
+    """The folders of runs that places hold, runs or sweeps, and what is not there, in words."""
+    found, notes = list[Path](), list[str]()
+    for place in map(Path, places):
+        if not is_sweep(place):
+            found.append(open_run(place).folder)
+            continue
+        names, failed = read_asked_for(place).runs, read_failures(place)
+        begun = [place / name for name in names if name not in failed and (place / name).is_dir()]
+        found += begun
+        if failed:
+            notes.append(f"{len(failed)} of {len(names)} runs of {place} failed: left out")
+        if missing := len(names) - len(begun) - len(failed):
+            notes.append(f"{missing} of {len(names)} runs of {place} are not begun: left out")
+    return list(dict.fromkeys(found)), notes
+
+
+def score_named(name: str, results: Sequence[RunResult]) -> str:
+    """The score to compare by: as it is named, or the first that all runs have."""
+    kinds = {each.primary for each in results}
+    usual = [f"{where}.{kind}" for where in ("world", "sites.world") for kind in sorted(kinds)]
+    wanted = [name] if name else [*usual, *OF_CLIENTS, "loss"]
+    for each in wanted:
+        if all(result.score(each) is not None for result in results):
+            return each
+    lacking = next((r for r in results if all(r.score(w) is None for w in wanted)), results[0])
+    there = sorted({key for row in lacking.metrics for key in row})
+    raise FedplanError(
+        f"not all runs have {name or 'one score'}: {lacking.folder} has "
+        f"{', '.join(there) or 'no round yet'}; name one that all have by --score"
+    )

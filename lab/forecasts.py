@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far forecasts were off: bytes of the result files, epsilon and time of small studies here.
+
+Bytes: a result file says what a run sent, and today's code forecasts it from the study in it. Models
+that are made from settings are here; those of a folder need a --place. Epsilon and time: a small
+study is forecast, then played whole. Writes lab/results/forecasts.json and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from study import FACTS, LAB, in_place
+
+from fedplan.errors import FedplanError
+from fedplan.reports.preview import foreseen_of, stated
+from fedplan.runners.door import run_study
+from fedplan.studies.schema import read_study, study_of
+from fedplan.studies.stage import stage_of
+from fedplan.sweeps.rehearsals import rehearse
+from fedplan.sweeps.tables import table
+
+RESULTS = LAB / "results"
+STUDY = LAB.parent / "examples" / "digits.toml"
+METHODS = ("fedavg", "fedper", "head-only", "fedprox")
+GONE = {"train": ("bf16",), "method": ()}
+"""Fields that the schema no longer has; none of them changes a byte."""
+
+
+def variants() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The results of each variant of each study, over its seeds."""
+    for folder in sorted(each for each in RESULTS.iterdir() if each.is_dir()):
+        found = dict[str, list[dict[str, Any]]]()
+        for file in sorted(folder.glob("*-[0-9].json")):
+            read = json.loads(file.read_text())
+            if "bytes_up" in read:
+                found.setdefault(file.stem.rpartition("-")[0], []).append(read)
+        for name, results in found.items():
+            yield f"{folder.name}/{name}", results
+
+
+def bytes_of(result: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
+    """What a client is forecast to send and receive in all, at least and at most."""
+    said = in_place(result["study"], places)
+    for section, names in GONE.items():
+        said[section] = {k: v for k, v in said.get(section, {}).items() if k not in names}
+    study = study_of(said)
+    stage = stage_of(study)
+    views = foreseen_of(study, stage)[0].forecast.views
+    if sum(p.numel for p in stage.agreement.params) != result["params"]:
+        raise FedplanError("the model has another number of params")
+    return {
+        way: [min(getattr(v, f"{way}_span")[0] for v in views), max(getattr(v, way) for v in views)]
+        for way in ("up", "down")
+    }
+
+
+def judged(results: list[dict[str, Any]], places: dict[str, str]) -> dict[str, Any]:
+    """Whether what was sent lies in what is forecast, and by how much it is off where it is one number."""
+    if any(each["study"].get("clients", {}).get("share", 1) < 1 for each in results):
+        return {"left_out": "not all clients take part in each round"}
+    try:
+        forecast = bytes_of(results[0], places)
+    except (FedplanError, OSError, ValueError) as error:
+        return {"left_out": str(error).partition("\n")[0][:160]}
+    found = dict[str, Any]()
+    for way, (least, most) in forecast.items():
+        sent = [each[f"bytes_{way}"] / each["clients"] for each in results]
+        inside = all(least <= each <= most for each in sent)
+        found[way] = {
+            "least": least,
+            "most": most,
+            "sent": sent,
+            "inside": inside,
+            "exact": least == most,
+        }
+    return found
+
+
+def epsilon() -> dict[str, float]:
+    """A small private study: what is forecast for all rounds, and what they then spent."""
+    change = ["train.rounds=5", "privacy.unit=client", "privacy.epsilon=4.0", "evaluate.every=5"]
+    study = read_study(STUDY, change)
+    _, statement = foreseen_of(study, stage_of(study))
+    assert statement is not None
+    with tempfile.TemporaryDirectory() as folder:
+        run_study(study, Path(folder) / "run")
+        spent = stated(Path(folder) / "run").spent
+    return {"forecast": statement.guarantee.forecast(5), "spent": spent}
+
+
+def seconds() -> list[dict[str, Any]]:
+    """Seconds a step by two rounds, and by all rounds of the same study."""
+    found = list[dict[str, Any]]()
+    rounds = read_study(STUDY).train.rounds
+    for method in METHODS:
+        short, whole = (rehearse(STUDY, [method], rounds=n).prices[0] for n in (2, rounds))
+        assert short.measured is not None and whole.measured is not None
+        steps = (short.measured.step, whole.measured.step)
+        found.append({"method": method, "rounds": rounds, "forecast": steps[0], "measured": steps[1],
+                      "off": steps[0] / steps[1] - 1, "score_after_2": short.measured.score,
+                      "score_after_all": whole.measured.score})  # fmt: skip
+    return found
+
+
+def lines(found: dict[str, Any]) -> list[list[str]]:
+    """The table of docs/sweeps.md."""
+    told = [each for each in found["bytes"].values() if "left_out" not in each]
+    rows = list[list[str]]()
+    for way in ("up", "down"):
+        exact = [e[way] for e in told if e[way]["exact"]]
+        spans = [e[way] for e in told if not e[way]["exact"]]
+        off = max(
+            (abs(s / e["most"] - 1) for e in exact for s in e["sent"] if e["most"]), default=0.0
+        )
+        inside = sum(e["inside"] for e in spans)
+        rows.append([f"bytes {way}, one number", f"{len(exact)} variants", f"at most {off:.2%}"])
+        rows.append([f"bytes {way}, a span", f"{len(spans)} variants", f"{inside} inside"])
+    spent = found["epsilon"]
+    rows.append(["epsilon", "1 study", f"{abs(spent['spent'] / spent['forecast'] - 1):.2%}"])
+    for each in found["seconds"]:
+        rows.append(
+            [
+                f"seconds a step, {each['method']}",
+                f"2 of {each['rounds']} rounds",
+                f"{each['off']:+.0%}",
+            ]
+        )
+    return rows
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__)
+    ask.add_argument("--place", action="append", default=[], help="DATA=folder, GTE=folder ...")
+    places = dict(place.split("=", 1) for place in ask.parse_args().place)
+    found = {
+        "command": "python lab/forecasts.py "
+        + " ".join(f"--place {name}={name}" for name in places),
+        "facts": FACTS,
+        "bytes": {name: judged(results, places) for name, results in variants()},
+        "epsilon": epsilon(),
+        "seconds": seconds(),
+    }
+    (RESULTS / "forecasts.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(table(["forecast", "of", "off by"], lines(found)), end="")
+
+
+if __name__ == "__main__":
+    main()

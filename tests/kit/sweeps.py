@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A study that is small enough to be run many times, and a sweep of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from commands import STUDY
+
+from fedplan.studies.run import open_run
+from fedplan.sweeps.sweeping import Sweep, sweep
+
+SMALL = (
+    STUDY.replace('plan = "chain(share(), when(after(1), freeze(query | key)), keep(head))"', 'name = "fedavg"')
+    .replace("[clients]\ndropped = 0.1\n[evaluate]\nattention = 4\n", "")
+    .replace("rounds = 3", "rounds = 2")
+)  # fmt: skip
+"""Three clients, two rounds, FedAvg."""
+METHODS = {"method.name": ["fedavg", "fedper"]}
+
+
+def small_study(folder: Path) -> Path:
+    """The study's file in a folder, with its data."""
+    draw = np.random.default_rng(0)
+    np.savez(
+        folder / "digits.npz",
+        image_train=draw.integers(0, 255, (60, 8, 8), dtype=np.uint8),
+        digit_train=draw.integers(0, 3, 60),
+        image_test=draw.integers(0, 255, (20, 8, 8), dtype=np.uint8),
+        digit_test=draw.integers(0, 3, 20),
+    )
+    (folder / "study.toml").write_text(SMALL)
+    return folder / "study.toml"
+
+
+def small_sweep(folder: Path) -> Sweep:
+    """Two methods on three seeds."""
+    return sweep(small_study(folder), METHODS, folder=folder / "sweep", seeds=3)
+
+
+def bits(folder: Path) -> tuple[dict[str, bytes], list[dict[str, float]]]:
+    """What a run came to, whose clients' secrets are its own: the world, and the numbers by round."""
+    run = open_run(folder)
+    values = {name: each.numpy().tobytes() for name, each in run.world.values.items()}
+    return values, list(run.metrics)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A report is one file that fetches nothing, tells what the folder tells, and hides who is hidden."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import STUDY, run
+
+import fedplan as fp
+from fedplan.errors import FedplanError
+from fedplan.federation.record import TurnRecord
+from fedplan.federation.states import STATUS, RunState, RunStatus
+from fedplan.reports.pages.attendance import MOST, attendance_section, state_of_turn
+from fedplan.reports.pages.curves import groups_of
+from fedplan.reports.pages.facts import RunFacts, facts_of
+from fedplan.reports.pages.markup import Html, tag
+from fedplan.reports.pages.reporting import page_of, watched
+from fedplan.reports.pages.roles import roles_section
+from fedplan.reports.pages.traffic import traffic_of
+from fedplan.storage.processes import this_process
+from fedplan.studies.run import open_run
+
+BAD = '<script>alert("1")</script>'
+NAMES = [BAD, "north & south", "=cmd()"]
+CLIENT = '[privacy]\nunit = "client"\nepsilon = 50.0\nnoise = 2.0\n'
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Runs of a tiny study, by the names of their folders: all tests read the same ones."""
+    folder, before = tmp_path_factory.mktemp("pages"), Path.cwd()
+    os.chdir(folder)
+    draw = np.random.default_rng(0)
+    whose = np.array([NAMES[i % 3] for i in range(60)])
+    tables = {"image": lambda n: draw.integers(0, 255, (n, 8, 8), dtype=np.uint8)}
+    tables["digit"] = lambda n: draw.integers(0, 3, n)
+    rows = {
+        f"{k}_{s}": make(n) for k, make in tables.items() for s, n in (("train", 60), ("test", 20))
+    }
+    np.savez("digits.npz", **rows, whose_train=whose, whose_test=whose[:20])
+    named = STUDY.replace(
+        'by = "dirichlet"\nalpha = 0.5\nclients = 3', 'by = "column"\ncolumn = "whose"\nclients = 3'
+    )
+    named = named.replace("[clients]", f"[clients]\nnames = {json.dumps(NAMES)}")
+    private = named.replace("dropped = 0.1", "share = 0.7") + CLIENT
+    for name, text, seed in (("a", named, 0), ("b", named, 1), ("hidden", private, 0)):
+        Path(f"{name}.toml").write_text(text)
+        fp.run_study(fp.read_study(Path(f"{name}.toml"), [f"seed={seed}"]), name)
+    yield folder
+    os.chdir(before)
+
+
+class Seen(HTMLParser):
+    """The elements of a page, the attributes that could fetch, and its words."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements, self.fetched, self.words = list[str](), list[str](), list[str]()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append(tag)
+        self.fetched += [f"{k}={v}" for k, v in attrs if k in ("src", "href", "srcset", "action")]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def headings(text: str) -> list[str]:
+    return [part.partition("</h2>")[0] for part in text.split("<h2>")[1:]]
+
+
+def files(folder: Path) -> dict[Path, str]:
+    found = (file for file in folder.rglob("*") if file.is_file())
+    return {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in found}
+
+
+def test_a_report_is_one_file_that_fetches_and_runs_nothing(place: Path) -> None:
+    before = files(place / "a")
+    text = fp.report(place / "a", place / "a.html").read_text()
+    seen = Seen(text)
+    assert not {"script", "link", "img", "iframe", "object"} & set(seen.elements)
+    assert not seen.fetched and "url(" not in text and "@import" not in text
+    assert "default-src &#x27;none&#x27;" in text and files(place / "a") == before
+    assert headings(text) == [
+        "The model, part by part",
+        *("Learning", "Each client", "Drift", "Bytes", "Who came", "Verdict"),
+    ]
+
+
+def test_a_client_of_any_name_stays_a_text(place: Path) -> None:
+    text = page_of([place / "a"]).html()
+    assert "<script" not in text and BAD in "".join(Seen(text).words)
+    assert tag("p", BAD, title=BAD) == (
+        '<p title="&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;">'
+        "&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;</p>"
+    )
+    assert tag("p", tag("b", "x"), Html("<i>")) == "<p><b>x</b><i></p>"
+
+
+def test_where_clients_are_hidden_no_page_and_no_table_names_one(place: Path) -> None:
+    page = page_of([place / "hidden"])
+    page.write(place / "hidden.html", csv=place / "hidden-csv")
+    told = (place / "hidden.html").read_text()
+    told += "".join(file.read_text() for file in (place / "hidden-csv").iterdir())
+    words = "".join(Seen(told).words)
+    assert not [name for name in NAMES if name in words]
+    assert "Privacy" in headings(told) and "epsilon.csv" in os.listdir(place / "hidden-csv")
+    assert "attendance.csv" not in os.listdir(place / "hidden-csv")
+    assert "worst" not in words.replace("worst of the clients", "")
+
+
+@pytest.mark.parametrize("folder", ["a", "b", "hidden"])
+def test_bytes_by_part_are_those_of_the_ledger(place: Path, folder: str) -> None:
+    facts = facts_of(open_run(place / folder))
+    turns = [turn for held in facts.turns for turn in held]
+    found = traffic_of(facts)
+    assert found.up.total() == sum(turn.up for turn in turns) > 0
+    assert found.down.total() == sum(turn.down for turn in turns) > 0
+
+
+def test_the_grid_of_roles_is_what_the_ledger_says(place: Path) -> None:
+    """The study freezes query and key after its first round, and keeps the head."""
+    (figure,) = roles_section(facts_of(open_run(place / "a"))).figures
+    told = {(row[0], row[1], row[2]): row[3] for row in figure.drawing.rows}
+    assert told["query", 1, 1] == "shared" and told["query", 2, 3] == "frozen"
+    assert told["head", 1, 3] == "kept" and told["mlp", 1, 3] == "shared"
+    assert "all clients had the same roles" in figure.caption
+
+
+def test_the_tables_of_a_report_have_the_numbers_of_the_run(place: Path) -> None:
+    code, said = run(
+        "report",
+        str(place / "a"),
+        "-o",
+        str(place / "x.html"),
+        "--csv",
+        str(place / "csv"),
+        "--json",
+    )
+    assert code == 0 and json.loads(said) == {"written": str(place / "x.html")}
+    with (place / "csv" / "scores.csv").open() as out:
+        rows = [row for row in csv.DictReader(out) if row["series"] == "world"]
+    metrics = open_run(place / "a").metrics
+    assert [float(row["accuracy"]) for row in rows] == [row["world.accuracy"] for row in metrics]
+    with (place / "csv" / "clients.csv").open() as out:
+        assert {row["series"] for row in csv.DictReader(out)} >= {BAD, "'=cmd()"}
+
+
+def test_runs_that_differ_by_their_seed_alone_are_one_line_with_a_band(place: Path) -> None:
+    both = [facts_of(open_run(place / name)) for name in ("a", "b")]
+    (group,) = groups_of(both)
+    band = group.series(lambda each: each.world_scores("")).band
+    ends = [dict(each.world_scores("").points) for each in both]
+    assert band == tuple(
+        (min(a, b), max(a, b)) for a, b in zip(*(e.values() for e in ends), strict=True)
+    )
+    assert len(groups_of([*both, facts_of(open_run(place / "hidden"))])) == 2
+    text = page_of([place / "a", place / "b"]).html()
+    assert "mean of 2 runs" in text and "Verdict, tiny, seed 1" in headings(text)
+
+
+def test_a_fault_of_the_folder_is_the_verdict(place: Path, tmp_path: Path) -> None:
+    assert "verified<" in page_of([place / "a"]).html()
+    copy = tmp_path / "copy"
+    shutil.copytree(place / "a", copy)
+    scores = copy / "metrics.jsonl"
+    scores.write_text(scores.read_text().replace("0.", "1.", 1))
+    text = page_of([copy]).html()
+    assert (
+        "metrics.jsonl is not what round 3 was committed with" in text and "verified<" not in text
+    )
+
+
+def live(folder: Path, state: RunState) -> None:
+    told = RunStatus(study="tiny", rounds=3, state=state, round=3, driver=this_process())
+    (folder / STATUS).write_text(json.dumps(told.json()))
+
+
+def test_a_run_that_goes_on_is_written_again_until_it_ends(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter([RunState.RUNNING, RunState.DONE])
+    before = (place / "b" / STATUS).read_bytes()
+    monkeypatch.setattr("time.sleep", lambda _: live(place / "b", next(states)))
+    try:
+        live(place / "b", next(states))
+        pages = [p.html() for p in watched([place / "b"], tmp_path / "x.html", 7)]
+    finally:
+        (place / "b" / STATUS).write_bytes(before)
+    assert len(pages) == 2 and 'http-equiv="refresh" content="7"' in pages[0]
+    assert "goes on" in pages[0] and "verified<" not in pages[0]
+    assert "refresh" not in pages[1] and "verified<" in pages[1]
+    assert (tmp_path / "x.html").read_text() == pages[1]
+
+
+def many(facts: RunFacts, count: int) -> RunFacts:
+    """The same run with more clients, of whom some refuse, fail or are late."""
+    whys = ["late", "dropped", "refused: policy (no)", f"failed: {BAD}", "moved what is frozen"]
+    names = [f"client {n}" for n in range(count)]
+    rounds = tuple(
+        replace(r, counted=tuple(names[len(whys) :]), rejected=dict(zip(names, whys, strict=False)))
+        for r in facts.rounds
+    )
+    turns = tuple(tuple[TurnRecord, ...]() for _ in rounds)
+    return replace(facts, rounds=rounds, turns=turns)
+
+
+def test_of_many_clients_those_that_were_missing_are_shown(place: Path) -> None:
+    section = attendance_section(many(facts_of(open_run(place / "a")), 100))
+    (figure,) = section.figures
+    shown = dict.fromkeys(row[0] for row in figure.drawing.rows)
+    assert len(shown) <= MOST and {f"client {n}" for n in range(5)} <= set(shown)
+    assert "40 of 103 clients" in figure.caption
+    told = {row[0]: row[3] for row in figure.drawing.rows}
+    assert [told[f"client {n}"] for n in range(6)] == [
+        *("late", "dropped out", "refused", "failed", "not counted", "counted")
+    ]
+    assert "<script" not in section.html()
+
+
+def test_every_reason_of_a_ledger_has_a_state() -> None:
+    assert state_of_turn("not asked: it runs another version") == "dropped out"
+    assert state_of_turn("no answer in time") == "dropped out"
+
+
+def test_what_cannot_be_reported_is_named(place: Path, tmp_path: Path) -> None:
+    code, said = run("report", str(tmp_path))
+    assert code == 2 and "is not the folder of a run" in said and str(tmp_path) in said
+    with pytest.raises(FedplanError, match="of one run or more"):
+        fp.report([], tmp_path / "x.html")
+    code, said = run("report", str(place / "a"), "-o", str(tmp_path / "no" / "x.html"))
+    assert code == 2 and "cannot be written" in said
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A comparison is what follows by hand from the runs, and says where there are too few."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from commands import run
+from scipy import stats
+
+from fedplan.errors import FedplanError
+from fedplan.runners.simulation import Simulation
+from fedplan.studies.run import open_run
+from fedplan.sweeps.comparisons import compare
+from fedplan.sweeps.sweeping import Sweep
+
+
+def last(swept: Sweep, method: str, name: str = "world.accuracy") -> list[float]:
+    folders = (swept.folder / f"method.name={method},seed={seed}" for seed in range(3))
+    return [open_run(folder).metrics[-1][name] for folder in folders]
+
+
+def test_the_numbers_are_those_of_the_runs(swept: Sweep) -> None:
+    found = compare([swept.folder], score="world.loss")
+    base, other = found.rows
+    ones, others = last(swept, "fedavg", "world.loss"), last(swept, "fedper", "world.loss")
+    assert [row.group.label for row in found.rows] == ["fedavg", "fedper"]
+    assert base.score.mean == pytest.approx(sum(ones) / 3) and base.difference is None
+    assert other.difference is not None and not found.higher
+    assert other.difference.mean == pytest.approx((sum(others) - sum(ones)) / 3)
+    by_hand = stats.ttest_rel(others, ones)
+    assert other.p == pytest.approx(by_hand.pvalue) == other.corrected
+    low, high = by_hand.confidence_interval(0.95)
+    assert (other.difference.low, other.difference.high) == (
+        pytest.approx(low),
+        pytest.approx(high),
+    )
+    run_of = open_run(swept.folder / "method.name=fedper,seed=0")
+    assert other.group.runs[0].up == sum(int(row["up"]) for row in run_of.metrics)
+    assert other.group.number("rounds") == 2 and (other.group.number("seconds") or 0) > 0
+
+
+def test_the_score_of_the_task_is_compared_unless_another_is_named(swept: Sweep) -> None:
+    assert compare([swept.folder]).score == "world.accuracy"
+    assert compare([swept.folder], score="personal.worst").higher
+    with pytest.raises(
+        FedplanError, match=r"not all runs have world\.f2.*world\.accuracy.*--score"
+    ):
+        compare([swept.folder], score="world.f2")
+
+
+def test_what_differs_is_said_in_words(swept: Sweep) -> None:
+    words = compare([swept.folder]).rows[1].words
+    assert words[0] == "method.name is 'fedper', not 'fedavg'"
+    assert words[1] == "the plan is chain(share(), keep(head)), not share()"
+    assert words[2] == "head (51 params): kept, not shared, in all rounds"
+    assert len(words) == 3
+
+
+@pytest.mark.parametrize(
+    ("seeds", "note", "interval"),
+    [
+        (1, "one seed: there is no interval", False),
+        (2, "two seeds", True),
+        (3, "fewer than 5", True),
+    ],
+)
+def test_too_few_seeds_are_said(swept: Sweep, seeds: int, note: str, interval: bool) -> None:
+    places = [swept.folder / n for n in swept.names if int(n[-1]) < seeds]
+    found = compare(places)
+    assert any(note in each for each in found.notes)
+    assert (found.rows[0].score.half is not None) == interval
+    assert (found.rows[1].corrected is not None) == interval
+    assert note in found.markdown()
+
+
+def test_only_seeds_of_both_groups_are_paired(swept: Sweep) -> None:
+    found = compare([p for p in swept.folders if p.name != "method.name=fedavg,seed=1"])
+    difference = found.rows[1].difference
+    assert difference is not None and difference.count == 2
+    assert any("2 of 3 seeds stand in the first group too" in note for note in found.notes)
+
+
+def test_a_run_that_goes_on_is_left_out_and_one_study_is_not_counted_twice(
+    swept: Sweep, tmp_path: Path
+) -> None:
+    first = swept.folders[0]
+    study = open_run(first).study.model_copy(update={"seed": 9})
+    next(iter(Simulation(study, tmp_path / "open").rounds()))
+    found = compare([first, tmp_path / "open"])
+    assert any("is at round 1 of 2: left out" in note for note in found.notes)
+    with pytest.raises(FedplanError, match="there is no run that ended"):
+        compare([tmp_path / "open"])
+    shutil.copytree(first, tmp_path / "copy")
+    with pytest.raises(FedplanError, match="one study with one seed: name one of them"):
+        compare([first, tmp_path / "copy"])
+
+
+def test_the_command_prints_markdown_csv_and_json(swept: Sweep, tmp_path: Path) -> None:
+    place = str(swept.folder)
+    code, told = run("compare", place)
+    table = [line for line in told.splitlines() if line.startswith("|")]
+    assert code == 0 and len(table) == 4
+    assert (
+        table[0]
+        == "| runs | seeds | world.accuracy | minus fedavg | p (Holm) | MB up | MB down | rounds | time |"
+    )
+    rows = list(csv.DictReader(StringIO(run("compare", place, "--csv")[1])))
+    groups = json.loads(run("compare", place, "--json")[1])["groups"]
+    for row, group in zip(rows, groups, strict=True):
+        assert float(row["score"]) == group["mean"]["mean"] and row["label"] == group["label"]
+        assert int(float(row["bytes_up"])) == group["bytes_up"] and len(group["runs"]) == 3
+    code, told = run("compare", place, "--csv", "--json")
+    assert code == 2 and "give one of them" in told
+    code, told = run("compare", str(tmp_path))
+    assert code == 2 and "not the folder of a run" in told
+
+
+def test_the_page_needs_nothing_beside_it(swept: Sweep, tmp_path: Path) -> None:
+    code, _ = run("compare", str(swept.folder), "--html", str(tmp_path / "c.html"))
+    page = (tmp_path / "c.html").read_text()
+    assert code == 0 and page.count("<svg") >= 4 and "fedper" in page
+    assert "src=" not in page and "<script" not in page and "href=" not in page
