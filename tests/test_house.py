@@ -24,8 +24,8 @@ ORDER = (
     *("errors", "seeds", "faces", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports", "sites"),
-    *("parts", "testing", "console", "operation_commands", "server_commands"),
-    *("site_commands", "cli", "__init__"),
+    *("__init__", "parts", "testing", "console", "model_commands", "study_commands"),
+    *("operation_commands", "audit_commands", "server_commands", "site_commands", "cli"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
@@ -43,12 +43,12 @@ LENT = {
         mark_of_file now put_file reach read_chain read_lines synced this_process
     """,
     "models": """
-        CONFIG ITEMSIZE LowRank Preprocessing QUANTISED SETTINGS TASKS TEMPLATE TRAINED
-        add_prompts aligned bare blocks_of buffers_of centre_of configured drawn
-        families_in family_named fetched graft is_hub_id is_quantised layers_of learn
-        listen load_adapter mixes_rows moved places quantisation quiet read report
-        require_rest save_adapter scales_in skeleton small_copy steadied untaught
-        value_in whole written
+        CONFIG ITEMSIZE LowRank Preprocessing QUANTISED SETTINGS SHORT TASKS TEMPLATE
+        TRAINED add_prompts aligned bare blocks_of buffers_of centre_of configuration
+        configured drawn families_in family_named fetched graft is_hub_id is_quantised
+        layers_of learn listen load_adapter mixes_rows moved places quantisation quiet
+        read report require_rest save_adapter scales_in skeleton small_copy steadied
+        untaught value_in whole written
     """,
     "language": """
         After Assign Best By Condition Crowd MANY Part Phase Roles Step Trait When
@@ -57,18 +57,18 @@ LENT = {
         rounds_ahead spelled_out stated text_of told_apart touched value
     """,
     "data": """
-        Collate Hollow KINDS METRIC_NAMES Measure NO_LABEL OWN Own Seeded TASK_NAMES
-        contents division is_among label_text labels_in model_loss named_columns
-        names_in refitted require_packing require_sight rows some spread task_class
-        to_train values where
+        Collate Column FEW Hollow KINDS METRIC_NAMES Measure NO_LABEL OWN Own Seeded
+        TASK_NAMES TableLook contents division is_among label_order label_text labels_in
+        labels_of look_at model_loss named_columns names_in refitted require_packing
+        require_sight rows some spread task_class to_train values where
     """,
     "training": """
         CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES ROOM WRAP_NAMES
         adjust checkpointed is_public loop_named public_look wrap_named
     """,
     "methods": """
-        ByResidual METHOD_NAMES SERVER_OPTIMISER_NAMES Sides Told about_method hosts_of
-        list_methods product_told server_optimiser_named told_method
+        ByResidual METHOD_NAMES SERVER_OPTIMISER_NAMES Sides Told hosts_of list_methods
+        product_told server_optimiser_named sheet_of told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
@@ -79,22 +79,23 @@ LENT = {
         EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity KEY KINDS
         Kept LIVE LOWER Limits METRICS Metrics Patience PlainSum ROLES RULES RUN Record
         RecordError RunState RunStatus SMALL STUDY Scores Scoring Sent SiteState
-        SiteStatus Status TRACKER_NAMES WORLD Warrant agreements_in announced
-        ask_to_stop base_of by_part by_senders caps_of changed_rows closed_faults
-        code_of cut drifts_of emptied ended evaluate guard_of is_id joined journal_in
-        keyed last_of last_told ledger_lines listed mark_of meant merge metrics_of
-        newest_segment opened opening opening_faults other_versions own_values
-        own_versions parsed parted personal_values place_of private_folder question
-        read_agreement read_answers read_egress read_faults read_identity read_record
-        read_status read_turn request_header request_message require_sound run_of
-        said_of scored scores_of segment_number sent state_said stopping together told
+        SiteStatus Status WORLD Warrant agreements_in announced ask_to_stop base_of
+        by_part by_senders caps_of changed_rows close_all closed_faults code_of cut
+        drifts_of emptied ended evaluate guard_of is_id joined journal_in keyed last_of
+        last_told ledger_lines listed mark_of meant merge metrics_of newest_segment
+        opened opening opening_faults other_versions own_values own_versions parsed
+        parted personal_values place_of private_folder question read_agreement
+        read_answers read_egress read_faults read_identity read_record read_status
+        read_turn request_header request_message require_sound run_of said_of scored
+        scores_of segment_number sent state_said stopping together told tracker_named
         understood unlike_versions update_of warnings_of world_values
     """,
     "studies": """
-        Count DeviceName Given Section WentOn agreed_run as_fault begun carry_over
-        continuing exam_of flat found_in guarantee_of looked_at method_of note_task odd
-        open_study opened_run outline_of participation_of placed read_toml
-        require_fitting require_free scoring_of shares_of study_in study_of write_run
+        Count DeviceName Given Section Wanted WentOn agreed_run as_fault begun
+        carry_over continuing division_of exam_of flat found_in guarantee_of looked_at
+        method_of new_study note_task odd open_study opened_run outline_of
+        participation_of placed read_toml require_fitting require_free scoring_of
+        shares_of study_in study_of write_run
     """,
     "runners": """
         ServerSection Site Worker Workers drive folder_of is_known link_in make_keys
@@ -102,8 +103,8 @@ LENT = {
         run_link run_study serve simulate table_of workers_of
     """,
     "reports": """
-        Figure Forecast Segment asked follow_flower foretold in_order log_line megabytes
-        moment parts_table screen stated told_of
+        Figure Forecast Segment asked follow_flower foretold holdings_of in_order
+        log_line megabytes moment parts_table screen stated told_of
     """,
     "sites": """
         approvals_of examine rejoin screen serve_site write_lock
