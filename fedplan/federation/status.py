@@ -147,6 +147,12 @@ class Status:
         later = each * max(0, self.now.rounds - self.now.round - 1)
         self._put(answered=done, asked=asked, left=seconds * (asked - done) + later)
 
+    def trouble(self, why: str) -> None:
+        """Say what keeps a run that is driven from going on, or that nothing does any more."""
+        if self.now.why != why and self.now.state in LIVE:
+            self._put(why=why)
+            self._write()
+
     def site(self, name: str, state: str, why: str = "") -> None:
         """Say what a site does; the same again is nothing new."""
         if state in ENDS and self.now.asked:
