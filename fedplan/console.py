@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console: options that several commands take, and errors as messages for a person."""
+"""The console: options that several commands take, how commands are added, errors as messages."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import json
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Annotated
+from inspect import unwrap
+from math import isfinite
+from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 
+import click
 import typer
 from rich.console import Console
+from typer.core import TyperArgument, TyperGroup
+from typer.models import ArgumentInfo
 
 from fedplan.errors import FedplanError
+
+Asked = TypeVar("Asked", bound=Callable[..., Any])
 
 Model = Annotated[
     str, typer.Argument(help="A short name (vit-base-16), a folder, hub:org/name, or a manifest.")
@@ -19,8 +27,60 @@ PlanText = Annotated[str, typer.Argument(help="A plan, in quotes: 'chain(share()
 Task = Annotated[str, typer.Option(help="Another head: text-classification, causal-lm, ...")]
 Labels = Annotated[int, typer.Option(help="How many labels the head has.", min=0)]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else.")]
+JsonLines = Annotated[
+    bool, typer.Option("--json", help="Print JSON: a line for each thing that happens.")
+]
 Sites = Annotated[list[str] | None, typer.Option("--site", help="The name of a site; repeat it.")]
+
+
+class Group(TyperGroup):
+    """Commands whose arguments show their help.
+
+    click 8.5 has a help of its own for arguments, and typer below 0.26 loses its own by it: so it
+    is put back here, from where the command says it.
+    """
+
+    def __init__(self, **attrs: Any) -> None:
+        # click suggests a command itself: typer's own word would say it twice.
+        super().__init__(**{**attrs, "suggest_commands": False})
+        for each in self.commands.values():
+            if not isinstance(each, TyperGroup):
+                _put_back(each)
+
+
+def _put_back(command: click.Command) -> None:
+    hints = get_type_hints(unwrap(cast("Any", command.callback)), include_extras=True)
+    for param in command.params:
+        said = get_args(hints.get(param.name or ""))
+        found = [each.help for each in said if isinstance(each, ArgumentInfo)]
+        if isinstance(param, TyperArgument) and found:
+            param.help = found[0]
+
+
+def group(about: str) -> typer.Typer:
+    """A group of commands, to be filled by `command`."""
+    return typer.Typer(help=about, cls=Group, no_args_is_help=True)
+
+
+def command(app: typer.Typer, *examples: str) -> Callable[[Asked], Asked]:
+    """Add a command to an app; its help ends in examples, which are typed after `fedplan`."""
+    first = "Example:" if len(examples) == 1 else "Examples:"
+    return app.command(epilog="\n\n".join([first, *(f"fedplan {each}" for each in examples)]))
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document; a number that is none is null."""
+    typer.echo(json.dumps(finite(value), indent=1))
+
+
+def finite(value: Any) -> Any:
+    """Plain values as JSON has them: without numbers that are none."""
+    if isinstance(value, Mapping):
+        return {str(k): finite(v) for k, v in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in cast("list[Any]", value)]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.console import Json, told
+from fedplan.console import Json, JsonLines, finite, print_json, told
 from fedplan.errors import FedplanError
 
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
@@ -53,29 +53,39 @@ def run(
     webhook: Annotated[
         list[str] | None, typer.Option(help="An address that is told of trouble; repeat it.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Run a study. Stop it at any moment: --resume goes on with the same bits."""
+    """Run a study. Stop it at any moment: --resume goes on with the same bits.
+
+    With --json its rounds go to stderr, and how the run stands at its end to stdout.
+    """
     from fedplan.reports.operation import Operation
     from fedplan.reports.progress import follow, follow_flower
+    from fedplan.reports.status import status_of
     from fedplan.runners.crews.workers import workers_of
     from fedplan.studies.continuation import open_study
 
     with told():
         watched = Operation(metrics_port, tuple(webhook or ()))
+        console = Console(highlight=False, stderr=as_json)
         opened = open_study(study, change or [], output, resume=resume, earlier=continue_from)
         if runner == "flower":
             watched = replace(watched, certificates=server.absolute().parent)
-            follow_flower(*opened, server=server, operation=watched)
+            follow_flower(*opened, server=server, operation=watched, console=console)
         elif runner in ("local", "pool", "ray"):
             hired = workers_of(runner, workers, gpus_per_worker, ray_address)
-            follow(*opened, earlier=continue_from, operation=watched, workers=hired)
+            follow(
+                *opened, earlier=continue_from, operation=watched, workers=hired, console=console
+            )
         else:
             raise FedplanError(f"--runner is local, pool, ray or flower, not {runner!r}")
+        if as_json:
+            print_json({"folder": str(opened[1]), **status_of(opened[1]).json()})
 
 
 def status(
     folder: RunFolder,
-    as_json: Json = False,
+    as_json: JsonLines = False,
     follow: Annotated[bool, typer.Option("--watch", help="Again and again, to its end.")] = False,
 ) -> None:
     """Say how a run stands: round, loss, time left, and each site with its last fault."""
@@ -86,7 +96,7 @@ def status(
     with told():
         if as_json:
             for found in watch(folder) if follow else [status_of(folder)]:
-                print(json.dumps(found.json()), flush=True)
+                print(json.dumps(finite(found.json())), flush=True)
         elif follow:
             with Live(console=screen(), refresh_per_second=2) as live:
                 try:
@@ -103,28 +113,33 @@ def stop(
     now: Annotated[
         bool, typer.Option("--now", help="Without the open round, which is asked again later.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Ask a run to end after its open round. --resume goes on with the same bits."""
     from fedplan.reports.status import stop_run
 
     with told():
         found = stop_run(folder, at_once=now)
+    if as_json:
+        return print_json({"asked": "now" if now else "round", **found.json()})
     when = "at once" if now else f"after round {min(found.round + 1, found.told.rounds)}"
     words = f"Asked to stop {when}. See it end: fedplan attach {folder}"
     Console(soft_wrap=True, highlight=False).print(words, markup=False)
 
 
-def attach(folder: RunFolder) -> None:
+def attach(folder: RunFolder, as_json: Json = False) -> None:
     """Follow a run's rounds to its end, as `run` tells them. Ctrl-C leaves the run alone."""
     from fedplan.reports.status import attach as attached
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=as_json)
     with told():
         try:
             found = attached(folder, console.print)
         except KeyboardInterrupt:
             console.print(f"No longer followed; the run in {folder} goes on.", markup=False)
             raise typer.Exit(130) from None
+        if as_json:
+            return print_json(found.json())
         why = f": {found.told.why}" if found.told.why else ""
         console.print(f"It is {found.state}, after round {found.round}{why}.", markup=False)
 
@@ -136,7 +151,7 @@ def logs(
         str, typer.Option(help="From then on: 10m, 2h, 3d, or a time as 2026-11-16T09:00.")
     ] = "",
     follow: Annotated[bool, typer.Option("--follow", help="And each line as it comes.")] = False,
-    as_json: Json = False,
+    as_json: JsonLines = False,
 ) -> None:
     """Print what happened in a run, or at a site: time, round, site, event and words."""
     from fedplan.reports.log_lines import log_line, moment

@@ -207,7 +207,8 @@ class _Reader:
 
     def missing(self, what: str, opening: int) -> NoReturn:
         if self.kind == "end":
-            self.fail("this is never closed", opening)
+            closing = {"(": ")", "[": "]", "{": "}"}.get(self.text[opening], "its bracket")
+            self.fail(f"this is never closed: {closing} is missing", opening)
         self.fail(f"{what} is missing before {self.token!r}")
 
     def unknown(self, token: str, known: Iterable[str], start: int) -> NoReturn:

@@ -24,8 +24,9 @@ ORDER = (
     *("errors", "seeds", "faces", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports", "sites", "sweeps"),
-    *("parts", "testing", "console", "operation_commands", "report_commands"),
-    *("server_commands", "site_commands", "sweep_commands", "cli", "__init__"),
+    *("__init__", "parts", "testing", "console", "model_commands", "study_commands"),
+    *("operation_commands", "audit_commands", "report_commands", "server_commands"),
+    *("site_commands", "sweep_commands", "cli"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
@@ -44,12 +45,12 @@ LENT = {
         this_process
     """,
     "models": """
-        CONFIG ITEMSIZE LowRank Preprocessing QUANTISED SETTINGS TASKS TEMPLATE TRAINED
-        add_prompts aligned bare blocks_of buffers_of centre_of configured drawn
-        families_in family_named fetched graft is_hub_id is_quantised layers_of learn
-        listen load_adapter mixes_rows moved places quantisation quiet read report
-        require_rest save_adapter scales_in skeleton small_copy steadied untaught
-        value_in whole written
+        CONFIG ITEMSIZE LowRank Preprocessing QUANTISED SETTINGS SHORT TASKS TEMPLATE
+        TRAINED add_prompts aligned bare blocks_of buffers_of centre_of configuration
+        configured drawn families_in family_named fetched graft is_hub_id is_quantised
+        layers_of learn listen load_adapter mixes_rows moved places quantisation quiet
+        read report require_rest save_adapter scales_in skeleton small_copy steadied
+        untaught value_in whole written
     """,
     "language": """
         After Assign Best By Condition Crowd MANY Part Phase Roles Step Trait When
@@ -58,18 +59,18 @@ LENT = {
         rounds_ahead spelled_out stated text_of told_apart touched value
     """,
     "data": """
-        Collate Hollow KINDS METRIC_NAMES Measure NO_LABEL OWN Own Seeded TASK_NAMES
-        contents division is_among label_text labels_in model_loss named_columns
-        names_in refitted require_packing require_sight rows some spread task_class
-        to_train values where
+        Collate Column FEW Hollow KINDS METRIC_NAMES Measure NO_LABEL OWN Own Seeded
+        TASK_NAMES TableLook contents division is_among label_order label_text labels_in
+        labels_of look_at model_loss named_columns names_in refitted require_packing
+        require_sight rows some spread task_class to_train values where
     """,
     "training": """
         CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES ROOM WRAP_NAMES
         adjust checkpointed is_public loop_named public_look wrap_named
     """,
     "methods": """
-        ByResidual METHOD_NAMES SERVER_OPTIMISER_NAMES Sides Told about_method hosts_of
-        list_methods product_told server_optimiser_named told_method
+        ByResidual METHOD_NAMES SERVER_OPTIMISER_NAMES Sides Told hosts_of list_methods
+        product_told server_optimiser_named sheet_of told_method
     """,
     "privacy": """
         BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
@@ -80,8 +81,8 @@ LENT = {
         EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity KEY KINDS
         Kept LETTERS LIVE LOWER Limits METRICS Metrics Patience PlainSum RECORD ROLES
         RULES RUN Record RecordError RunState RunStatus SMALL STUDY Scores Scoring Sent
-        SiteState SiteStatus Status TRACKER_NAMES UPDATE WORLD Warrant agreements_in
-        announced ask_to_stop base_of by_part by_senders caps_of changed_rows
+        SiteState SiteStatus Status UPDATE WORLD Warrant agreements_in announced
+        ask_to_stop base_of by_part by_senders caps_of changed_rows close_all
         closed_faults code_of cut drifts_of emptied ended evaluate guard_of is_id joined
         journal_in keyed last_of last_told ledger_lines listed mark_of meant merge
         metrics_of newest_segment opened opening opening_faults other_versions
@@ -89,15 +90,16 @@ LENT = {
         question read_agreement read_answers read_asked read_egress read_faults
         read_identity read_record read_status read_turn request_header request_message
         require_sound run_of said_of scored scores_of segment_number sent state_said
-        stopping together told understood unlike_versions update_of warnings_of
-        world_values
+        stopping together told tracker_named understood unlike_versions update_of
+        warnings_of world_values
     """,
     "studies": """
-        Count DeviceName Given MethodSection Section WentOn agreed_run agreement_in
-        as_fault begun carry_over continuing exam_of flat found_in guarantee_of lay_over
-        looked_at method_of note_task odd open_study opened_run outline_of
-        participation_of placed read_said read_toml require_fitting require_free
-        scoring_of shares_of study_in study_of value_of write_run
+        Count DeviceName Given MethodSection Section Wanted WentOn agreed_run
+        agreement_in as_fault begun carry_over continuing division_of exam_of flat
+        found_in guarantee_of lay_over looked_at method_of new_study note_task odd
+        open_study opened_run outline_of participation_of placed read_said read_toml
+        require_fitting require_free scoring_of shares_of study_in study_of value_of
+        write_run
     """,
     "runners": """
         ServerSection Site Worker Workers drive folder_of is_known link_in make_keys
@@ -107,10 +109,10 @@ LENT = {
     "reports": """
         Balance Bar Dot Drawing Figure Forecast GridCell GridRow HUES Html Page
         PageSection Scale Segment Series Shape Shown SiteRecord Stroke Words asked badge
-        bar_chart cell_grid duration follow_flower foreseen_of foretold in_order
-        line_chart listed log_line mean_series megabytes millions moment paragraphs
-        parts_table report scaled screen shortened spelled state stated table tag
-        together told_of watched width_of
+        bar_chart cell_grid duration follow_flower foreseen_of foretold holdings_of
+        in_order line_chart listed log_line mean_series megabytes millions moment
+        paragraphs parts_table report scaled screen shortened spelled state stated table
+        tag together told_of watched width_of
     """,
     "sweeps": """
         follow_sweep ground_of

@@ -6,20 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, isnan
+from pathlib import Path
 from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.federation.history import Metrics, Row
 from fedplan.federation.record import RoundRecord, TurnRecord
-from fedplan.naming import Registry
 
 
 @dataclass(frozen=True)
 class Closed:
     """A round that was committed: its records and scores, and the metrics so far, its own last.
 
-    `higher` says whether more of the score that clients are compared by is better, if that is
-    known.
+    `primary` names the score that the task is known by, in which the world and clients are
+    compared, and `higher` says whether more of it is better, if that is known. `experiment` is the
+    study's name and seed, `run` the id of the run, and `folder` where it is kept.
     """
 
     rounds: int
@@ -28,6 +29,10 @@ class Closed:
     scores: Mapping[str, Any]
     metrics: Metrics
     higher: bool | None = None
+    primary: str = "loss"
+    experiment: str = ""
+    run: str = ""
+    folder: Path | None = None
 
     @property
     def round(self) -> int:
@@ -44,10 +49,6 @@ Callback = Callable[[Closed], str | None]
 """Called after each round was committed, by whatever runner. Any words that it returns say why the
 run stops there. Who goes on with a run is told of its last round once more: a callback that looks
 at nothing but what it is told stops where it did before."""
-
-
-TRACKER_NAMES: Registry[Callback] = Registry("tracker", {})
-"""All callbacks that a study can name: fedplan has none itself."""
 
 
 def stopping(callbacks: Iterable[Callback], closed: Closed) -> str:

@@ -276,7 +276,18 @@ class Server:
         past.add(whole, turns, scores or {})
         for each in whole.warnings:
             log.warning("round %d: %s", whole.round, each)
-        return Closed(self.rounds, whole, turns, scores or {}, Metrics(past.metrics))
+        return self._closed(whole, turns, scores or {}, Metrics(past.metrics))
+
+    def _closed(
+        self,
+        whole: RoundRecord,
+        turns: tuple[TurnRecord, ...],
+        scores: Mapping[str, Any],
+        metrics: Metrics,
+    ) -> Closed:
+        """A round as callbacks are told of it."""
+        said = {"experiment": self.agreement.experiment, "run": self.identity.id}
+        return Closed(self.rounds, whole, turns, scores, metrics, **said, folder=self.folder)
 
     def _let_go(self) -> None:
         """Forget the start of what the world has moved: whoever lacks it is sent the world's."""
@@ -322,7 +333,7 @@ class Server:
         scores = {k: v for k, v in lines.get(whole.round, {}).items() if k != "round"}
         same = (each for each in records if isinstance(each, TurnRecord))
         turns = tuple(turn for turn in same if turn.round == whole.round)
-        return Closed(self.rounds, whole, turns, scores, Metrics(self.history))
+        return self._closed(whole, turns, scores, Metrics(self.history))
 
     def _whole(self, tally: Tally) -> RoundRecord:
         self.digests.only(self.world.values.values())

@@ -78,8 +78,10 @@ class SiteStatus:
 class RunStatus:
     """A run as its driver last told it.
 
-    `seconds` is the median of the last rounds, and `left` the seconds until the end at that pace.
-    `spent` is the epsilon so far of what was `promised`, where anything was.
+    `asked` are the clients of the open round, and `answered` those of them who are done. `primary`
+    is the score that the task is known by. `seconds` is the median of the last rounds, and `left`
+    the seconds until the end at that pace. `spent` is the epsilon so far of what was `promised`,
+    where anything was.
     """
 
     study: str = ""
@@ -91,6 +93,9 @@ class RunStatus:
     why: str = ""
     round: int = 0
     rounds: int = 0
+    asked: int = 0
+    answered: int = 0
+    primary: str = ""
     loss: float | None = None
     scores: dict[str, float] = field(default_factory=dict[str, float])
     seconds: float | None = None

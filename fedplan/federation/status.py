@@ -49,6 +49,8 @@ LISTED = 2000
 """Sites of a federation that are told of one by one; of a larger one only faults, in the log."""
 LATELY = 20
 """Rounds that the seconds of a round are the median of."""
+ENDS = (SiteState.ANSWERED, SiteState.FAILED, SiteState.REFUSED)
+"""States of a site that is done with the open round."""
 SHARES = (0.8, 1.0)
 """Shares of what was promised of privacy whose passing is told."""
 
@@ -77,6 +79,7 @@ class Status:
         self._written, self._progress, self._since = 0.0, time.monotonic(), time.monotonic()
         self._dirty = False
         self._took: list[float] = []
+        self._done = set[str]()
         self._passed = 0.0
         self._listed = True
 
@@ -127,6 +130,23 @@ class Status:
             self._put(state=state)
             self._write()
 
+    def opened(self, asked: int) -> None:
+        """Say that a round is open, of which so many are asked for their turns."""
+        self._done = set[str]()
+        self._put(asked=asked, answered=0)
+        self._dirty = True
+        self._flush()
+
+    def _answered(self, name: str) -> None:
+        """Count who is done with the open round; one is enough to say when the run will end."""
+        self._done.add(name)
+        done, asked = len(self._done), max(len(self._done), self.now.asked)
+        seconds = (time.monotonic() - self._since) / done
+        # Before the first round is closed, one is as long as its clients so far say.
+        each = median(self._took[-LATELY:]) if self._took else seconds * asked
+        later = each * max(0, self.now.rounds - self.now.round - 1)
+        self._put(answered=done, asked=asked, left=seconds * (asked - done) + later)
+
     def trouble(self, why: str) -> None:
         """Say what keeps a run that is driven from going on, or that nothing does any more."""
         if self.now.why != why and self.now.state in LIVE:
@@ -135,6 +155,8 @@ class Status:
 
     def site(self, name: str, state: str, why: str = "") -> None:
         """Say what a site does; the same again is nothing new."""
+        if state in ENDS and self.now.asked:
+            self._answered(name)
         if not self._listed:
             return self._unlisted(name, state, why)
         before = self.now.sites.get(name, SiteStatus())
@@ -178,6 +200,9 @@ class Status:
         self._put(
             round=closed.round,
             rounds=closed.rounds,
+            asked=0,
+            answered=0,
+            primary=closed.primary,
             loss=loss if loss is not None and isfinite(loss) else None,
             scores=scores or self.now.scores,
             seconds=seconds,

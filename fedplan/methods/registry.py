@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from inspect import getdoc, signature
+from inspect import getdoc
 from typing import Any, cast
 
 from fedplan.errors import FedplanError
@@ -86,13 +86,3 @@ def _told(name: str) -> list[str]:
         return [f"    {line}" for line in (*doc.splitlines()[:1], method_named(name).plan.text)]
     except FedplanError as error:
         return [f"    {error}"]
-
-
-def about_method(name: str) -> list[str]:
-    """A method in full: whose it is, its docstring, its settings, and all that it says."""
-    found, made = METHOD_NAMES.find(name), method_named(name)
-    takes = signature(found.value).parameters.values()
-    settings = [f"    {each.name} = {each.default!r}" for each in takes]
-    doc = (getdoc(found.value) or "").splitlines()
-    told = [*doc, "", "settings", *(settings or ["    none"]), "", *made.lines]
-    return [f"{name}, of {found.origin}", *told]

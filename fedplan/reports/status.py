@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fedplan.data.own import OWN as OWN_TASK
+from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.record import RoundRecord
 from fedplan.federation.states import (
@@ -27,9 +29,10 @@ from fedplan.federation.states import (
     ask_to_stop,
     read_status,
 )
-from fedplan.reports.lines import HEADING, KNOWN_BY, OWN, line_of, line_of_sites
+from fedplan.reports.lines import HEADING, OWN, line_of, line_of_sites, unit
 from fedplan.reports.units import duration, megabytes
 from fedplan.studies.run import WentOn, open_run
+from fedplan.studies.schema import Study
 
 DEAD = "ended without a word"
 """The state of a run whose driver is gone and has not said why: it was killed, or the machine."""
@@ -86,6 +89,7 @@ class RunLook:
             "  ",
             (self.state, f"bold {COLOURS.get(self.state, 'cyan')}"),
             f"  round {self.round} of {self.told.rounds}" if self.told.rounds else "",
+            f"  {clients(self.told)}" if self.live and self.told.asked else "",
         )
         if self.told.why:
             said.append(f"\n{self.told.why}", style=COLOURS.get(self.state, ""))
@@ -99,7 +103,7 @@ class RunLook:
     def _numbers(self) -> Text:
         told = self.told
         words = [f"loss {told.loss:.3f}" if told.loss is not None else ""]
-        words += [f"{name} {value:.3f}" for name, value in told.scores.items() if _known(name)][:4]
+        words += list(told_scores(told))
         words += [f"{duration(told.seconds)} a round" if told.seconds is not None else ""]
         if self.live and told.left is not None:
             words.append(f"{duration(told.left)} left")
@@ -154,9 +158,17 @@ def status_of(folder: Path | str) -> RunLook:
         rounds = run.study.train.rounds
         state = RunState.DONE if run.round >= rounds else UNTOLD
         told = RunStatus(study=run.study.name, rounds=rounds, state=state, round=run.round)
-        return RunLook(folder, told, state, run.round)
+        return RunLook(folder, _known(told, run.study), state, run.round)
     gone = told.state in LIVE and told.driver.alive is False
-    return RunLook(folder, told, DEAD if gone else told.state, run.round)
+    return RunLook(folder, _known(told, run.study), DEAD if gone else told.state, run.round)
+
+
+def _known(told: RunStatus, study: Study) -> RunStatus:
+    """A status with the score that the task is known by, which nobody tells before a round."""
+    if told.primary:
+        return told
+    own = study.task.kind == OWN_TASK  # it came from Python, and its study does not say
+    return replace(told, primary="loss" if own else task_class(study.task.kind).primary)
 
 
 def stop_run(folder: Path | str, *, at_once: bool = False) -> RunLook:
@@ -181,7 +193,7 @@ def attach(folder: Path | str, tell: Callable[[str], None]) -> RunLook:
     """Tell the rounds of a run as `fedplan run` does, those that closed and then each new one."""
     folder, after = Path(folder), 0
     if open_run(folder).study.gathered:
-        tell(HEADING)
+        tell(f"{unit(status_of(folder).told.primary)}\n{HEADING}")
     while True:
         found = status_of(folder)
         with suppress(WentOn):
@@ -198,7 +210,10 @@ def _tell(folder: Path, after: int, told: RunStatus, tell: Callable[[str], None]
     for row in rows:
         number = int(row["round"])
         spent = told.spent if number == told.round else None
-        tell(line_of(row, spent) if run.study.gathered else line_of_sites(wholes[number], row))
+        if run.study.gathered:
+            tell(line_of(row, spent, primary=told.primary))
+        else:
+            tell(line_of_sites(wholes[number], row, primary=told.primary))
     return run.round
 
 
@@ -222,9 +237,20 @@ def _fault(site: SiteStatus) -> str:
     return f"{site.fault.partition(' (')[0]}, {ago(site.fault_at)}"
 
 
-def _known(score: str) -> bool:
-    """Whether a score is one of those that a run is known by."""
-    return score in OWN or score.endswith(KNOWN_BY)
+def clients(told: RunStatus) -> str:
+    """How many clients of the open round are done."""
+    return f"{told.answered} of {told.asked} clients"
+
+
+def told_scores(told: RunStatus) -> Iterator[str]:
+    """The last scores by whose they are, all of them the one that the task is known by."""
+    for kind in ("world", "sites.world", "sites.own"):
+        if (value := told.scores.get(f"{kind}.{told.primary}")) is not None:
+            yield f"{kind} {told.primary} {value:.3f}"
+    for kind in OWN:
+        mean, worst = (told.scores.get(f"{kind}{word}") for word in ("mean", "worst"))
+        if mean is not None and worst is not None:
+            yield f"own {told.primary} {mean:.3f}, worst {worst:.3f}"
 
 
 def _place(state: str) -> int:

@@ -122,7 +122,9 @@ class Federation:
         self.ask(tally)
         absent = tally.cohort.keys() - self.clients.keys()
         tally.rejected |= {name: "no answer" for name in absent}
-        self.crew.play(tally, [name for name in tally.cohort if name in self.clients], late)
+        there = [name for name in tally.cohort if name in self.clients]
+        self.status.opened(len(there))
+        self.crew.play(tally, there, late)
         self.server.end(tally)
         return tally
 

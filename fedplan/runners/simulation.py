@@ -20,6 +20,7 @@ from fedplan.federation.evaluation import together
 from fedplan.federation.history import Metrics
 from fedplan.federation.patience import Patience
 from fedplan.federation.status import Status
+from fedplan.federation.trackers import close_all
 from fedplan.models.attention import moved
 from fedplan.models.values import put
 from fedplan.runners.crews.hiring import hired
@@ -83,6 +84,7 @@ class Simulation:
             self._build()
 
     def _build(self) -> None:
+        device = device_named(self.study.device)  # before anything is written
         study, stage = self.study, stage_of(self.study, given=self.given)
         self.shares, agreement = stage.shares, stage.agreed
         names = study.clients.names or list(self.shares.train)
@@ -107,7 +109,7 @@ class Simulation:
             traits=study.clients.traits,
             names=names,
             marks=self.shares.marks,
-            device=device_named(study.device),
+            device=device,
             deterministic=study.deterministic,
             exams={n: exam_of(study, self.shares, n) for n in names if study.evaluate.sites},
             status=self.status,
@@ -141,6 +143,7 @@ class Simulation:
                 yield from self._rounds(callbacks)
         finally:
             crew.close()
+            close_all(callbacks)
         self.stopped = self.status.stopped
 
     def _rounds(self, callbacks: Sequence[Callback]) -> Iterator[Closed]:
@@ -163,8 +166,8 @@ class Simulation:
         return reason if closed.round < self.study.train.rounds else ""
 
     def _directed(self, closed: Closed) -> Closed:
-        """A round with which way the task's own score is better; the server knows no task."""
-        return replace(closed, higher=self.shares.task.higher)
+        """A round with the task's own score, and which way is better; the server knows no task."""
+        return replace(closed, higher=self.scoring.higher, primary=self.scoring.primary)
 
     def _listeners(self) -> tuple[Callback, ...]:
         """All who are told; who stops by what is hidden, or by what nobody measures, is refused."""

@@ -76,6 +76,11 @@ def read_site(folder: Path) -> Site:
     file = folder / SITE if folder.is_dir() else folder
     try:
         return _placed(site_of(read_toml(file.read_text(encoding="utf-8"))), file.parent)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{folder} holds no {SITE}: name the site's folder by --site, as `fedplan new "
+            "federation` has written it"
+        ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -191,10 +192,22 @@ def _from_scratch(study: Study, task: Task) -> nn.Module:
     import transformers
 
     said = study.model
+    _require_type(said.type)
     with _told(f"model.type: no {said.type!r} can be made for {task.kind} with these settings"):
         _require_settings(said)
         config = transformers.AutoConfig.for_model(said.type, **said.settings, **task.settings)
         return _loader(task).from_config(config).to(getattr(torch, said.dtype))
+
+
+def _require_type(name: str) -> None:
+    """Refuse a type of which transformers has no configuration, with the nearest that it has."""
+    import transformers
+
+    known = list(transformers.CONFIG_MAPPING.keys())
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "there are vit, bert, gpt2 and many more"
+        raise FedplanError(f"model.type: transformers knows no model {name!r}: {hint}")
 
 
 def _require_settings(said: ModelSection, *, here: bool = False) -> None:

@@ -237,7 +237,10 @@ def open_run(folder: Path | str) -> Run:
     folder = Path(folder)
     found = Store(folder / WORLD, reading=True).newest()
     if found is None and not (folder / STUDY).is_file():
-        raise ConfigError(f"{folder} is not the folder of a run: there is no {STUDY} in it")
+        raise ConfigError(
+            f"{folder} is not the folder of a run: there is no {STUDY} in it; name the one that "
+            "`fedplan run --output` has written"
+        )
     return Run(folder, found.number, found.meta) if found else Run(folder, 0, {})
 
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
@@ -16,7 +16,7 @@ from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.client import Client
 from fedplan.models.hub import is_hub_id
-from fedplan.naming import UnknownName
+from fedplan.naming import UnknownName, unknown
 from fedplan.privacy.dpsgd.fit import require_pace
 from fedplan.storage.names import a_study_name
 from fedplan.studies.model_section import ModelSection
@@ -212,6 +212,10 @@ def read_said(file: Path) -> dict[str, Any]:
     """The plain values of a study file, as they stand there."""
     try:
         return read_toml(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        there = [each.name for each in sorted(file.parent.glob("*.toml"))]
+        hint = unknown("study file", file.name, there)
+        raise ConfigError(f"{file} cannot be read: {hint}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
@@ -247,7 +251,7 @@ def study_of(said: dict[str, Any]) -> Study:
     try:
         found = Study.model_validate(said) if not faults else None
     except ValidationError as error:
-        found, faults = None, [f"{_field(e['loc'])}: {e['msg']}{_said(e)}" for e in error.errors()]
+        found, faults = None, [f"{_field(e['loc'])}: {_fault(e)}" for e in error.errors()]
         code = _code(error)
     if found is None:
         raise ConfigError("the study does not fit:\n  " + "\n  ".join(faults)).coded(code)
@@ -261,11 +265,23 @@ def _code(error: ValidationError) -> str:
     return UnknownName.code if lacking else ConfigError.code
 
 
-def _said(error: Mapping[str, Any]) -> str:
-    """The value that does not fit, unless the message is our own, or there is none."""
-    if error["type"] in ("value_error", "missing", "extra_forbidden"):
-        return ""
-    return f", not {str(error['input'])[:60]!r}"
+def _fault(error: Mapping[str, Any]) -> str:
+    """What does not fit, with the value, unless the message is our own, or there is none."""
+    if error["type"] == "extra_forbidden":
+        return _unknown_field(error["loc"])
+    if error["type"] in ("value_error", "missing"):
+        return str(error["msg"]).removeprefix("Value error, ")
+    return f"{error['msg']}, not {str(error['input'])[:60]!r}"
+
+
+def _unknown_field(where: tuple[int | str, ...]) -> str:
+    """The words for a field that its section does not have: the nearest, or all that there are."""
+    held: type[BaseModel] | None = Study
+    for name in where[:-1]:
+        field = held.model_fields.get(str(name)) if held else None
+        kinds = get_args(field.annotation) or (field.annotation,) if field else ()
+        held = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+    return unknown("field", str(where[-1])[:60], held.model_fields if held else ())
 
 
 def _field(where: tuple[int | str, ...]) -> str:

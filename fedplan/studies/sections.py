@@ -9,12 +9,13 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
-from fedplan.federation.callbacks import TRACKER_NAMES, Callback, EarlyStopping
+from fedplan.federation.callbacks import Callback, EarlyStopping
 from fedplan.federation.defence import RULES, Defence
 from fedplan.federation.evaluation import Kept, Scoring
 from fedplan.federation.exams import Exam
 from fedplan.federation.participation import Participation
 from fedplan.federation.patience import Patience
+from fedplan.federation.trackers import tracker_named
 from fedplan.methods.method import Method
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.privacy.guarantee import Guarantee
@@ -228,8 +229,8 @@ class EvaluateSection(Section):
 
     @property
     def callbacks(self) -> tuple[Callback, ...]:
-        """The trackers, imported."""
-        return tuple(TRACKER_NAMES.find(name).value for name in self.trackers)
+        """The trackers, imported, and made for a run."""
+        return tuple(map(tracker_named, self.trackers))
 
 
 class StopSection(Section):

@@ -21,6 +21,7 @@ from fedplan.data.tables import (
     is_among,
     label_text,
     labels_in,
+    labels_of,
     load,
     names_in,
     rows,
@@ -79,6 +80,38 @@ def shares_of(study: Study, own: tuple[str, Dataset] | None) -> Shares:
         notes += [] if study.privacy else [*left, *_without_rows(train, own)]
     kept = {name: rows for name, rows in tests.items() if len(rows) and name in train}
     return Shares(train, kept, made.prepare(test) if test else None, made, tuple(notes))
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who holds what of a study's table, as numbers of rows: to train on, and held out.
+
+    `labels` is the label of each row, where the task has classes, and `test` counts the common
+    test's rows.
+    """
+
+    train: dict[str, list[int]]
+    own: dict[str, list[int]]
+    labels: list[list[str]]
+    test: int
+
+
+def division_of(study: Study) -> Division:
+    """Who holds what of a study's table: no row is tokenised or decoded for it."""
+    if not study.data.path:
+        raise DataError("data.path: each site of this study has its own table, and none is here")
+    test, table = _test(study), cast("Dataset", _table(study, None))
+    made = _task(study, _labels(study, [t for t in (table, test) if t is not None]))
+    table, marks, _ = _untested(table, test, made, empty=study.privacy is not None)
+    first = to_train(marks, share=1 - study.data.own_test, seed=study.seed)
+    held = _held(study, table, None)
+    sides = [
+        {n: [r for r in own if first[r] == side] for n, own in held.items()} for side in (1, 0)
+    ]
+    classes = bool(made.label) and made.answers in ("class", "labels")
+    found = labels_of(table, made.label) if classes else []
+    labels = [each if isinstance(each, list) else [each] for each in found]
+    return Division(*sides, labels, len(test) if test is not None else 0)
 
 
 def _prepared(

@@ -213,8 +213,9 @@ def test_scores_over_messages_are_those_of_one_process(kind: str, here: Path) ->
     assert last["world"] != last["own"] and "loss" in whole.metrics[-1]
     closed = whole.federation.server.last()
     assert closed is not None
-    told = line_of_sites(closed.whole, closed.row)
-    assert all(word in told for word in ("loss ", "sites.world ", "sites.own "))
+    key = stage.shares.task.primary
+    told = line_of_sites(closed.whole, closed.row, primary=key)
+    assert all(word in told for word in ("loss ", f"sites.world {key} ", f"sites.own {key} "))
 
 
 class Pictures:

@@ -22,6 +22,7 @@ from fedplan.federation.rounds import Tally
 from fedplan.federation.server import Server
 from fedplan.federation.states import RunState, SiteState, state_said
 from fedplan.federation.status import Status
+from fedplan.federation.trackers import close_all
 from fedplan.federation.versions import other_versions, unlike_versions
 from fedplan.models.values import put
 from fedplan.privacy.errors import PrivacyError
@@ -92,8 +93,11 @@ def carry_study(
         status=told,
     )
     carrier.calls.registered = registered if server.world.round else None
-    with told.driving(server, study.name, patience, rows=False, passing=is_over):
-        carrier.carry()
+    try:
+        with told.driving(server, study.name, patience, rows=False, passing=is_over):
+            carrier.carry()
+    finally:
+        close_all(carrier.callbacks)
     del claim
 
 
@@ -157,6 +161,7 @@ class Carrier:
             for name in tally.cohort.keys() & self._unfit.keys():
                 tally.rejected[name] = f"not asked: it {self._unfit[name]}"
             self._choose_together(tally)
+            self.status.opened(len(tally.cohort.keys() - self._unfit.keys()))
             self._ask(tally)
             server.end(tally)
             closed = self._directed(self._scored(server.commit(tally)))
@@ -193,8 +198,8 @@ class Carrier:
         return closed
 
     def _directed(self, closed: Closed) -> Closed:
-        """A round with which way the task's own score is better; the server knows no task."""
-        return replace(closed, higher=self.scoring.higher)
+        """A round with the task's own score, and which way is better; the server knows no task."""
+        return replace(closed, higher=self.scoring.higher, primary=self.scoring.primary)
 
     def _greet(self) -> None:
         """Hear who the sites are; one that agreed to something else has no part until it mends."""

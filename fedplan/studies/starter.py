@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starters: a commented study file that is written from a look at a table, ready to run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedplan.data.looks import FEW, Column, TableLook, look_at
+from fedplan.data.partition import Partition
+from fedplan.data.tables import DataError
+from fedplan.data.tasks import task_class
+from fedplan.errors import FedplanError
+from fedplan.methods.registry import METHOD_NAMES
+from fedplan.models.catalog import SHORT, configuration
+from fedplan.models.hub import is_hub_id
+from fedplan.storage.files import put_file
+from fedplan.studies.schema import read_study
+
+LENGTHS = (32, 64, 128, 256, 512)
+"""How many tokens a row may have: the first that most texts fit into is taken."""
+EACH = 20
+"""Rows that a client should have at least, where rows are divided by chance."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a person says of the study beside the table and the model; what is empty is looked up.
+
+    `clients` is how many, where no column names them.
+    """
+
+    task: str = ""
+    input: str = ""
+    label: str = ""
+    client: str = ""
+    clients: int = 0
+    method: str = "fedavg"
+
+
+def new_study(data: str, model: str, output: Path, wanted: Wanted | None = None) -> list[str]:
+    """Write a study of a table and a model, and say in lines what was found in the table."""
+    wanted = wanted or Wanted()
+    if output.exists():
+        raise FedplanError(f"{output} is there already: name another file by --output")
+    METHOD_NAMES.find(wanted.method)
+    draft = _Draft(look_at(data), model, output, wanted)
+    text = draft.text()
+    put_file(output, text)
+    try:
+        read_study(output)
+    except FedplanError:
+        output.unlink()  # what cannot be read would only be in the way of the next try
+        raise
+    return draft.found
+
+
+class _Draft:
+    """A study as it is written."""
+
+    def __init__(self, look: TableLook, model: str, output: Path, wanted: Wanted) -> None:
+        self.look, self.model, self.output, self.wanted = look, model, output, wanted
+        self.config, _ = configuration(model)
+        self.input = wanted.input or look.input()
+        self.inputs = [look.column(name) for name in self.input.split()]
+        if odd := [c.name for c in look.columns if " " in c.name and c.name in self.input]:
+            raise DataError(
+                f"the column {odd[0]!r} has a space in its name: rename it in the table"
+            )
+        self.kind = wanted.task or self._kind()
+        self.label = self._label()
+        beside = [*self.input.split(), self.label]
+        self.client = wanted.client or look.client(beside)
+        if self.client:
+            look.column(self.client)
+        self._require_whole()
+        self._require_sight()
+
+    def _kind(self) -> str:
+        held, columns = self.inputs[0].held, self.look.columns
+        if held == "talk" or len(self.inputs) == 2:
+            return "instruction"
+        label = self.wanted.label or self.look.label([*self.input.split(), self.wanted.client])
+        if held == "picture":
+            return "image-classification"
+        if held == "words":
+            return "token-classification"
+        if not label:
+            return "causal-lm"
+        number = any(c.name == label and c.held == "number" for c in columns)
+        return "regression" if number else "text-classification"
+
+    def _label(self) -> str:
+        if task_class(self.kind).answers == "tokens":
+            return ""
+        beside = [*self.input.split(), self.wanted.client]
+        found = self.wanted.label or self.look.label(beside)
+        if not found:
+            seen = ", ".join(f"{each.name} ({each.held})" for each in self.look.columns)
+            raise DataError(
+                f"{self.look.path} has no column that looks like labels: it has {seen}; name the "
+                "one that is meant by --label"
+            )
+        self.look.column(found)
+        return found
+
+    def _require_whole(self) -> None:
+        """Refuse columns with gaps: a run would refuse them too."""
+        for name in filter(None, (*self.input.split(), self.label, self.client)):
+            if missing := self.look.column(name).missing:
+                raise DataError(
+                    f"column {name!r} of {self.look.path} has no value in {missing} of its first "
+                    "rows: drop these rows, or name another column"
+                )
+
+    def _require_sight(self) -> None:
+        """Refuse a model of pictures for texts, and the other way round."""
+        pictures = self.kind.startswith("image")
+        sees = getattr(self.config, "image_size", None) is not None
+        if pictures != sees:
+            has, takes = ("pictures", "texts") if pictures else ("texts", "pictures")
+            raise FedplanError(
+                f"column {self.input!r} of {self.look.path} holds {has}, and the model "
+                f"{self.model!r} takes {takes}: name another model, or another column by --input"
+            )
+        if self.model in SHORT and not pictures:
+            raise FedplanError(
+                f"{self.model!r} is a shape without a tokenizer: name a folder with a model and "
+                "its tokenizer, or hub:org/name"
+            )
+
+    @property
+    def found(self) -> list[str]:
+        """What was found in the table, for a person."""
+        look, labels = self.look, self._labels()
+        lines = [f"{look.path}: {look.rows} rows to train on", f"input   {self.input}"]
+        if self.label:
+            lines.append(f"label   {self.label}" + (f": {labels}" if labels else ""))
+        who = f"by the column {self.client}" if self.client else f"{self._count()} by chance"
+        lines.append(f"clients {who}")
+        lines.append(f"task    {self.kind}, scored by {task_class(self.kind).primary}")
+        return lines
+
+    def _labels(self) -> str:
+        column: Column | None = self.look.column(self.label) if self.label else None
+        if column is None or task_class(self.kind).answers not in ("class", "labels"):
+            return ""
+        some = ", ".join(column.values[:8])
+        return f"{len(column.values)} values, {some}{', ...' if len(column.values) > 8 else ''}"
+
+    def _count(self) -> int:
+        return self.wanted.clients or max(2, min(10, self.look.rows // EACH))
+
+    def text(self) -> str:
+        """The study file."""
+        parts = (self._head(), self._model(), self._task(), self._data(), self._rest())
+        return "\n".join(line for part in parts for line in part) + "\n"
+
+    def _head(self) -> list[str]:
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(self.look.path).stem).strip("-") or "study"
+        return [
+            f"# A study of {Path(self.look.path).name}, written by `fedplan new study`.",
+            f"# Look at it:  fedplan explain {self.output.name}    fedplan data {self.output.name}",
+            f"# Run it:      fedplan run {self.output.name} --output run",
+            f"name = {_said(name)}",
+            "seed = 0                 # another seed is another draw of all that is random",
+            "",
+        ]
+
+    def _model(self) -> list[str]:
+        if self.model in SHORT:
+            kind, _, settings = SHORT[self.model]
+            own = {k: v for k, v in settings.items() if k != "num_labels"}
+            return [
+                "[model]",
+                f"type = {_said(kind)}            # the shape of {self.model}, with fresh weights;",
+                "                         # for trained ones say path = a folder or hub:org/name",
+                *([f"settings = {_said(own)}"] if own else []),
+                "",
+            ]
+        return [
+            "[model]",
+            f"path = {_said(self._place(self.model))}   # a folder, or hub:org/name",
+            "",
+        ]
+
+    def _task(self) -> list[str]:
+        lines = ["[task]", f"kind = {_said(self.kind)}", f"input = {_said(self.input)}"]
+        if self.label:
+            labels = self._labels()
+            lines.append(f"label = {_said(self.label)}" + (f"   # {labels}" if labels else ""))
+        if self.kind.startswith("image"):
+            lines.append(f"image_size = {self._side()}         # the side that the model takes")
+        else:
+            lines.append(
+                f"max_length = {self._length()}         # tokens a row; the rest is cut off"
+            )
+        return [*lines, ""]
+
+    def _side(self) -> int:
+        said: Any = getattr(self.config, "image_size", 224)
+        return int(said[0] if isinstance(said, list | tuple) else said)
+
+    def _length(self) -> int:
+        most = int(getattr(self.config, "max_position_embeddings", None) or LENGTHS[-1])
+        words = max(column.length for column in self.inputs)
+        fits = [length for length in LENGTHS if length >= 1.5 * words]
+        return min(fits[0] if fits else LENGTHS[-1], most)
+
+    def _data(self) -> list[str]:
+        look = self.look
+        lines = ["[data]", f"path = {_said(self._place(look.path))}"]
+        if look.train:
+            lines.append(f"split = {_said(look.train)}")
+        if look.test:
+            lines.append(
+                f"test_split = {_said(look.test)}     # the common test: nobody trains on it"
+            )
+        lines += self._division()
+        if not look.test:
+            lines += [
+                "# There is no common test: each client is tested on rows of its own. To have one,",
+                '# name another table: test_path = "test.csv"',
+            ]
+        return [
+            *lines,
+            "own_test = 0.2           # the share of its rows that a client is tested on",
+            "",
+        ]
+
+    def _division(self) -> list[str]:
+        if self.client:
+            values = self.look.column(self.client).values
+            many = len(values) > FEW
+            return [
+                'by = "column"            # a client for each value of a column',
+                f"column = {_said(self.client)}",
+                f"clients = {FEW if many else 0}              # 0 is all values that there are",
+            ]
+        skewed = bool(self._labels()) and self.kind != "token-classification"
+        how = 'by = "dirichlet"         # by chance, with labels skewed' if skewed else 'by = "iid"'
+        alpha = ["alpha = 0.5              # the smaller, the more skewed"] if skewed else []
+        least = min(Partition.least + 1, 2)
+        return [how, f"clients = {self._count()}", *alpha, f"least = {least}"]
+
+    def _rest(self) -> list[str]:
+        return [
+            "[method]",
+            f"name = {_said(self.wanted.method)}          # all of them: fedplan methods",
+            "",
+            "[train]",
+            "rounds = 10",
+            "rate = 5e-5" if self.model not in SHORT else "rate = 1e-3",
+            "batch = 16",
+            "epochs = 1               # passes over a client's rows in each round",
+        ]
+
+    def _place(self, path: str) -> str:
+        """A path as the study says it: from its own folder."""
+        if is_hub_id(path) and not Path(path).exists():
+            return path
+        return Path(os.path.relpath(path, self.output.absolute().parent)).as_posix()
+
+
+def _said(value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, dict):
+        held: dict[str, Any] = {str(k): v for k, v in value.items()}  # pyright: ignore
+        return "{ " + ", ".join(f"{k} = {_said(v)}" for k, v in held.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)

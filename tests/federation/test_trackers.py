@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trackers, against the real libraries: each has every number of metrics.jsonl, once a round."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from fedplan.errors import FedplanError
+from fedplan.federation.callbacks import Closed
+from fedplan.federation.history import Metrics
+from fedplan.federation.record import RoundRecord
+from fedplan.federation.trackers import SINGLE, TRACKERS, Tracker, numbers, tracker_named
+from fedplan.naming import UnknownName
+from fedplan.runners.simulation import Simulation
+from fedplan.studies.schema import read_study
+
+Series = dict[str, dict[int, float]]
+"""Of each number its values by round."""
+
+
+def of_tensorboard(run: Path) -> Series:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(run / "trackers/tensorboard"))
+    found.Reload()
+    names = found.Tags()["scalars"]
+    return {n.replace("/", ".", 1): {e.step: e.value for e in found.Scalars(n)} for n in names}
+
+
+def of_mlflow(run: Path) -> Series:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run / 'trackers/mlflow/mlflow.db'}")
+    (found,) = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
+    assert found.info.status == "FINISHED"
+    held = {n: client.get_metric_history(found.info.run_id, n) for n in found.data.metrics}
+    assert all(len({e.step for e in each}) == len(each) for each in held.values()), "told twice"
+    return {n: {e.step: e.value for e in each} for n, each in held.items()}
+
+
+def of_wandb(run: Path) -> Series:
+    from wandb.proto import wandb_internal_pb2 as protocol
+    from wandb.sdk.internal.datastore import DataStore
+
+    series: Series = {}
+    for file in sorted(run.glob("trackers/wandb/wandb/offline-run-*/*.wandb")):
+        store = DataStore()
+        store.open_for_scan(str(file))
+        while (data := store.scan_data()) is not None:
+            record = protocol.Record()
+            record.ParseFromString(data)
+            row = {
+                (i.key or ".".join(i.nested_key)): json.loads(i.value_json)
+                for i in record.history.item
+            }
+            for name, value in row.items():
+                if not name.startswith("_"):
+                    series.setdefault(name, {})[int(row["_step"])] = value
+    return series
+
+
+READ: dict[str, Callable[[Path], Series]] = {
+    "tensorboard": of_tensorboard,
+    "mlflow": of_mlflow,
+    "wandb": of_wandb,
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_has_every_number_of_every_round_once(here: Path, name: str) -> None:
+    """Of a run that stops after two rounds, and goes on."""
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: pip install 'fedplan[{name}]'")
+    study = read_study(here / "study.toml", [f'evaluate.trackers=["{name}"]', "train.rounds=2"])
+    run = Simulation(study, here / "out").run()
+    run.resume(3)
+    found = READ[name](here / "out")
+    wanted = {
+        key: {int(row["round"]): row[key] for row in run.metrics if key in row}
+        for key in {k for row in run.metrics for k in row if not k.startswith(SINGLE)}
+    }
+    assert found.keys() == wanted.keys() and {"loss", "world.accuracy", "up"} <= wanted.keys()
+    for key, rounds in wanted.items():
+        assert found[key] == pytest.approx(rounds, rel=1e-6), key
+    assert len((here / "out/metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_one_that_is_not_installed_is_named_before_anything_runs(
+    here: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedplan.federation.trackers.find_spec", lambda _: None)
+    study = read_study(here / "study.toml", [f'evaluate.trackers=["{name}"]'])
+    with pytest.raises(FedplanError, match=rf"pip install 'fedplan\[{name}\]'"):
+        Simulation(study, here / "out")
+    assert not (here / "out").exists()
+
+
+def test_a_tracker_of_ones_own_is_made_for_each_run_and_closed() -> None:
+    with pytest.raises(UnknownName, match="did you mean wandb"):
+        tracker_named("wandbb")
+
+
+class Remembered(Tracker):
+    """A tracker that keeps what it was told."""
+
+    made: list[Remembered] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds, self.closed = list[int](), 0
+        self.made.append(self)
+
+    def __call__(self, closed: Closed) -> str | None:
+        assert closed.folder is not None and closed.run and closed.experiment == "tiny/0"
+        assert closed.primary == "accuracy" and closed.higher
+        self.rounds.append(closed.round)
+        return "enough" if closed.round == 2 else None
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_it_is_closed_however_the_run_ends(here: Path) -> None:
+    mine = Remembered()
+    run = Simulation(read_study(here / "study.toml"), here / "out", callbacks=[mine])
+    rounds = run.rounds()
+    next(rounds)
+    rounds.close()
+    assert (mine.rounds, mine.closed) == ([1], 1), "nobody asked for more"
+    run.run()
+    assert (mine.rounds, mine.closed) == ([1, 1, 2], 2), "it stopped the run itself"
+
+
+def test_single_clients_are_told_to_no_tracker() -> None:
+    row = {"round": 1, "loss": 0.5, "clients.a.accuracy": 1.0, "sites.by.a.own.loss": 2.0}
+    whole = RoundRecord(1, "", (), {}, {}, {}, 0, 0)
+    assert numbers(Closed(1, whole, (), {}, Metrics([row]))) == {"round": 1.0, "loss": 0.5}

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress within a round: clients done of all, time left from the first on, no bar for a file."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from commands import STUDY
+from rich.console import Console
+
+from fedplan.federation.callbacks import Closed
+from fedplan.federation.states import SiteState, read_status
+from fedplan.federation.status import Status
+from fedplan.reports.progress import bar_of, follow
+from fedplan.runners.simulation import Simulation
+from fedplan.studies.schema import read_study
+
+
+class Heard(Status):
+    """A status that remembers what it was after each client."""
+
+    def site(self, name: str, state: str, why: str = "") -> None:
+        super().site(name, state, why)
+        if state == SiteState.ANSWERED:
+            self.seen.append((self.now.answered, self.now.asked, self.now.left))
+
+    def round(self, closed: Closed) -> None:
+        super().round(closed)
+        self.rounds.append((self.now.answered, self.now.asked, self.now.primary))
+
+
+def test_clients_are_counted_and_the_time_left_is_told_from_the_first_on(here: Path) -> None:
+    status = Heard(here / "out")
+    status.seen, status.rounds = [], []
+    Simulation(
+        read_study(here / "study.toml", ["clients.dropped=0"]), here / "out", status=status
+    ).run()
+    counts = [(done, asked) for done, asked, _ in status.seen]
+    assert counts == [(1, 3), (2, 3), (3, 3)] * 3
+    lefts = [left for *_, left in status.seen]
+    assert all(left is not None and left >= 0 for left in lefts)
+    assert lefts[0] > 0 and lefts[-1] == 0, "the last client of the last round is the end"
+    assert status.rounds == [(0, 0, "accuracy")] * 3, "no round is open once it is closed"
+    told = read_status(here / "out")
+    assert told is not None and told.primary == "accuracy"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_is_drawn_for_a_terminal_and_for_nobody_else(here: Path, terminal: bool) -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=terminal, width=100, highlight=False)
+    follow(read_study(here / "study.toml", ["train.rounds=1"]), here / "out", console=console)
+    assert ("\x1b[" in written.getvalue()) == terminal
+    assert (
+        "clients" in written.getvalue()
+        and "Scores are accuracy: higher is better." in written.getvalue()
+    )
+
+
+def test_the_bar_says_what_the_status_says() -> None:
+    status, written = Status(), io.StringIO()
+    console = Console(file=written, force_terminal=True, width=100)
+    with bar_of(status, console) as bar:
+        bar.add_task("", total=3, completed=1)
+        status.opened(4)
+        status._put(rounds=3, round=1)
+        status.site("north", SiteState.ANSWERED)
+        bar.refresh()
+    assert "1 of 4 clients" in written.getvalue() and "left" in written.getvalue()
+    assert STUDY

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a table to a study that runs: what `new study` finds, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers as hf
+from commands import run
+from datasets import Dataset, DatasetDict
+from tables import row, tokenizer, written
+
+from fedplan.data.looks import look_at, splits_in
+from fedplan.errors import FedplanError
+from fedplan.studies.schema import read_study
+from fedplan.studies.starter import Wanted, new_study
+
+TINY = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny models with what reads their input, and rows of all columns."""
+    folder = tmp_path_factory.mktemp("starter")
+    words = hf.AutoTokenizer.from_pretrained(tokenizer(folder))
+    size = {"vocab_size": len(words), "max_position_embeddings": 32}
+    hf.BertModel(hf.BertConfig(**TINY, **size)).save_pretrained(folder / "bert")
+    words.save_pretrained(folder / "bert")
+    config = hf.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=len(words))
+    hf.GPT2LMHeadModel(config).save_pretrained(folder / "gpt")
+    words.save_pretrained(folder / "gpt")
+    hf.ViTModel(hf.ViTConfig(**TINY, image_size=8, patch_size=4)).save_pretrained(folder / "vit")
+    return folder
+
+
+def texts(count: int = 60) -> list[dict[str, object]]:
+    """Rows as people have them: a review, its mood, the ward it is of."""
+    rows = [row(number) for number in range(count)]
+    return [
+        {"review": f"{r['text']} {n}", "mood": r["mood"], "ward": r["site"]}
+        for n, r in enumerate(rows)
+    ]
+
+
+def test_a_csv_becomes_a_study_that_runs_and_verifies(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(texts(), Path("reviews.csv"))
+    code, out = run("new", "study", "reviews.csv", "--model", str(place / "bert"))
+    assert code == 0, out
+    for word in (
+        "60 rows",
+        "input   review",
+        "label   mood: 3 values",
+        "clients by the column ward",
+    ):
+        assert word in out
+    text = Path("study.toml").read_text()
+    assert text.count("#") > 8 and 'path = "reviews.csv"' in text
+    code, out = run("data", "study.toml")
+    assert code == 0 and "3 clients" in out, out
+    code, out = run("run", "study.toml", "--output", "out", "--set", "train.rounds=1")
+    assert code == 0, out
+    assert run("verify", "out")[0] == 0
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_the_same_is_found_in_every_form(place: Path, tmp_path: Path, ending: str) -> None:
+    file = written(texts(), tmp_path / f"rows.{ending}")
+    new_study(file, str(place / "bert"), tmp_path / "study.toml")
+    study = read_study(tmp_path / "study.toml")
+    assert (study.task.kind, study.task.input, study.task.label) == (
+        *("text-classification", "review", "mood"),
+    )
+    assert (study.data.by, study.data.column) == ("column", "ward")
+
+
+def test_splits_pictures_numbers_conversations_and_plain_texts(place: Path, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    arrays = {
+        f"image_{s}": draw.integers(0, 255, (30, 8, 8), dtype=np.uint8) for s in ("train", "test")
+    }
+    labels = {f"digit_{s}": draw.integers(0, 3, 30) for s in ("train", "test")}
+    np.savez(tmp_path / "digits.npz", **arrays, **labels)
+    new_study(str(tmp_path / "digits.npz"), str(place / "vit"), tmp_path / "a.toml")
+    found = read_study(tmp_path / "a.toml")
+    assert (found.task.kind, found.task.image_size) == ("image-classification", 8)
+    assert (found.data.split, found.data.test_split) == ("train", "test")
+
+    rows = [
+        {"text": f"{r['text']} {n}", "score": 0.5 + n} for n, r in enumerate(map(row, range(40)))
+    ]
+    new_study(written(rows, tmp_path / "n.jsonl"), str(place / "bert"), tmp_path / "b.toml")
+    assert read_study(tmp_path / "b.toml").task.kind == "regression"
+
+    rows = [{"prompt": "a cat", "response": f"the dog {n}"} for n in range(40)]
+    new_study(written(rows, tmp_path / "c.jsonl"), str(place / "gpt"), tmp_path / "c.toml")
+    found = read_study(tmp_path / "c.toml").task
+    assert (found.kind, found.input) == ("instruction", "prompt response")
+
+    rows = [{"text": f"the cat sat on a mat {n}"} for n in range(40)]
+    new_study(written(rows, tmp_path / "t.jsonl"), str(place / "gpt"), tmp_path / "d.toml")
+    assert read_study(tmp_path / "d.toml").task.kind == "causal-lm"
+
+
+def test_a_saved_dataset_and_a_folder_of_files_have_their_splits(tmp_path: Path) -> None:
+    table = Dataset.from_list(
+        [{"text": f"cat {n} sat on the mat", "label": n % 2} for n in range(20)]
+    )
+    DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "saved"))
+    found = look_at(str(tmp_path / "saved"))
+    assert (found.train, found.test, found.label(["text"])) == ("train", "test", "label")
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for name in ("train-0", "validation"):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, table.to_list())))
+    assert splits_in(str(folder)) == ["train", "validation"]
+
+
+def test_what_is_said_goes_before_what_is_found(place: Path, tmp_path: Path) -> None:
+    file = written(texts(), tmp_path / "rows.csv")
+    said = Wanted(label="ward", client="mood", method="fedper")
+    new_study(file, str(place / "bert"), tmp_path / "study.toml", said)
+    found = read_study(tmp_path / "study.toml")
+    assert (found.task.label, found.data.column, found.method.name) == ("ward", "mood", "fedper")
+    new_study(
+        file, str(place / "bert"), tmp_path / "b.toml", Wanted(task="causal-lm", client="ward")
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "words"),
+    [
+        ({}, {"input": "reveiw"}, ["no column 'reveiw'", "review, mood, ward"]),
+        ({}, {"label": "moods"}, ["no column 'moods'"]),
+        ({}, {"method": "fedperr"}, ["no method 'fedperr'", "did you mean fedper?"]),
+        ({}, {"task": "text-clasification"}, ["did you mean text-classification?"]),
+        ({"mood": None}, {}, ["column 'mood'", "60 of its first rows", "drop these rows"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_written(
+    place: Path, tmp_path: Path, change: dict[str, None], said: dict[str, str], words: list[str]
+) -> None:
+    file = written([{**each, **change} for each in texts()], tmp_path / "rows.jsonl")
+    with pytest.raises(FedplanError) as refused:
+        new_study(
+            file,
+            str(place / "bert"),
+            tmp_path / "study.toml",
+            Wanted(label="mood", **said) if "label" not in said else Wanted(**said),
+        )
+    for word in words:
+        assert word in str(refused.value)
+    assert not (tmp_path / "study.toml").exists()

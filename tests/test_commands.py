@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws over every command: its help shows all, has an example that it takes, and it speaks JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import fedplan
+from fedplan.cli import app
+
+SERVING = "it serves until it is ended, and prints what the node or the SuperLink logs"
+NO_JSON = {"site serve": SERVING, "server link": SERVING}
+"""Commands that do not take --json, and why."""
+LINES = ("status", "logs")
+"""Commands that may follow a run: they print a line of JSON for each thing that happens."""
+
+
+def walked(
+    command: click.Command, words: tuple[str, ...] = ()
+) -> Iterator[tuple[str, click.Command]]:
+    if isinstance(command, click.Group):
+        for name, each in command.commands.items():
+            yield from walked(each, (*words, name))
+    else:
+        yield " ".join(words), command
+
+
+COMMANDS = dict(walked(typer.main.get_command(app)))
+
+
+def examples(command: click.Command) -> list[str]:
+    return re.findall(r"^fedplan (.*)$", command.epilog or "", flags=re.M)
+
+
+def shown(*args: str) -> str:
+    """A help screen without its frame, in one line."""
+    done = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"}).invoke(app, [*args, "--help"])
+    assert done.exit_code == 0, done.output
+    return " ".join(re.sub(r"[^\x20-\x7e]", " ", done.output).split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_shows_every_parameter_and_an_example(name: str) -> None:
+    command, screen = COMMANDS[name], shown(*name.split())
+    for param in command.params:
+        said = getattr(param, "help", "") or ""
+        assert said, f"{name} says nothing of {param.name}"
+        assert " ".join(said.split()) in screen, (name, param.name, screen)
+    assert command.help and examples(command), name
+    for each in examples(command):
+        assert f"fedplan {each}" in screen, (each, screen)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_are_commands_that_can_be_typed(name: str) -> None:
+    for each in examples(COMMANDS[name]):
+        words = shlex.split(each)
+        assert words[: len(name.split())] == name.split()
+        # Parsed and not run: what the words name is not here.
+        COMMANDS[name].make_context(name, words[len(name.split()) :], resilient_parsing=False)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_speaks_json_or_says_why_not(name: str) -> None:
+    takes = "--json" in [opt for param in COMMANDS[name].params for opt in param.opts]
+    assert takes != (name in NO_JSON), name
+
+
+def test_the_version_is_said() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.output) == (0, f"fedplan {fedplan.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("shell", "words", "wanted"),
+    [
+        ("bash", "fedplan ver", "verify"),
+        ("bash", "fedplan site app", "approve"),
+        ("bash", "fedplan run --res", "--resume"),
+        ("zsh", "fedplan meth", "methods"),
+    ],
+)
+def test_a_shell_completes_commands_and_options(shell: str, words: str, wanted: str) -> None:
+    asked = {
+        "_FEDPLAN_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+        "_TYPER_COMPLETE_ARGS": words,
+    }
+    program = "import sys; sys.argv = ['fedplan']; from fedplan.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert wanted in done.stdout, (done.stdout, done.stderr)
+
+
+def test_the_reference_of_the_commands_is_that_of_the_commands() -> None:
+    here = Path(__file__).parent.parent / "docs"
+    written = runpy.run_path(str(here / "commands.py"))["written"]
+    assert (here / "commands.md").read_text() == written(), "make it anew: python docs/commands.py"
+
+
+def test_stdout_is_one_document_and_nothing_else(here: Path) -> None:
+    """Of all commands that ask nothing of a federation; a run is made on the way."""
+    draft = ("new", "study", "digits.npz", "--model", "vit-tiny-16", "-o", "drafted.toml")
+    asked = (
+        ("parts", "vit-tiny-16"),
+        ("explain", "vit-tiny-16", "share()"),
+        ("draw", "vit-tiny-16", "share()", "drawn.svg"),
+        ("methods",),
+        ("methods", "fedper"),
+        ("data", "study.toml"),
+        ("digest", "study.toml"),
+        draft,
+        ("run", "study.toml", "--output", "out", "--set", "train.rounds=1"),
+        ("attach", "out"),
+        ("status", "out"),
+        ("verify", "out"),
+        ("export", "out", "model"),
+        ("keys", "ward", "--host", "a.example", "--site", "north"),
+        ("new", "federation", "union", "--site", "north", "--insecure"),
+        ("new", "site", "west", "--federation", "union"),
+    )
+    for words in asked:
+        done = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*words, "--json"])
+        assert done.exit_code == 0, (words, done.output)
+        assert json.loads(done.stdout), words
+    done = CliRunner().invoke(app, ["logs", "out", "--json"])
+    assert all(json.loads(line) for line in done.stdout.splitlines())
+    wrong = CliRunner().invoke(app, ["stop", "out", "--json"])
+    assert (wrong.exit_code, wrong.stdout) == (2, ""), wrong.output
