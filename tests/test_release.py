@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def test_the_version_is_the_same_everywhere() -> None:
     )
 
 
+@cache
 def seconds(code: str) -> float:
     """The processor time of a program of one line, its best of three."""
     words = f"import time; {code}; print(time.process_time())"
