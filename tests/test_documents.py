@@ -16,7 +16,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import typer
 from pages import (
@@ -33,15 +32,18 @@ from pages import (
 )
 from pages import blocks as blocks_of
 from pydantic import BaseModel
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 import fedplan
 from fedplan.cli import app, new
+from fedplan.methods import METHODS
 from fedplan.runners.site import Site
 from fedplan.server_commands import server_commands
 from fedplan.site_commands import site_commands
 from fedplan.sites.policy import Policy
 from fedplan.studies.schema import Study
+from fedplan.tensors import parse_wire
 
 ROOT = Path(__file__).parent.parent
 LANGUAGES = {*SHELL, "python", "pycon", "py", "toml", "text", "diff"}
@@ -164,7 +166,7 @@ def test_every_command_that_is_named_is_there_with_its_options() -> None:
         w for page in (*DOCUMENTS, "CONTRIBUTING.md", "SECURITY.md") for w in commands(page)
     ):
         command, said = top, list(words)
-        while isinstance(command, click.Group) and said and re.fullmatch("[a-z]+", said[0]):
+        while isinstance(command, TyperGroup) and said and re.fullmatch("[a-z]+", said[0]):
             assert said[0] in command.commands, f"there is no fedplan {' '.join(words)}"
             command = command.commands[said.pop(0)]
         known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
@@ -178,6 +180,10 @@ def test_every_block_of_toml_says_fields_that_there_are(document: str) -> None:
         if "project" in said:  # of a package that offers something
             continue
         assert any(fits(schema, said) for schema in (Study, Site, Policy)), block
+        method = said.get("method", {})
+        fedplan.parse(method.get("plan", "share()"))
+        parse_wire(method.get("wire", "plain()"))
+        assert method.get("name", "fedavg") in METHODS or ":" in method["name"], block
 
 
 def fits(schema: type[BaseModel], said: dict[str, Any]) -> bool:
