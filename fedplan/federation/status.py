@@ -127,6 +127,12 @@ class Status:
             self._put(state=state)
             self._write()
 
+    def trouble(self, why: str) -> None:
+        """Say what keeps a run that is driven from going on, or that nothing does any more."""
+        if self.now.why != why and self.now.state in LIVE:
+            self._put(why=why)
+            self._write()
+
     def site(self, name: str, state: str, why: str = "") -> None:
         """Say what a site does; the same again is nothing new."""
         if not self._listed:

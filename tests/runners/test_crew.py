@@ -57,6 +57,13 @@ def test_any_number_of_workers_that_die_at_any_time_leave_the_same_files(
 class Resident(Processes):
     """Processes that outlive a run: the next one begins anew in them."""
 
+    answers = 0
+
+    def heard(self, seconds: float) -> Any:
+        found = super().heard(seconds)
+        self.answers += len([each for _, each in found if each is not None])
+        return found
+
     def start(self, number: int, said: Mapping[str, Any]) -> None:
         if number in self.pids:
             self.send(number, said)
@@ -78,15 +85,18 @@ def pool() -> Iterator[Resident]:
     hands.end()
 
 
-def kill(hands: Processes, stop: threading.Event, kills: int, seed: int) -> list[int]:
-    """Kill workers at random moments, until so many are dead."""
+def kill(hands: Resident, stop: threading.Event, kills: int, seed: int) -> list[int]:
+    """Kill workers at random moments, until so many are dead; somebody answers in between."""
     draw, dead = random.Random(seed), list[int]()
     while len(dead) < kills and not stop.wait(draw.uniform(0.0, 0.4)):
         pids = [pid for pid in hands.pids.values() if pid not in dead]
         if pids:
             dead.append(draw.choice(pids))
             os.kill(dead[-1], signal.SIGKILL)
+            before = hands.answers
             stop.wait(draw.uniform(0.5, 4.0))
+            while hands.answers == before and not stop.wait(0.1):
+                pass
     return dead
 
 

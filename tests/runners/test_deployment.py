@@ -143,7 +143,8 @@ APP = """from pathlib import Path
 from fedplan.runners.flower.apps import client_of, server_of
 
 STUDY = Path(__file__).parent / "study.toml"
-client, server = client_of(STUDY), server_of(STUDY)
+client = client_of(STUDY)
+server = server_of(STUDY)
 """
 
 
@@ -246,8 +247,8 @@ def test_what_is_killed_does_not_change_a_bit(
     victims: list[str], count: int, rounds: int, here: Path
 ) -> None:
     study = study_of(here, "fedper", rounds=rounds)
-    expected = whole(here, study, "fedper")
-    with Deployment(here / "fed", SITES, rows_of(here), more=MORE) as deployed:
+    rows, expected = rows_of(here), whole(here, study, "fedper")
+    with Deployment(here / "fed", SITES, rows, more=MORE) as deployed:
         begun = deployed.begin(study, "run")
         killer = Killer(deployed, here / "fed/run/ledger.jsonl", victims, count)
         killer.start()
@@ -263,8 +264,9 @@ def test_what_is_killed_does_not_change_a_bit(
 def test_a_server_that_is_killed_goes_on_when_it_is_started_again(here: Path) -> None:
     """Six times, at random moments: what drives a run is started again, as its unit does."""
     study = study_of(here, "fedper", rounds=12)
-    expected, draw = whole(here, study, "fedper"), random.Random(5)
-    with Deployment(here / "fed", SITES, rows_of(here), more=MORE) as deployed:
+    rows, draw = rows_of(here), random.Random(5)
+    expected = whole(here, study, "fedper")
+    with Deployment(here / "fed", SITES, rows, more=MORE) as deployed:
         for number in range(1, 7):
             begun = deployed.begin(study, "run", "--resume")
             until_round(here / "fed/run/ledger.jsonl", number)
@@ -279,7 +281,7 @@ def test_a_server_that_is_killed_goes_on_when_it_is_started_again(here: Path) ->
 @pytest.mark.nightly
 def test_a_line_that_cuts_delays_and_corrupts_does_not_change_a_bit(here: Path) -> None:
     study = study_of(here, "fedper", rounds=8)
-    expected = whole(here, study, "fedper")
+    rows, expected = rows_of(here), whole(here, study, "fedper")
     proxies = list[Proxy]()
 
     def through(port: int) -> int:
@@ -287,7 +289,7 @@ def test_a_line_that_cuts_delays_and_corrupts_does_not_change_a_bit(here: Path) 
         return proxies[0].__enter__().port
 
     try:
-        fed = Deployment(here / "fed", SITES, rows_of(here), more=MORE, through=through)
+        fed = Deployment(here / "fed", SITES, rows, more=MORE, through=through)
         with fed as deployed:
             begun = deployed.begin(study, "run")
             time.sleep(20)

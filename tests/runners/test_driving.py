@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zoo
@@ -149,6 +150,24 @@ def test_a_driver_that_waits_stops_when_it_is_asked_to(tmp_path: Path) -> None:
     )
     found = driven.drive()
     assert (found.state, found.round) == (RunState.STOPPED, 0) and "operator" in found.why
+
+
+def test_while_the_link_is_in_trouble_a_run_says_so_and_can_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven, told = Driven(tmp_path, NAMES), list[str]()
+
+    def down(numbers: Any) -> list[Any]:
+        found = read_status(tmp_path)
+        told.append(found.why if found else "")
+        if len(told) == 3:
+            ask_to_stop(tmp_path, at_once=True)
+        raise ConnectionError("503, say")
+
+    monkeypatch.setattr(driven.grid, "pull_messages", down)
+    found = driven.drive()
+    assert (found.state, found.round) == (RunState.STOPPED, 0) and "operator" in found.why
+    assert told[1:] == ["the SuperLink does not answer, and is asked again"] * 2
 
 
 def test_a_run_without_enough_answers_has_failed_and_says_why(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from fedplan.tensors.sums import SumError
 BEAT = 1.0
 """Seconds after which a run tells that it is there, though no worker has answered."""
 MOST_LOST = 5
-"""How often a worker may die of one client, or while it starts: then that is at fault."""
+"""How often a worker may die of one client, or one after the other while it starts."""
 
 
 @dataclass
@@ -317,7 +317,9 @@ class Team:
         """Take an answer to the first message that a worker has not answered."""
         seat, (tensors, said) = self.seats[number], answer
         job = seat.out.pop(0)
-        seat.ready = True
+        if not seat.ready:
+            seat.ready = True
+            del self.lost[""]  # a worker can start: whatever killed others was none of it
         if "error" in said and not ("refused" in said and job and job.do == "scores"):
             who = f"client {job.client!r}: " if job and job.client else ""
             code = said.get("code") or said.get("refused")

@@ -129,7 +129,7 @@ class Calls:
                 for number in self._push(node, "query.hello", self.hello, None):
                     self._hellos[number] = node
         for number, node in list(self._hellos.items()):
-            for reply in steady(lambda n=number: self.grid.pull_messages([n]), self.patience):
+            for reply in self._steady(lambda n=number: self.grid.pull_messages([n])):
                 self._hellos.pop(number, None)
                 if reply.has_error():
                     self._refused(node, "", _reason(reply))
@@ -215,11 +215,11 @@ class Calls:
 
     def _there(self) -> dict[int, str]:
         try:
-            nodes = steady(self.grid.get_nodes, self.patience)
+            nodes = self._steady(self.grid.get_nodes)
             self._named = {node.node_id: node.name for node in nodes if node.name}
             return {node.node_id: node.last_activated_at for node in nodes}
         except NotImplementedError:
-            return dict.fromkeys(steady(self.grid.get_node_ids, self.patience), "")
+            return dict.fromkeys(self._steady(self.grid.get_node_ids), "")
 
     def _met(self, node: int, reply: FlowerMessage) -> None:
         try:
@@ -272,14 +272,38 @@ class Calls:
         self, node: int, kind: str, message: Message, arrays: ArrayRecord | None
     ) -> list[str]:
         envelope = FlowerMessage(records_of(message, arrays), node, kind)
-        return [n for n in steady(lambda: self.grid.push_messages([envelope]), self.patience) if n]
+        return [n for n in self._steady(lambda: self.grid.push_messages([envelope])) if n]
+
+    def _steady(self, call: Callable[[], Iterable[Found]]) -> list[Found]:
+        """A call to the grid, tried again while the SuperLink is in trouble.
+
+        Meanwhile the run tells so, and may be asked to stop.
+        """
+        until, pause = time.monotonic() + self.patience.sites, self.patience.look
+        while True:
+            try:
+                found = list(call())
+                self.status.trouble("")
+                return found
+            except (FedplanError, NotImplementedError, TypeError, ValueError, AttributeError):
+                raise
+            except Exception as error:
+                if is_over(error) or time.monotonic() > until:
+                    raise
+                log.warning("the SuperLink is in trouble, and is asked again: %r", error)
+            self.status.trouble("the SuperLink does not answer, and is asked again")
+            again = time.monotonic() + pause
+            while (left := again - time.monotonic()) > 0:
+                self.status.beat()
+                time.sleep(min(left, 1.0))
+            pause = min(30.0, 2 * pause)
 
     def _arrived(self, waiting: dict[str, _Open]) -> Iterator[tuple[str, Message | str]]:
         """Answers that have come, one pulled at a time."""
         for name, request in list(waiting.items()):
             for number in list(request.numbers):
                 # Nothing of an answer is held here while the next one is fetched.
-                replies = steady(lambda n=number: self.grid.pull_messages([n]), self.patience)
+                replies = self._steady(lambda n=number: self.grid.pull_messages([n]))
                 while replies:
                     request.numbers.pop(number, None)
                     answer = self._heard(name, request, replies.pop(0))
@@ -315,19 +339,3 @@ def is_over(error: BaseException) -> bool:
 
 def _reason(reply: FlowerMessage) -> str:
     return understood(str(reply.error.reason)[:200])
-
-
-def steady(call: Callable[[], Iterable[Found]], patience: Patience) -> list[Found]:
-    """A call to the grid, tried again while the SuperLink is in trouble."""
-    until, pause = time.monotonic() + patience.sites, patience.look
-    while True:
-        try:
-            return list(call())
-        except (FedplanError, NotImplementedError, TypeError, ValueError, AttributeError):
-            raise
-        except Exception as error:
-            if is_over(error) or time.monotonic() > until:
-                raise
-            log.warning("the SuperLink is in trouble, and is asked again: %r", error)
-            time.sleep(pause)
-            pause = min(30.0, 2 * pause)
