@@ -24,7 +24,7 @@ from fedplan.reports.pages.markup import Html, paragraphs, table, tag
 from fedplan.reports.pages.page import Page, PageSection, Shown
 from fedplan.reports.pages.verdict import badge
 from fedplan.reports.preview import stated
-from fedplan.reports.units import megabytes
+from fedplan.reports.units import byte_unit, megabytes
 from fedplan.sites.approvals import APPROVALS, APPROVED, ASIDE
 from fedplan.storage.chain import head_file, read_chain
 from fedplan.storage.logs import now
@@ -229,12 +229,10 @@ def _guarantee(departure: Departure) -> str:
 
 def _bars(departure: Departure) -> Drawing:
     parts = by_part(departure.record.lines)
-    bars = [Bar(part, count / 1e6) for part, count in sorted(parts.items(), key=lambda e: -e[1])]
-    return bar_chart("Values that left, by part", bars, unit="MB", told=_megabytes)
-
-
-def _megabytes(amount: float) -> str:
-    return megabytes(round(amount * 1e6))
+    size, unit = byte_unit(max(parts.values()))
+    bars = [Bar(part, count / size) for part, count in sorted(parts.items(), key=lambda e: -e[1])]
+    told = "Values that left, by part"
+    return bar_chart(told, bars, unit=unit, told=lambda each: f"{each:.4g}")
 
 
 def _rounds(departure: Departure) -> Drawing:
