@@ -135,7 +135,7 @@ def _lead(departures: Sequence[Departure], balances: Sequence[Balance]) -> Itera
     updates = sum(len(each.updates) for each in departures)
     runs = sum(bool(each.updates) for each in departures)
     parts = by_part(lines)
-    named = ", ".join(f"{part} {megabytes(count)} MB" for part, count in parts.items())
+    named = ", ".join(f"{part} {count:,}" for part, count in parts.items())
     yield tag(
         "p",
         tag("b", f"{up + said:,} bytes have left this site"),
@@ -143,7 +143,9 @@ def _lead(departures: Sequence[Departure], balances: Sequence[Balance]) -> Itera
         f"of {runs} {'run' if runs == 1 else 'runs'}; {said:,} are headers, words and codes.",
     )
     if parts:
-        yield tag("p", f"By part: {named}. Of parts that are not named here nothing has left.")
+        yield tag(
+            "p", f"In bytes, by part: {named}. Of parts that are not named here nothing has left."
+        )
     for each in balances:
         told = each.json()
         hidden = (
@@ -195,7 +197,9 @@ ROUNDS = "A row is a part of the model; of a row without a mark nothing has left
 def _agreed(agreed: Mapping[str, Any]) -> str:
     if not agreed:
         return "Nothing was agreed to in it."
-    limits = ", ".join(f"{word} {each:g}" for word, each in agreed["limits"].items() if each)
+    said = agreed["limits"]
+    left = "" if said.get("epsilon") else "delta"  # a delta is of an epsilon
+    limits = ", ".join(f"{word} {each:g}" for word, each in said.items() if each and word != left)
     return (
         f"The site agreed to the plan {agreed['plan']} ({agreed['fingerprint']}) for the model "
         f"{agreed['model']}. Its own limits: {limits or 'none'}."

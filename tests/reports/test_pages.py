@@ -7,6 +7,7 @@ import csv
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -130,6 +131,20 @@ def test_bytes_by_part_are_those_of_the_ledger(place: Path, folder: str) -> None
     found = traffic_of(facts)
     assert found.up.total() == sum(turn.up for turn in turns) > 0
     assert found.down.total() == sum(turn.down for turn in turns) > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["scaffold", "safl", "fedpart", "fedrep", "fedbabu", "fedit"])
+def test_bytes_by_part_are_those_of_the_ledger_whatever_travels(here: Path, method: str) -> None:
+    """Riders, blocks that are chosen, parts that come back, and adapters."""
+    text = re.sub('plan = ".*"', f'name = "{method}"', (here / "study.toml").read_text())
+    (here / "study.toml").write_text(text.replace("[clients]", "[clients]\nlate = 0.2"))
+    fp.run_study("study.toml", "out")
+    facts = facts_of(open_run("out"))
+    turns, found = [turn for held in facts.turns for turn in held], traffic_of(facts)
+    assert found.up.total() == sum(turn.up for turn in turns)
+    assert found.down.total() == sum(turn.down for turn in turns)
+    assert "verified<" in page_of(["out"]).html()
 
 
 def test_the_grid_of_roles_is_what_the_ledger_says(place: Path) -> None:

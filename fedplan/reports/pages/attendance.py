@@ -68,7 +68,7 @@ def _caption(clients: int) -> str:
 
 def state_of_turn(why: str) -> str:
     """What became of a client that was not counted, by the reason in the ledger."""
-    if why == "late":
+    if why == "late" or why.startswith("late, and "):
         return LATE
     if why == "dropped" or why.startswith(("no answer", "not asked")):
         return DROPPED

@@ -164,6 +164,6 @@ def facts_of(run: Run) -> RunFacts:
         else:
             raise FedplanError(
                 f"{run.folder}: round {record.round} has a turn of {len(record.roles)} roles for "
-                f"{len(run.params)} params, so nothing can be told of it: fedplan verify {run.folder}"
+                f"{len(run.params)} params, so nothing is told: fedplan verify {run.folder}"
             )
     return RunFacts(run, status_of(run.folder), tuple(rounds), tuple(turns))

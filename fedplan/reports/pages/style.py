@@ -56,7 +56,7 @@ footer {{ margin-top: 3rem; padding-bottom: 2rem; border-top: 1px solid var(--gr
 @media (max-width: 40rem) {{
   main, header, footer {{ padding-left: 1rem; padding-right: 1rem }}
   h1 {{ font-size: 1.5rem }}
-  figure.whole svg {{ min-width: 42rem }}
+  figure.whole svg {{ min-width: 52rem }}
 }}
 @media print {{
   body {{ font-size: 10.5pt }}
