@@ -33,10 +33,11 @@ SHARES = ("accuracy", "f1", "precision", "recall", "auc")
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as a report tells of it: its records by round, its scores, and who is hidden in it."""
+    """A run as a report tells of it: its numbers and its records by round, and who is hidden."""
 
     run: Run
     look: RunLook
+    metrics: Metrics
     rounds: tuple[RoundRecord, ...]
     turns: tuple[tuple[TurnRecord, ...], ...]
 
@@ -49,11 +50,6 @@ class RunFacts:
     def agreement(self) -> Agreement:
         """What both of its ends agreed on."""
         return self.run.agreement
-
-    @property
-    def metrics(self) -> Metrics:
-        """A row of numbers for each round."""
-        return self.run.metrics
 
     @property
     def hidden(self) -> str:
@@ -166,4 +162,4 @@ def facts_of(run: Run) -> RunFacts:
                 f"{run.folder}: round {record.round} has a turn of {len(record.roles)} roles for "
                 f"{len(run.params)} params, so nothing is told: fedplan verify {run.folder}"
             )
-    return RunFacts(run, status_of(run.folder), tuple(rounds), tuple(turns))
+    return RunFacts(run, status_of(run.folder), run.metrics, tuple(rounds), tuple(turns))

@@ -76,7 +76,7 @@ def state_of(facts: RunFacts) -> Html:
 
 def _when(facts: RunFacts) -> str:
     look = facts.look
-    done = f"Round {look.round} of {facts.study.train.rounds} is closed."
+    done = f"Round {facts.run.round} of {facts.study.train.rounds} is closed."
     why = f" {look.told.why}." if look.told.why and not facts.hides_clients else ""
     began = _moment(look.told.began) or _made(facts)
     ended = _moment(look.told.changed) if look.told.changed and not look.live else ""

@@ -12,7 +12,7 @@ from fedplan.reports.pages.markup import paragraphs
 from fedplan.reports.pages.page import PageSection, Shown
 from fedplan.reports.preview import stated
 
-LOOKS = 24
+LOOKS = 12
 """Rounds at which epsilon is worked out: each takes a while."""
 
 
