@@ -36,12 +36,13 @@ def line_chart(
     limit: tuple[str, float] | None = None,
     expected: Series | None = None,
     whole: bool = True,
+    named: Sequence[str] = (),
     size: tuple[float, float] = (480, 260),
 ) -> Drawing:
     """Lines by name, each with its hue and form; the first six have one of their own.
 
     `limit` is a level with its name. `expected` is a band that stands behind all. `whole` says that
-    what stands along the bottom are whole numbers.
+    what stands along the bottom are whole numbers; `named` are words for 0, 1, 2 ... there.
     """
     shown = [each for each in series if any(drawable(y) for _, y in each.points)]
     behind = [expected] if expected else []
@@ -52,7 +53,7 @@ def line_chart(
         (*shown, *behind), limit, (LEFT, width - right), (height - BOTTOM, TOP), whole=whole
     )
     shapes = [
-        *frame(across, up, x=x, y=y),
+        *frame(across, up, x=x, y=y, named=named),
         *(_behind(expected, across, up) if expected else ()),
         *(_level(limit[1], across, up) if limit else ()),
         *(each for place, one in enumerate(shown) for each in _line(one, place, across, up)),
@@ -69,7 +70,9 @@ def line_chart(
     )
 
 
-def frame(across: Scale, up: Scale, *, x: str = "", y: str = "") -> Iterator[Shape]:
+def frame(
+    across: Scale, up: Scale, *, x: str = "", y: str = "", named: Sequence[str] = ()
+) -> Iterator[Shape]:
     """Level lines with their numbers, and the rounds below."""
     for tick, label in zip(up.ticks, labels(up), strict=True):
         place = up(tick)
@@ -78,6 +81,7 @@ def frame(across: Scale, up: Scale, *, x: str = "", y: str = "") -> Iterator[Sha
     for tick, label in zip(across.ticks, labels(across), strict=True):
         place = across(tick)
         yield Stroke(((place, up.start), (place, up.start + 4)), "faint")
+        label = named[int(tick)] if 0 <= tick < len(named) else label
         yield Words(place, up.start + 16, label, "faint", "middle", 11)
     yield Words((across.start + across.end) / 2, up.start + 31, x, "faint", "middle", 11)
     by = ", by factors" if up.factors else ""
