@@ -144,7 +144,8 @@ def played(
     """Play all trials that have not ended, each in a folder under its name."""
     folder.mkdir(parents=True, exist_ok=True)
     with _claimed(folder):
-        ends = read_ends(folder)
+        # Whoever removed a run's folder wants it anew.
+        ends = {n: end for n, end in read_ends(folder).items() if (folder / n).is_dir()}
         todo = [trial for trial in trials if trial.name not in ends]
         course = Course(folder, parallel, todo=len(todo), ended=len(trials) - len(todo))
         watch(course)
