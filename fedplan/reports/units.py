@@ -17,6 +17,14 @@ def megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f}" if count >= 10**5 else f"{count / 1e6:.3f}"
 
 
+BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def byte_unit(most: float) -> tuple[float, str]:
+    """What bytes are counted in where the most of them is so many."""
+    return next((each for each in BYTES if most >= each[0]), (1.0, "bytes"))
+
+
 def percent(share: float) -> str:
     """A share as 12.3 %."""
     return f"{100 * share:.1f} %"

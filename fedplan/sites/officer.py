@@ -24,7 +24,7 @@ from fedplan.reports.pages.markup import Html, paragraphs, table, tag
 from fedplan.reports.pages.page import Page, PageSection, Shown
 from fedplan.reports.pages.verdict import badge
 from fedplan.reports.preview import stated
-from fedplan.reports.units import megabytes
+from fedplan.reports.units import byte_unit, megabytes
 from fedplan.sites.approvals import APPROVALS, APPROVED, ASIDE
 from fedplan.storage.chain import head_file, read_chain
 from fedplan.storage.logs import now
@@ -135,7 +135,7 @@ def _lead(departures: Sequence[Departure], balances: Sequence[Balance]) -> Itera
     updates = sum(len(each.updates) for each in departures)
     runs = sum(bool(each.updates) for each in departures)
     parts = by_part(lines)
-    named = ", ".join(f"{part} {megabytes(count)} MB" for part, count in parts.items())
+    named = ", ".join(f"{part} {count:,}" for part, count in parts.items())
     yield tag(
         "p",
         tag("b", f"{up + said:,} bytes have left this site"),
@@ -143,7 +143,9 @@ def _lead(departures: Sequence[Departure], balances: Sequence[Balance]) -> Itera
         f"of {runs} {'run' if runs == 1 else 'runs'}; {said:,} are headers, words and codes.",
     )
     if parts:
-        yield tag("p", f"By part: {named}. Of parts that are not named here nothing has left.")
+        yield tag(
+            "p", f"In bytes, by part: {named}. Of parts that are not named here nothing has left."
+        )
     for each in balances:
         told = each.json()
         hidden = (
@@ -195,7 +197,9 @@ ROUNDS = "A row is a part of the model; of a row without a mark nothing has left
 def _agreed(agreed: Mapping[str, Any]) -> str:
     if not agreed:
         return "Nothing was agreed to in it."
-    limits = ", ".join(f"{word} {each:g}" for word, each in agreed["limits"].items() if each)
+    said = agreed["limits"]
+    left = "" if said.get("epsilon") else "delta"  # a delta is of an epsilon
+    limits = ", ".join(f"{word} {each:g}" for word, each in said.items() if each and word != left)
     return (
         f"The site agreed to the plan {agreed['plan']} ({agreed['fingerprint']}) for the model "
         f"{agreed['model']}. Its own limits: {limits or 'none'}."
@@ -229,12 +233,10 @@ def _guarantee(departure: Departure) -> str:
 
 def _bars(departure: Departure) -> Drawing:
     parts = by_part(departure.record.lines)
-    bars = [Bar(part, count / 1e6) for part, count in sorted(parts.items(), key=lambda e: -e[1])]
-    return bar_chart("Values that left, by part", bars, unit="MB", told=_megabytes)
-
-
-def _megabytes(amount: float) -> str:
-    return megabytes(round(amount * 1e6))
+    size, unit = byte_unit(max(parts.values()))
+    bars = [Bar(part, count / size) for part, count in sorted(parts.items(), key=lambda e: -e[1])]
+    told = "Values that left, by part"
+    return bar_chart(told, bars, unit=unit, told=lambda each: f"{each:.4g}")
 
 
 def _rounds(departure: Departure) -> Drawing:

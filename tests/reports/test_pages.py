@@ -7,6 +7,7 @@ import csv
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -118,7 +119,9 @@ def test_where_clients_are_hidden_no_page_and_no_table_names_one(place: Path) ->
     assert not [name for name in NAMES if name in words]
     assert "Privacy" in headings(told) and "epsilon.csv" in os.listdir(place / "hidden-csv")
     assert "attendance.csv" not in os.listdir(place / "hidden-csv")
-    assert "worst" not in words.replace("worst of the clients", "")
+    turns = sum(map(len, facts_of(open_run(place / "hidden")).turns))
+    assert "worst" not in words and f"{turns} turns" not in words
+    assert not {"bytes-up.csv", "drift.csv", "clients.csv"} & set(os.listdir(place / "hidden-csv"))
 
 
 @pytest.mark.parametrize("folder", ["a", "b", "hidden"])
@@ -128,6 +131,20 @@ def test_bytes_by_part_are_those_of_the_ledger(place: Path, folder: str) -> None
     found = traffic_of(facts)
     assert found.up.total() == sum(turn.up for turn in turns) > 0
     assert found.down.total() == sum(turn.down for turn in turns) > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["scaffold", "safl", "fedpart", "fedrep", "fedbabu", "fedit"])
+def test_bytes_by_part_are_those_of_the_ledger_whatever_travels(here: Path, method: str) -> None:
+    """Riders, blocks that are chosen, parts that come back, and adapters."""
+    text = re.sub('plan = ".*"', f'name = "{method}"', (here / "study.toml").read_text())
+    (here / "study.toml").write_text(text.replace("[clients]", "[clients]\nlate = 0.2"))
+    fp.run_study("study.toml", "out")
+    facts = facts_of(open_run("out"))
+    turns, found = [turn for held in facts.turns for turn in held], traffic_of(facts)
+    assert found.up.total() == sum(turn.up for turn in turns)
+    assert found.down.total() == sum(turn.down for turn in turns)
+    assert "verified<" in page_of(["out"]).html()
 
 
 def test_the_grid_of_roles_is_what_the_ledger_says(place: Path) -> None:
@@ -225,14 +242,14 @@ def test_of_many_clients_those_that_were_missing_are_shown(place: Path) -> None:
     assert "40 of 103 clients" in figure.caption
     told = {row[0]: row[3] for row in figure.drawing.rows}
     assert [told[f"client {n}"] for n in range(6)] == [
-        *("late", "dropped out", "refused", "failed", "not counted", "counted")
+        *("late", "dropped", "refused", "failed", "not counted", "counted")
     ]
     assert "<script" not in section.html()
 
 
 def test_every_reason_of_a_ledger_has_a_state() -> None:
-    assert state_of_turn("not asked: it runs another version") == "dropped out"
-    assert state_of_turn("no answer in time") == "dropped out"
+    assert state_of_turn("not asked: it runs another version") == "dropped"
+    assert state_of_turn("no answer in time") == "dropped"
 
 
 def test_what_cannot_be_reported_is_named(place: Path, tmp_path: Path) -> None:

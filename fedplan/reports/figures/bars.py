@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fedplan.reports.figures.drawing import Box, Drawing, Shape, Stroke, Words, shortened, width_of
-from fedplan.reports.figures.scales import Scale, scaled, spelled
+from fedplan.reports.figures.scales import Scale, labels, scaled, spelled
 
 TALL, GAP, TOP = 18.0, 8.0, 6.0
 LABEL, VALUE = 150.0, 76.0
@@ -32,14 +32,13 @@ def bar_chart(
     width: float = 480,
 ) -> Drawing:
     """Bars from left to right, each with its amount; a bracket stands where it was expected."""
-    left = min(LABEL, 14 + max((width_of(each.name) for each in bars), default=0.0))
+    left = min(LABEL, 18 + max((width_of(each.name) for each in bars), default=0.0))
     most = [end for each in bars for end in (each.amount, *(each.expected or ()))]
     across = scaled((0.0, *most), left, width - VALUE, count=4)
     bottom = TOP + len(bars) * (TALL + GAP)
     shapes = list[Shape]()
-    for tick in across.ticks:
+    for tick, label in zip(across.ticks, labels(across), strict=True):
         shapes.append(Stroke(((across(tick), TOP), (across(tick), bottom)), "grid"))
-        label = spelled(tick, max(across.ticks))
         shapes.append(Words(across(tick), bottom + 14, label, "faint", "middle", 11))
     shapes.append(Words((left + width - VALUE) / 2, bottom + 30, unit, "faint", "middle", 11))
     for number, each in enumerate(bars):
@@ -57,9 +56,9 @@ def _bar(bar: Bar, across: Scale, y: float, told: Callable[[float], str]) -> Ite
     far = end
     if bar.expected is not None:
         low, high = (across(each) for each in bar.expected)
-        yield Stroke(((low, y - 3), (low, y + TALL + 3)), "ink", 2.0)
+        yield Stroke(((low, y - 2), (low, y + TALL + 2)), "ink", 2.0)
         if high - low > 1:
-            yield Stroke(((high, y - 3), (high, y + TALL + 3)), "ink", 2.0)
+            yield Stroke(((high, y - 2), (high, y + TALL + 2)), "ink", 2.0)
             yield Stroke(((low, y + TALL / 2), (high, y + TALL / 2)), "ink", 1.0, "2 2")
         far = max(far, high)
     yield Words(far + 6, y + 13, told(bar.amount), size=11)

@@ -46,7 +46,7 @@ def cell_grid(
     width: float = 960,
 ) -> Drawing:
     """Rows from round 1 to the last one; `legend` says what each paint means."""
-    left = min(LABEL, 14 + max((width_of(each.name) for each in rows), default=0.0))
+    left = min(LABEL, 18 + max((width_of(each.name) for each in rows), default=0.0))
     notes = max((width_of(each.note, 11) for each in rows), default=0.0)
     right = min(LABEL, 12 + notes) if notes else 2.0
     step = (width - left - right) / max(1, rounds)

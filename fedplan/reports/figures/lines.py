@@ -16,7 +16,7 @@ from fedplan.reports.figures.drawing import (
     width_of,
 )
 from fedplan.reports.figures.palette import FORMS, HUES
-from fedplan.reports.figures.scales import Scale, drawable, scaled, spelled
+from fedplan.reports.figures.scales import Scale, drawable, labels, scaled
 from fedplan.reports.figures.series import Point, Series
 
 LEFT, TOP, BOTTOM, FAR_RIGHT = 46.0, 26.0, 38.0, 130.0
@@ -47,7 +47,7 @@ def line_chart(
     shown = [each for each in series if any(drawable(y) for _, y in each.points)]
     behind = [expected] if expected else []
     names = [each.name for each in (*shown, *behind)] + ([limit[0]] if limit else [])
-    right = min(FAR_RIGHT, 14 + max((width_of(name, 11) for name in names), default=0.0))
+    right = min(FAR_RIGHT, 20 + max((width_of(name, 11) for name in names), default=0.0))
     width, height = size
     across, up = _scales(
         (*shown, *behind), limit, (LEFT, width - right), (height - BOTTOM, TOP), whole=whole
@@ -74,16 +74,14 @@ def frame(
     across: Scale, up: Scale, *, x: str = "", y: str = "", named: Sequence[str] = ()
 ) -> Iterator[Shape]:
     """Level lines with their numbers, and the rounds below."""
-    most = max(map(abs, up.ticks))
-    for tick in up.ticks:
+    for tick, label in zip(up.ticks, labels(up), strict=True):
         place = up(tick)
         yield Stroke(((across.start, place), (across.end, place)), "grid")
-        label = spelled(tick, 0.0 if up.factors else most)
         yield Words(across.start - 6, place + 4, label, "faint", "end", 11)
-    for tick in across.ticks:
+    for tick, label in zip(across.ticks, labels(across), strict=True):
         place = across(tick)
         yield Stroke(((place, up.start), (place, up.start + 4)), "faint")
-        label = named[int(tick)] if 0 <= tick < len(named) else spelled(tick)
+        label = named[int(tick)] if 0 <= tick < len(named) else label
         yield Words(place, up.start + 16, label, "faint", "middle", 11)
     yield Words((across.start + across.end) / 2, up.start + 31, x, "faint", "middle", 11)
     by = ", by factors" if up.factors else ""
@@ -123,7 +121,8 @@ def _line(series: Series, place: int, across: Scale, up: Scale) -> Iterator[Shap
     if series.band and all(drawable(end) for pair in series.band for end in pair):
         yield Area(_outline(series, across, up), paint)
     for held in pieces(series.points):
-        yield Stroke(tuple((across(x), up(y)) for x, y in held), paint, 1.8)
+        dash = "" if place < len(HUES) else BAND
+        yield Stroke(tuple((across(x), up(y)) for x, y in held), paint, 1.8, dash)
     every = max(1, len(series.points) // MANY)
     for number, (x, y) in enumerate(series.points):
         if drawable(y) and (number % every == 0 or number == len(series.points) - 1):
@@ -131,8 +130,8 @@ def _line(series: Series, place: int, across: Scale, up: Scale) -> Iterator[Shap
 
 
 def _look(place: int) -> tuple[str, str]:
-    """The hue and the form of a series; those beyond the sixth are faint."""
-    return (HUES[place], FORMS[place]) if place < len(HUES) else ("faint", "disc")
+    """The hue and the form of a series; those beyond the sixth are faint, and dashed."""
+    return HUES[place] if place < len(HUES) else "faint", FORMS[place % len(FORMS)]
 
 
 def _outline(series: Series, across: Scale, up: Scale) -> tuple[Point, ...]:
@@ -172,10 +171,10 @@ def _names(
     if expected and expected.last is not None:
         wanted.append((up(expected.last), expected.name, ("faint", "")))
     places = apart([place for place, _, _ in wanted], LINE, up.end, up.start)
-    for place, (_, name, (paint, form)) in zip(places, wanted, strict=True):
-        if form:
+    for place, (near, name, (paint, form)) in zip(places, wanted, strict=True):
+        if form and abs(place - near) > 2:  # else its last point stands there
             yield Dot(across.end + 8, place, paint, form, 2.6)
-        yield Words(across.end + 14, place + 4, shortened(name, right - 14, 11), paint, size=11)
+        yield Words(across.end + 15, place + 4, shortened(name, right - 15, 11), paint, size=11)
 
 
 def apart(wanted: Sequence[float], room: float, low: float, high: float) -> list[float]:

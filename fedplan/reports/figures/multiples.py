@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fedplan.reports.figures.drawing import Dot, Drawing, Shape, Stroke, Words, shortened
 from fedplan.reports.figures.lines import pieces
-from fedplan.reports.figures.scales import Scale, drawable, scaled, spelled
+from fedplan.reports.figures.scales import Scale, drawable, labels, scaled, spelled
 from fedplan.reports.figures.series import Series
 
 WIDE, TALL, GAP = 148.0, 92.0, 14.0
@@ -70,9 +70,9 @@ def _panel(
 
 
 def _numbers(up: Scale) -> Iterator[Shape]:
-    most = 0.0 if up.factors else max(map(abs, up.ticks))
-    for level in (up.ticks[0], up.ticks[-1]):
-        yield Words(LEFT - 5, up(level) + 4, spelled(level, most), "faint", "end", 10)
+    told = labels(up)
+    for level, label in ((up.ticks[0], told[0]), (up.ticks[-1], told[-1])):
+        yield Words(LEFT - 5, up(level) + 4, label, "faint", "end", 10)
 
 
 def _rounds(across: Scale, up: Scale) -> Iterator[Shape]:

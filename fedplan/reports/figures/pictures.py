@@ -76,6 +76,6 @@ def _paint(ax: Axes, shape: Shape, order: int) -> None:
                 ha=SIDES[shape.anchor],
                 va="baseline",
                 fontsize=0.92 * shape.size,
-                fontweight="semibold" if shape.bold else "normal",
+                fontweight="bold" if shape.bold else "normal",
                 zorder=order,
             )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, floor, isfinite, log10
@@ -50,11 +51,13 @@ def scaled(
         low, high = (low - room, high + room) if not whole else (low, low + 1)
     step = _step((high - low) / count, whole=whole)
     if whole:
-        ticks = range(ceil(low / step), floor(high / step) + 1)
-    else:
-        ticks = range(floor(low / step + 1e-9), ceil(high / step - 1e-9) + 1)
-        low, high = ticks[0] * step, ticks[-1] * step
-    return Scale(low, high, start, end, tuple(float(f"{n * step:.12g}") for n in ticks))
+        ticks = [n * step for n in range(ceil(low / step), floor(high / step) + 1)]
+        # The first round is told too, where there is room for it.
+        first = [low] if not ticks or ticks[0] - low >= step / 2 else []
+        return Scale(low, high, start, end, (*first, *ticks))
+    places = range(floor(low / step + 1e-9), ceil(high / step - 1e-9) + 1)
+    low, high = places[0] * step, places[-1] * step
+    return Scale(low, high, start, end, tuple(float(f"{n * step:.12g}") for n in places))
 
 
 def _by_factors(low: float, high: float, start: float, end: float) -> Scale:
@@ -79,3 +82,13 @@ def spelled(number: float, most: float = 0.0) -> str:
             size = 1e3 if letter == " k" else size
             return f"{number / size:g}{letter}" if number else "0"
     return f"{number:g}" if top >= 1e-4 or not top else f"{number:.0e}"
+
+
+def labels(scale: Scale) -> list[str]:
+    """The numbers beside an axis, all with as many digits after the point."""
+    most = 0.0 if scale.factors else max(map(abs, scale.ticks))
+    told = [spelled(tick, most) for tick in scale.ticks]
+    if scale.factors or not all(re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", each) for each in told):
+        return told
+    digits = max(len(each.partition(".")[2]) for each in told)
+    return [f"{tick:.{digits}f}" for tick in scale.ticks]

@@ -15,7 +15,7 @@ from fedplan.reports.pages.page import PageSection, Shown
 MOST = 40
 """Clients that a page draws: of more, those that were missing most often."""
 CAME, LATE, DROPPED, REFUSED, FAILED, LEFT = (
-    *("counted", "late", "dropped out"),
+    *("counted", "late", "dropped"),
     *("refused", "failed", "not counted"),
 )
 LOOKS = {
@@ -29,7 +29,7 @@ LOOKS = {
 LEGEND = {
     "good": "✓ counted",
     "warn": "L late: heard, not counted",
-    "away": "D dropped out, or away",
+    "away": "D dropped out, away, or not asked",
     "bad": "R refused, F failed, X not counted",
 }
 TOLD = 12
@@ -68,7 +68,7 @@ def _caption(clients: int) -> str:
 
 def state_of_turn(why: str) -> str:
     """What became of a client that was not counted, by the reason in the ledger."""
-    if why == "late":
+    if why == "late" or why.startswith("late, and "):
         return LATE
     if why == "dropped" or why.startswith(("no answer", "not asked")):
         return DROPPED

@@ -34,7 +34,7 @@ def clients_section(facts: RunFacts, name: str = "") -> PageSection:
         f"{len(scores)} clients is {_told(facts.own_scores('').last)}."
     ]
     drawn = small_multiples(
-        f"{score} of each client by round",
+        f"{score.capitalize()} of each client by round",
         order,
         marked={worst.name: "the worst"},
         behind=facts.own_scores("mean of all"),

@@ -79,15 +79,17 @@ def curves_section(runs: Sequence[RunFacts]) -> PageSection:
 
 def _alone(group: SeedGroup) -> list[Shown]:
     score = group.runs[0].score[0]
-    kinds = [
+    kinds: list[tuple[str, Callable[[RunFacts], Series]]] = [
         ("world", lambda each: each.world_scores("")),
-        ("clients' own, mean", lambda each: each.own_scores("")),
+        ("own, mean", lambda each: each.own_scores("")),
     ]
     if not group.runs[0].hidden:
-        kinds.append(("clients' own, worst", lambda each: each.own_scores("", worst=True)))
+        kinds.append(("own, worst", lambda each: each.own_scores("", worst=True)))
     held = [SeedGroup(name, group.runs).series(of) for name, of in kinds]
     return [
-        Shown("scores", line_chart(f"{score} by round", held, y=score), _scores([group])),
+        Shown(
+            "scores", line_chart(f"{score.capitalize()} by round", held, y=score), _scores([group])
+        ),
         _loss([SeedGroup("loss", group.runs)]),
     ]
 

@@ -10,11 +10,12 @@ from math import fsum, isfinite
 
 from fedplan.data.own import OWN
 from fedplan.data.tasks import task_class
+from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.history import Metrics
 from fedplan.federation.participation import Participation
 from fedplan.federation.record import RoundRecord, TurnRecord
-from fedplan.language.crowds import Crowd
+from fedplan.language.crowds import Crowd, phases_in
 from fedplan.methods.phases import Planned
 from fedplan.reports.figures.series import Series
 from fedplan.reports.forecasts import forecast
@@ -32,10 +33,11 @@ SHARES = ("accuracy", "f1", "precision", "recall", "auc")
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as a report tells of it: its records by round, its scores, and who is hidden in it."""
+    """A run as a report tells of it: its numbers and its records by round, and who is hidden."""
 
     run: Run
     look: RunLook
+    metrics: Metrics
     rounds: tuple[RoundRecord, ...]
     turns: tuple[tuple[TurnRecord, ...], ...]
 
@@ -48,11 +50,6 @@ class RunFacts:
     def agreement(self) -> Agreement:
         """What both of its ends agreed on."""
         return self.run.agreement
-
-    @property
-    def metrics(self) -> Metrics:
-        """A row of numbers for each round."""
-        return self.run.metrics
 
     @property
     def hidden(self) -> str:
@@ -107,8 +104,10 @@ class RunFacts:
         for series in self.client_scores.values():
             for x, y in series.points:
                 held.setdefault(x, []).append(y)
-        one = (min if self.score[1] else max) if worst else (lambda ys: fsum(ys) / len(ys))
-        return Series(name, tuple((x, one(ys)) for x, ys in sorted(held.items())))
+        if worst:
+            edge = min if self.score[1] else max
+            return Series(name, tuple((x, edge(ys)) for x, ys in sorted(held.items())))
+        return Series(name, tuple((x, fsum(ys) / len(ys)) for x, ys in sorted(held.items())))
 
     @cached_property
     def roster(self) -> dict[str, Mapping[str, str]]:
@@ -144,7 +143,8 @@ class RunFacts:
         first = dict[str, int]()
         for record in self.rounds:
             first.setdefault(record.phase, record.round - 1)
-        return {name: after for name, after in first.items() if name}
+        known = phases_in(self.agreement.method.plan)
+        return {name: after for name, after in first.items() if name in known}
 
 
 def facts_of(run: Run) -> RunFacts:
@@ -155,6 +155,11 @@ def facts_of(run: Run) -> RunFacts:
             rounds.append(record)
             turns.append(tuple(held))
             held = []
-        else:
+        elif len(record.roles) == len(run.params):
             held.append(record)
-    return RunFacts(run, status_of(run.folder), tuple(rounds), tuple(turns))
+        else:
+            raise FedplanError(
+                f"{run.folder}: round {record.round} has a turn of {len(record.roles)} roles for "
+                f"{len(run.params)} params, so nothing is told: fedplan verify {run.folder}"
+            )
+    return RunFacts(run, status_of(run.folder), run.metrics, tuple(rounds), tuple(turns))

@@ -15,7 +15,7 @@ from fedplan.methods.registry import METHOD_NAMES
 from fedplan.reports.explanation import in_order
 from fedplan.reports.pages.facts import RunFacts
 from fedplan.reports.pages.markup import Html, tag, together
-from fedplan.reports.units import megabytes, millions
+from fedplan.reports.units import duration, megabytes, millions
 from fedplan.reports.views import Segment
 from fedplan.studies.sections import MethodSection
 from fedplan.tensors.devices import AUTO
@@ -37,7 +37,34 @@ def opening(facts: RunFacts) -> list[Html]:
         tag("p", *_asked(facts)),
         tag("p", *_plan(facts)),
         tag("p", _privacy(facts), " ", _machine(facts)),
+        tag("dl", *(_tile(name, number) for name, number in _numbers(facts)), class_="tiles"),
     ]
+
+
+def _numbers(facts: RunFacts) -> Iterator[tuple[str, str]]:
+    """The few numbers that a run is known by."""
+    score, told = facts.score[0], facts.look.told
+    scores = {f"{score}, world": facts.world_scores(""), f"{score}, own": facts.own_scores("")}
+    if not facts.hidden:
+        scores[f"{score}, worst client"] = facts.own_scores("", worst=True)
+    for name, series in scores.items():
+        if series.last is not None:
+            yield name, f"{series.last:.3g}"
+    if not facts.hides_clients and facts.rounds:
+        yield "MB up", megabytes(sum(record.up for record in facts.rounds))
+        yield "MB down", megabytes(sum(record.down for record in facts.rounds))
+    if facts.agreement.guarantee is not None and facts.run.round:
+        promised = facts.agreement.guarantee.epsilon
+        yield (
+            f"epsilon of {promised:g}",
+            f"{facts.agreement.guarantee.forecast(facts.run.round):.3g}",
+        )
+    if told.seconds is not None:
+        yield "a round", duration(told.seconds)
+
+
+def _tile(name: str, number: str) -> Html:
+    return tag("div", tag("dt", name), tag("dd", number))
 
 
 def state_of(facts: RunFacts) -> Html:
@@ -49,8 +76,8 @@ def state_of(facts: RunFacts) -> Html:
 
 def _when(facts: RunFacts) -> str:
     look = facts.look
-    done = f"Round {look.round} of {facts.study.train.rounds} is closed."
-    why = f" {look.told.why}." if look.told.why else ""
+    done = f"Round {facts.run.round} of {facts.study.train.rounds} is closed."
+    why = f" {look.told.why}." if look.told.why and not facts.hides_clients else ""
     began = _moment(look.told.began) or _made(facts)
     ended = _moment(look.told.changed) if look.told.changed and not look.live else ""
     words = f" Begun {began}" + (f", last told {ended}." if ended else ".")
@@ -114,7 +141,7 @@ def _about(section: MethodSection) -> str:
         doc = getdoc(METHOD_NAMES.find(section.name).value) or ""
     except FedplanError:
         return ""
-    return doc.partition("\n")[0]
+    return doc.partition("\n")[0].replace("`", "")
 
 
 def _stage(stage: Segment) -> str:
@@ -122,7 +149,12 @@ def _stage(stage: Segment) -> str:
     held = dict[Role, dict[str, None]]()
     for param in in_order(tuple(stage.permitted)):
         held.setdefault(stage.permitted[param], {})[str(param.kind)] = None
-    told = [f"{DOES[role]} {', '.join(held[role])}" for role in DOES if role in held]
+    whole = len(held) == 1
+    told = [
+        f"{DOES[role]} {'everything' if whole else ', '.join(held[role])}"
+        for role in DOES
+        if role in held
+    ]
     chosen = any(stage.certain[p] is not stage.permitted[p] for p in stage.permitted)
     some = "; of these, scores choose some blocks" if chosen else ""
     return f"In {stage.name}, {'; '.join(told)}{some}."

@@ -53,15 +53,22 @@ def page_of(runs: Sequence[AnyRun], *, again: int = AGAIN) -> Page:
     folders = [each if isinstance(each, str | Path) else each.folder for each in runs]
     facts = [looked_at(Path(folder), facts_of) for folder in folders]
     live = any(each.look.live for each in facts)
-    names = list(dict.fromkeys(each.study.name for each in facts))
     return Page(
-        f"{', '.join(names)}: what became of {'it' if len(facts) == 1 else f'{len(facts)} runs'}",
+        _title(facts),
         tuple(_lead(facts)),
         tuple(_sections(facts)),
         f"Written by fedplan {now()[:16].replace('T', ' ')} UTC from the folders of the runs."
         + (" A run goes on: this page looks again by itself." if live else ""),
         again if live else 0,
     )
+
+
+def _title(facts: Sequence[RunFacts]) -> str:
+    names = ", ".join(dict.fromkeys(each.study.name for each in facts))
+    if len(facts) > 1:
+        return f"{names}: {len(facts)} runs"
+    method, rounds = facts[0].study.method.name, facts[0].study.train.rounds
+    return f"{names}: {f'{method}, ' if method else ''}{rounds} rounds"
 
 
 def watched(
@@ -102,14 +109,21 @@ def _table(facts: Sequence[RunFacts]) -> Html:
             f"{each.run.round} of {each.study.train.rounds}",
             _last(each.world_scores("").last),
             _last(each.own_scores("").last),
-            megabytes(sum(record.up for record in each.rounds)),
-            megabytes(sum(record.down for record in each.rounds)),
+            *_sums(each),
         )
         for name, each in zip(run_names(facts), facts, strict=True)
     ]
     score = facts[0].score[0]
     columns = ("run", "state", "rounds", f"world {score}", f"own {score}", "MB up", "MB down")
     return table(columns, rows, numbers=5)
+
+
+def _sums(facts: RunFacts) -> tuple[str, str]:
+    """MB up and down; where clients are hidden they would tell how many were drawn."""
+    if facts.hides_clients:
+        return "", ""
+    up, down = (sum(r.up for r in facts.rounds), sum(r.down for r in facts.rounds))
+    return megabytes(up), megabytes(down)
 
 
 def _last(number: float | None) -> str:

@@ -43,23 +43,24 @@ def roles_section(facts: RunFacts, name: str = "") -> PageSection:
     if not said:
         return PageSection("The model, part by part")
     params = facts.agreement.params
-    rows = min(
+    rows, (mixed, _) = min(
         (_rows(_parts(params, label(params)), params, said) for label in (_by_kind, _by_block)),
         key=lambda found: found[1],
     )
     title = f"Roles by part and round{f', {name}' if name else ''}"
     rounds = max(facts.study.train.rounds, facts.run.round)
-    used = {paint for row in rows[0] for cell in row.cells for paint, _ in cell.paints}
+    used = {paint for row in rows for cell in row.cells for paint, _ in cell.paints}
     legend = {paint: text for paint, text in LEGEND.items() if paint in used}
-    drawn = cell_grid(title, rows[0], rounds=rounds, legend=legend)
-    return PageSection(
-        "The model, part by part", figures=(Shown("roles", drawn, _caption(facts), whole=True),)
-    )
+    drawn = cell_grid(title, rows, rounds=rounds, legend=legend)
+    caption = _caption(facts, mixed=bool(mixed))
+    shown = Shown("roles", drawn, caption, whole=True)
+    return PageSection("The model, part by part", figures=(shown,))
 
 
-def _caption(facts: RunFacts) -> str:
+def _caption(facts: RunFacts, *, mixed: bool) -> str:
     words = ["A row is a part of the model, with its params; a column is a round."]
-    words += ["Where a cell has two paints, its params or its clients have several roles."]
+    if mixed:
+        words.append("Where a cell has two paints, its params or its clients have several roles.")
     if facts.hides_clients:
         words.append("Clients are hidden: this is what the plan permits, whoever was there.")
     elif _differ(facts):

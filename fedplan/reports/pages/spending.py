@@ -12,7 +12,7 @@ from fedplan.reports.pages.markup import paragraphs
 from fedplan.reports.pages.page import PageSection, Shown
 from fedplan.reports.preview import stated
 
-LOOKS = 24
+LOOKS = 12
 """Rounds at which epsilon is worked out: each takes a while."""
 
 
@@ -30,7 +30,11 @@ def spending_section(facts: RunFacts, name: str = "") -> PageSection:
     bought = Series("world", tuple((e, world[n]) for n, e in spent.points if n in world))
     if bought.points:
         beside = line_chart(
-            f"{score} for the epsilon spent", [bought], x="epsilon", y=score, whole=False
+            f"{score.capitalize()} for the epsilon spent",
+            [bought],
+            x="epsilon",
+            y=score,
+            whole=False,
         )
         figures.append(Shown("score-by-epsilon", beside, "The world, after the same rounds."))
     return PageSection(title, tuple(paragraphs(_told(facts, guarantee))), tuple(figures))

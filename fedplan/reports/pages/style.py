@@ -32,6 +32,9 @@ code {{ font: .88em ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflo
   padding: .05rem .7rem; margin-right: .4rem }}
 .good {{ color: var(--c2) }} .bad {{ color: var(--c1) }} .live {{ color: var(--c0) }}
 .faint, figcaption, footer {{ color: var(--faint); font-size: .9rem }}
+.tiles {{ display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.1rem 0 0 }}
+.tiles dt {{ color: var(--faint); font-size: .85rem }}
+.tiles dd {{ margin: 0; font-size: 1.5rem; font-weight: 600; line-height: 1.2 }}
 .figures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr));
   gap: 1.2rem 2rem; margin: .8rem 0 }}
 figure {{ margin: 0; min-width: 0 }}
@@ -53,7 +56,7 @@ footer {{ margin-top: 3rem; padding-bottom: 2rem; border-top: 1px solid var(--gr
 @media (max-width: 40rem) {{
   main, header, footer {{ padding-left: 1rem; padding-right: 1rem }}
   h1 {{ font-size: 1.5rem }}
-  figure.whole svg {{ min-width: 42rem }}
+  figure.whole svg {{ min-width: 52rem }}
 }}
 @media print {{
   body {{ font-size: 10.5pt }}

@@ -19,7 +19,7 @@ from fedplan.reports.figures.series import Series
 from fedplan.reports.pages.facts import RunFacts
 from fedplan.reports.pages.markup import paragraphs
 from fedplan.reports.pages.page import PageSection, Shown
-from fedplan.reports.units import megabytes
+from fedplan.reports.units import byte_unit, megabytes
 from fedplan.reports.views import Span, View
 from fedplan.tensors.riders import param_of
 
@@ -86,6 +86,8 @@ def traffic_section(facts: RunFacts, name: str = "") -> PageSection:
     turns = sum(map(len, facts.turns))
     if not turns:
         return PageSection(title)
+    if facts.hides_clients:
+        return PageSection(title, tuple(paragraphs(_forecast_words(facts))))
     traffic, count = traffic_of(facts), len(facts.rounds)
     up, down = traffic.up.total(), traffic.down.total()
     words = (
@@ -102,10 +104,10 @@ def traffic_section(facts: RunFacts, name: str = "") -> PageSection:
     return PageSection(title, tuple(paragraphs(words)), figures, tuple(paragraphs(*notes)))
 
 
-UP = "MB of a turn, on average. The bars at its end are where the forecast said that it would be."
-DOWN = "MB of a turn, on average. A forecast of what comes down is told for all parts together."
+UP = "Of a turn, on average. A black mark is where the forecast said that the bar would end."
+DOWN = "Of a turn, on average. A forecast of what comes down is told for all parts together."
 ROUNDS = (
-    "MB of a client's turn, on average over those of the round. Behind is the forecast, from the "
+    "Of a client's turn, on average over those of the round. Behind is the forecast, from the "
     "least to the most, of a client that takes part in all rounds."
 )
 
@@ -113,17 +115,22 @@ ROUNDS = (
 def _bars(
     title: str, found: Counter[str], turns: int, expected: dict[str, tuple[float, float]]
 ) -> Drawing:
+    size, unit = byte_unit(max(found.values(), default=0) / turns)
     kinds = sorted(found.keys() | expected.keys(), key=lambda kind: (-found[kind], kind))
     bars = [
-        Bar(kind, found[kind] / turns / 1e6, expected.get(kind))
+        Bar(kind, found[kind] / turns / size, _scaled(expected.get(kind), size))
         for kind in kinds
         if found[kind] or any(expected.get(kind, ()))
     ]
-    return bar_chart(title, bars, unit="MB a turn", told=lambda each: megabytes(int(each * 1e6)))
+    return bar_chart(title, bars, unit=f"{unit} a turn", told=lambda each: f"{each:.3g}")
+
+
+def _scaled(span: tuple[float, float] | None, size: float) -> tuple[float, float] | None:
+    return None if span is None else (span[0] / size, span[1] / size)
 
 
 def _foretold(facts: RunFacts) -> dict[str, tuple[float, float]]:
-    """What a turn sends of each kind by the forecast, over the rounds that are closed, in MB."""
+    """What a turn sends of each kind by the forecast, over the rounds that are closed."""
     fare, closed = facts.forecast.fare, range(1, facts.run.round + 1)
     spans = dict[str, list[Span]]()
     for view in facts.forecast.views:
@@ -136,7 +143,7 @@ def _foretold(facts: RunFacts) -> dict[str, tuple[float, float]]:
                 both[1] += times * fare.up(param) * (role is Role.SHARE)
         for kind, (least, most) in sums.items():
             spans.setdefault(kind, []).append((least, most))
-    scale = 1e6 * max(1, len(closed))
+    scale = max(1, len(closed))
     return {
         kind: (min(low for low, _ in held) / scale, max(high for _, high in held) / scale)
         for kind, held in spans.items()
@@ -145,24 +152,25 @@ def _foretold(facts: RunFacts) -> dict[str, tuple[float, float]]:
 
 def _rounds(facts: RunFacts, way: str) -> Drawing:
     told = [
-        (record.round, sum(t.up if way == "up" else t.down for t in turns) / len(turns) / 1e6)
+        (record.round, sum(t.up if way == "up" else t.down for t in turns) / len(turns))
         for record, turns in zip(facts.rounds, facts.turns, strict=True)
         if turns
     ]
+    size, unit = byte_unit(max(count for _, count in told))
     return line_chart(
         f"{way.capitalize()}, by round",
-        [Series("a turn", tuple(told))],
-        y="MB",
-        expected=_band(facts, way),
+        [Series("a turn", tuple((number, count / size) for number, count in told))],
+        y=unit,
+        expected=_band(facts, way, size),
     )
 
 
-def _band(facts: RunFacts, way: str) -> Series:
+def _band(facts: RunFacts, way: str, size: float = 1.0) -> Series:
     """The forecast of each round, over all kinds of clients."""
     spans = [list(_spans(view, way)) for view in facts.forecast.views]
     columns = list(zip(*spans, strict=True))[: facts.run.round]
-    lows = [min(low for low, _ in held) / 1e6 for held in columns]
-    highs = [max(high for _, high in held) / 1e6 for held in columns]
+    lows = [min(low for low, _ in held) / size for held in columns]
+    highs = [max(high for _, high in held) / size for held in columns]
     return Series(
         "forecast",
         tuple((n, high) for n, high in enumerate(highs, 1)),
@@ -174,6 +182,17 @@ def _spans(view: View, way: str) -> Iterator[Span]:
     yield from view.ups if way == "up" else view.downs
 
 
+def _forecast_words(facts: RunFacts) -> str:
+    """What was forecast of a client: what single turns sent would tell who was drawn."""
+    views = facts.forecast.views
+    up, down = max(view.up for view in views), max(view.down for view in views)
+    return (
+        "This study hides each client: how many turns there were, and what they sent, is not told. "
+        f"By the forecast, a client that is drawn into all {facts.forecast.rounds} rounds sends at "
+        f"most {megabytes(up)} MB and receives at most {megabytes(down)} MB."
+    )
+
+
 def _kept_to(facts: RunFacts) -> str:
     """Whether each turn sent what was forecast, in words."""
     band = _band(facts, "up").band
@@ -181,7 +200,7 @@ def _kept_to(facts: RunFacts) -> str:
         turn
         for record, turns in zip(facts.rounds, facts.turns, strict=True)
         for turn in turns
-        if not band[record.round - 1][0] - 1e-9 <= turn.up / 1e6 <= band[record.round - 1][1] + 1e-9
+        if not band[record.round - 1][0] <= turn.up <= band[record.round - 1][1]
     ]
     if not out:
         return "Each turn sent what was forecast before the run."

@@ -21,11 +21,24 @@ def verdict_section(facts: RunFacts, name: str = "") -> PageSection:
         return PageSection(title, (words,))
     if not facts.run.round:
         return PageSection(title)
+    return PageSection(title, (badge(*_told(facts)),))
+
+
+def _told(facts: RunFacts) -> tuple[list[str], str]:
+    """The faults, and what was checked; where clients are hidden, neither tells of one."""
+    folder = facts.run.folder
     try:
-        faults, checked = verify_run(facts.run.folder)
+        faults, checked = verify_run(folder)
     except FedplanError as error:
         faults, checked = [str(error)], ""  # what cannot be checked is no verdict of soundness
-    return PageSection(title, (badge(faults, checked),))
+    if not facts.hides_clients:
+        return faults, checked
+    # Who was drawn, and how many were, is the server's own secret.
+    named = [f"{len(faults)} in all: fedplan verify {folder} names them"] if faults else []
+    return named, (
+        f"{facts.run.round} rounds: nothing that rests moved, every byte is explained by the plan "
+        f"{facts.agreement.method.plan.fingerprint}, and no client's own param went up."
+    )
 
 
 def badge(faults: list[str], checked: str) -> Html:

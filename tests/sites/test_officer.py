@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The officer's page tells every byte of the record, and what left without a word is a fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import run
+from sites import NAME, RUN, Anybody, hello, study_text, words_of, world_of
+
+from fedplan.federation.egress import by_part, read_egress
+from fedplan.federation.endpoint import HELLO, TRAIN
+from fedplan.federation.messages import request_message
+from fedplan.federation.rounds import push
+from fedplan.language.turn import Turn
+from fedplan.sites.approvals import Approvals, user
+from fedplan.sites.desk import Approver, Desk
+from fedplan.sites.officer import is_home, officer_page
+from fedplan.studies.plain import read_toml
+from fedplan.studies.schema import study_of
+from fedplan.tensors.serialization import unpacked
+
+METHOD = 'plan = "chain(share(), keep(head))"'
+TEXT = study_text(method=METHOD, privacy="", rounds=3)
+
+
+def served(folder: Path, *, approved: bool = True, text: str = TEXT) -> Path:
+    """A home that has answered two rounds of a study, approved by a person or by nobody."""
+    site, _ = words_of(folder)
+    approvals = Approvals(Path(site.home), folder / "policy.toml", site=Turn(client=NAME))
+    approver: Approver = approvals if approved else Anybody()
+    study = study_of(read_toml(text))
+    if approved:
+        approvals.offer(study)
+        approvals.approve(study.whole)
+    desk = Desk(site, approver)
+    assert "client" in unpacked(desk.answer(HELLO, hello(text)))[1]
+    endpoint = desk._worker_of(study).endpoint(RUN)  # pyright: ignore[reportPrivateUsage]
+    for number in (1, 2):
+        down = push(endpoint.agreement, world_of(endpoint, round=number), NAME, {}, anew=True)
+        assert unpacked(desk.answer(TRAIN, request_message(down)))[0]
+    return Path(site.home)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return served(tmp_path_factory.mktemp("officer"))
+
+
+def test_the_page_tells_what_the_record_tells(home: Path, tmp_path: Path) -> None:
+    lines = read_egress(home)
+    parts = by_part(lines)
+    page = officer_page(home)
+    text = page.html()
+    whole = sum(line["up"] + line["said"] for line in lines)
+    assert f"{whole:,} bytes have left this site" in text and "verified<" in text
+    bars = next(each for each in page.figures() if each.name == "parts-1").drawing
+    assert bars.columns[1] == "kB"
+    assert {row[0]: round(float(str(row[1])) * 1e3) for row in bars.rows} == parts
+    grid = next(each for each in page.figures() if each.name == "rounds-1").drawing
+    assert {row[0] for row in grid.rows} == parts.keys() and "head" not in parts
+    assert "nothing left" in grid.svg() and f"approved by {user()}" in text
+    assert "No noise hides what left" in text
+    code, said = run("report", str(home), "-o", str(tmp_path / "x.html"))
+    assert code == 0, said
+    assert "What left north" in (tmp_path / "x.html").read_text()
+
+
+def test_what_left_without_an_approval_is_a_fault(tmp_path: Path) -> None:
+    page = officer_page(served(tmp_path, approved=False)).html()
+    assert "2 faults" in page and "by the word of anybody, and no such approval stood" in page
+    assert "verified<" not in page
+
+
+def test_a_broken_chain_is_told_and_nothing_else_is(tmp_path: Path) -> None:
+    home = served(tmp_path)
+    record = home / "outgoing.jsonl"
+    record.write_text(record.read_text().replace('"round": 2', '"round": 1'))
+    code, said = run("report", str(home), "-o", str(tmp_path / "x.html"))
+    assert code == 2 and "outgoing.jsonl" in said and not (tmp_path / "x.html").exists()
+
+
+def test_a_home_is_reported_by_itself(home: Path, tmp_path: Path) -> None:
+    assert is_home(home) and not is_home(tmp_path)
+    for words in ((str(home), str(tmp_path)), (str(home), "--watch", "3")):
+        code, said = run("report", *words, "-o", str(tmp_path / "x.html"))
+        assert code == 2 and str(home) in said
+    assert not list(tmp_path.iterdir())
