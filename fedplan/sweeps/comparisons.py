@@ -6,20 +6,28 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from fedplan.errors import FedplanError
-from fedplan.sweeps.differences import differing, role_words, said_of_study, study_words
+from fedplan.sweeps.differences import (
+    Faring,
+    differing,
+    faring_of,
+    role_words,
+    said_of_study,
+    study_words,
+)
 from fedplan.sweeps.results import RunResult, result_of, runs_in, score_named
 from fedplan.sweeps.statistics import Interval, holm, interval, p_value
 
 FEW = 5
 """Seeds below which an interval says little."""
-SURE = 0.05
-"""A corrected p value below this is said to tell two groups apart."""
+UNSAID = (None, "", [], {})
+"""Values of a field that say nothing."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,8 @@ def grouped(results: Sequence[RunResult]) -> list[RunGroup]:
     firsts = [held[min(held)].study for held in found.values()]
     fields = differing(firsts)
     labels = [_label(said_of_study(study), fields) or study.name for study in firsts]
+    if len(set(labels)) < len(labels):
+        labels = [f"{label} ({number})" for number, label in enumerate(labels, 1)]
     return [RunGroup(*each) for each in zip(labels, found.values(), strict=True)]
 
 
@@ -142,15 +152,16 @@ def _label(said: Mapping[str, Any], fields: Sequence[str]) -> str:
     """A group by what differs: the value alone where that is one field."""
     if len(fields) == 1:
         return str(said.get(fields[0], "unsaid"))
-    named = [name for name in ("method.name", "method.plan") if name in fields and said.get(name)]
-    rest = [f"{name}={said[name]}" for name in fields if name not in named and said.get(name)]
+    told = [name for name in fields if said.get(name) not in UNSAID]
+    named = [name for name in ("method.name", "method.plan") if name in told]
+    rest = [f"{name}={said[name]}" for name in told if name not in named]
     return ", ".join([*(str(said[name]) for name in named), *rest])
 
 
 def contrasted(groups: Sequence[RunGroup], score: str, notes: Sequence[str] = ()) -> Comparison:
     """Each group against the first one, by a score that all of their runs have."""
     base = groups[0]
-    kept = base.scores(score)
+    kept, words = base.scores(score), _Words(base.first)
     rows = list[Contrast]()
     for group in groups:
         own = group.scores(score)
@@ -162,7 +173,7 @@ def contrasted(groups: Sequence[RunGroup], score: str, notes: Sequence[str] = ()
                 interval(list(own.values())),
                 interval(paired) if paired and not first else None,
                 p_value(paired) if paired and not first else None,
-                words=() if first else tuple(_words(base.first, group.first)),
+                words=() if first else tuple(words.of(group.first)),
             )
         )
     fixed = [
@@ -173,15 +184,25 @@ def contrasted(groups: Sequence[RunGroup], score: str, notes: Sequence[str] = ()
     return Comparison(score, base.first.higher(score), tuple(fixed), cautions)
 
 
-def _words(base: RunResult, other: RunResult) -> list[str]:
-    said = study_words(base.study, other.study)
-    if other.plan == base.plan:
-        return said
-    said.append(f"the plan is {other.plan}, not {base.plan}")
-    hidden = (each.study.privacy for each in (base, other))
-    if any(each is not None and each.unit == "client" for each in hidden):
-        return said  # what single clients did is told of nobody who is hidden
-    return said + role_words(base.folder, other.folder)
+@dataclass(frozen=True)
+class _Words:
+    """What tells runs from one of them, whose ledger is read once."""
+
+    base: RunResult
+
+    @cached_property
+    def _faring(self) -> Faring:
+        return faring_of(self.base.folder)
+
+    def of(self, other: RunResult) -> list[str]:
+        base, said = self.base, study_words(self.base.study, other.study)
+        if other.plan == base.plan:
+            return said
+        said.append(f"the plan is {other.plan}, not {base.plan}")
+        hidden = (each.study.privacy for each in (base, other))
+        if any(each is not None and each.unit == "client" for each in hidden):
+            return said  # what single clients did is told of nobody who is hidden
+        return said + role_words(self._faring, faring_of(other.folder))
 
 
 def _cautions(rows: Sequence[Contrast]) -> list[str]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,6 @@ WORDS = {
 ABSENT = "not there"
 
 Sides = tuple[str, str]
-Faring = dict[Kind, dict[int, str]]
-"""How the params of each kind fare in each round, in words."""
 
 
 def said_of_study(study: Study) -> dict[str, Any]:
@@ -58,13 +57,26 @@ def _value(said: Mapping[str, Any], name: str) -> str:
     return repr(said[name]) if name in said else "unsaid"
 
 
-def role_words(base: Path, other: Path) -> list[str]:
+@dataclass(frozen=True)
+class Faring:
+    """How the params of each kind fared in each round of a run, in words, and how many they are."""
+
+    words: Mapping[Kind, Mapping[int, str]]
+    sizes: Mapping[Kind, int]
+
+    @property
+    def rounds(self) -> set[int]:
+        """The rounds that it is told of."""
+        return {number for held in self.words.values() for number in held}
+
+
+def role_words(base: Faring, other: Faring) -> list[str]:
     """Which parts of the model fared otherwise in a run than in another, and in which rounds.
 
     It is what was done, by the ledgers, in the rounds that both have.
     """
-    (left, sizes), (right, more) = (looked_at(each, _faring) for each in (base, other))
-    rounds = _rounds(left) & _rounds(right)
+    left, right, rounds = base.words, other.words, base.rounds & other.rounds
+    sizes = {**base.sizes, **other.sizes}
     changes = dict[tuple[Sides, tuple[int, ...]], list[Kind]]()
     for kind in Kind:
         here, there = left.get(kind, {}), right.get(kind, {})
@@ -76,14 +88,18 @@ def role_words(base: Path, other: Path) -> list[str]:
         for sides, numbers in apart.items():
             changes.setdefault((sides, tuple(numbers)), []).append(kind)
     return [
-        f"{', '.join(kinds)} ({millions(sum((more | sizes)[k] for k in kinds))} params): {new}, "
+        f"{', '.join(kinds)} ({millions(sum(sizes[k] for k in kinds))} params): {new}, "
         f"not {old}, in {_spelled(numbers, len(rounds))}"
         for ((old, new), numbers), kinds in changes.items()
     ]
 
 
-def _faring(run: Run) -> tuple[Faring, dict[Kind, int]]:
-    """How each kind fares in each round, and how many params it has."""
+def faring_of(folder: Path) -> Faring:
+    """How each kind fared in each round of the run in a folder."""
+    return looked_at(folder, _faring)
+
+
+def _faring(run: Run) -> Faring:
     params, seen = run.params, dict[Kind, dict[int, set[Role]]]()
     told = set[tuple[int, str]]()
     for line in run.lines():
@@ -92,20 +108,17 @@ def _faring(run: Run) -> tuple[Faring, dict[Kind, int]]:
             told.add((turn.round, turn.roles))
             for param, letter in zip(params, turn.roles, strict=True):
                 seen.setdefault(param.kind, {}).setdefault(turn.round, set()).add(ROLES[letter])
-    faring = {
+    words = {
         kind: {number: _role(roles) for number, roles in held.items()}
         for kind, held in seen.items()
     }
-    return faring, {kind: sum(p.numel for p in params if p.kind is kind) for kind in seen}
+    sizes = {kind: sum(p.numel for p in params if p.kind is kind) for kind in seen}
+    return Faring(words, sizes)
 
 
 def _role(roles: set[Role]) -> str:
     words = [WORDS[role] for role in Role if role in roles]
     return words[0] if len(words) == 1 else " and ".join(f"partly {word}" for word in words)
-
-
-def _rounds(faring: Faring) -> set[int]:
-    return {number for held in faring.values() for number in held}
 
 
 def _spelled(numbers: tuple[int, ...], of: int) -> str:

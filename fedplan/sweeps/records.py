@@ -101,12 +101,19 @@ def read_asked_for(folder: Path) -> Asked:
 
 def read_ends(folder: Path) -> dict[str, End]:
     """How each run ended that did."""
-    return {name: End(**said) for name, said in _read(folder / ENDED).items()}
+    return _ends(folder / ENDED)
 
 
 def read_failures(folder: Path) -> dict[str, End]:
     """The runs that failed, each with its error."""
-    return {name: End(**said) for name, said in _read(folder / FAILURES).items()}
+    return _ends(folder / FAILURES)
+
+
+def _ends(file: Path) -> dict[str, End]:
+    try:
+        return {name: End(**said) for name, said in _read(file).items()}
+    except TypeError as error:
+        raise ConfigError(f"{file} cannot be read: {error}; remove it, and runs go on") from error
 
 
 def write_ends(folder: Path, ends: Mapping[str, End]) -> None:

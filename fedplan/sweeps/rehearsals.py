@@ -139,8 +139,9 @@ def _priced(ground: Ground, own: Study, method: Any, rounds: int) -> tuple[Price
             forecast = _forecast(study)
             measured, score = _measured(study, Path(folder) / "run", rounds)
         return Price(name, forecast, measured), score
-    except FedplanError as error:
-        return Price(name, error=str(error)), ""
+    except Exception as error:
+        ours = isinstance(error, FedplanError)
+        return Price(name, error=str(error) if ours else f"{type(error).__name__}: {error}"), ""
 
 
 def _words(section: dict[str, Any]) -> str:

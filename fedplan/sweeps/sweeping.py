@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -143,19 +143,32 @@ def played(
 ) -> Sweep:
     """Play all trials that have not ended, each in a folder under its name."""
     folder.mkdir(parents=True, exist_ok=True)
-    with explained(f"{folder} cannot be claimed", "name another folder"), alone(folder):
-        ends = read_ends(folder)
+    with _claimed(folder):
+        # Whoever removed a run's folder wants it anew.
+        ends = {n: end for n, end in read_ends(folder).items() if (folder / n).is_dir()}
         todo = [trial for trial in trials if trial.name not in ends]
         course = Course(folder, parallel, todo=len(todo), ended=len(trials) - len(todo))
         watch(course)
-        for name, end in _ends(folder, todo, course):
-            ends[name] = end
-            write_ends(folder, ends)
-            tell(course.over(name, end))
+        with closing(_ends(folder, todo, course)) as coming:
+            for name, end in coming:
+                ends[name] = end
+                write_ends(folder, ends)
+                tell(course.over(name, end))
     return Sweep(folder, tuple(trial.name for trial in trials), ends)
 
 
-def _ends(folder: Path, trials: Sequence[Trial], course: Course) -> Iterator[tuple[str, End]]:
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Keep other sweeps out of a folder."""
+    with ExitStack() as held:
+        with explained(f"{folder} cannot be claimed", "name another folder"):
+            held.enter_context(alone(folder))
+        yield
+
+
+def _ends(
+    folder: Path, trials: Sequence[Trial], course: Course
+) -> Generator[tuple[str, End], None, None]:
     """Each trial's end, as it comes."""
     if course.parallel == 1 or len(trials) < 2:
         here = ThisProcess()

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 from commands import STUDY
 
+from fedplan.federation.callbacks import Closed
+from fedplan.federation.states import ask_to_stop
 from fedplan.studies.run import open_run
 from fedplan.sweeps.sweeping import Sweep, sweep
 
@@ -17,7 +20,13 @@ SMALL = (
     .replace("rounds = 3", "rounds = 2")
 )  # fmt: skip
 """Three clients, two rounds, FedAvg."""
+ASKED_OF = "FEDPLAN_TEST_ASKED_OF"
 METHODS = {"method.name": ["fedavg", "fedper"]}
+
+
+def asks_to_stop(_: Closed) -> None:
+    """A tracker that asks its own run to stop, as an operator does."""
+    ask_to_stop(Path(os.environ[ASKED_OF]))
 
 
 def small_study(folder: Path) -> Path:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from commands import run
 from scipy import stats
 
 from fedplan.errors import FedplanError
+from fedplan.federation.history import Metrics
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.run import open_run
-from fedplan.sweeps.comparisons import compare
+from fedplan.sweeps.comparisons import compare, contrasted, grouped
+from fedplan.sweeps.results import RunResult, result_of
 from fedplan.sweeps.sweeping import Sweep
 
 
@@ -126,3 +129,30 @@ def test_the_page_needs_nothing_beside_it(swept: Sweep, tmp_path: Path) -> None:
     page = (tmp_path / "c.html").read_text()
     assert code == 0 and page.count("<svg") >= 4 and "fedper" in page
     assert "src=" not in page and "<script" not in page and "href=" not in page
+
+
+def test_a_run_that_diverged_is_said_and_makes_no_mean(swept: Sweep) -> None:
+    results = [result_of(folder) for folder in swept.folders]
+    lost = Metrics([{**results[1].metrics[-1], "world.loss": float("nan")}])
+    results[1] = replace(results[1], metrics=lost)
+    found = contrasted(grouped(results), "world.loss")
+    assert found.notes[-1] == "fedper: a run diverged, and its score is no number"
+    told = json.loads(json.dumps(found.json(), allow_nan=False))
+    assert told["groups"][1]["mean"]["mean"] is None and told["groups"][1]["p_holm"] is None
+    assert "nan" in found.markdown() and "<svg" in found.html()
+
+
+def test_groups_are_named_by_what_tells_them_apart(swept: Sweep) -> None:
+    first = result_of(swept.folders[0])
+
+    def changed(**said: object) -> RunResult:
+        train = first.study.train.model_copy(update=said)
+        return replace(first, study=first.study.model_copy(update={"train": train}))
+
+    labels = [g.label for g in grouped([first, changed(rate=0.5), changed(rate=0.5, reuse=True)])]
+    rate = first.study.train.rate
+    assert labels == [f"train.rate={rate}, train.reuse=False", "train.rate=0.5, train.reuse=False", "train.rate=0.5, train.reuse=True"]
+    assert [g.label for g in grouped([first, changed(rate=0.5)])] == [str(rate), "0.5"]
+    assert [g.label for g in grouped([first])] == ["tiny"]
+    again = replace(first, study=first.study.model_copy(update={"seed": 5, "threads": 2, "name": "x"}))
+    assert len(grouped([first, again])) == 1

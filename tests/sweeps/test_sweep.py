@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 from commands import run
-from sweeps import METHODS, bits, small_study
+from sweeps import ASKED_OF, METHODS, bits, small_study
 
 from fedplan.runners.door import run_study
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.run import open_run
 from fedplan.studies.schema import ConfigError, read_study
 from fedplan.sweeps.hands import OwnProcess
-from fedplan.sweeps.records import ENDED, FAILURES, read_failures
-from fedplan.sweeps.sweeping import News, Sweep, sweep
+from fedplan.sweeps.records import ENDED, FAILURES, End, read_ends, read_failures
+from fedplan.sweeps.sweeping import Course, News, Sweep, sweep
 
 
 @pytest.fixture
@@ -119,6 +119,27 @@ def test_a_failure_stands_apart_and_the_others_go_on(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 1 and [line["name"] for line in lines] == [name] and lines[0]["end"]["error"]
     assert FAILURES in {file.name for file in (tmp_path / "s").iterdir()}
+
+
+def test_a_run_that_is_asked_to_stop_is_left_to_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "evaluate.trackers=sweeps-asks_to_stop,seed=0"
+    monkeypatch.setenv(ASKED_OF, str(tmp_path / "s" / name))
+    found = sweep(small_study(tmp_path), {"evaluate.trackers": [["sweeps:asks_to_stop"]]}, folder=tmp_path / "s")
+    assert found.left == [name] and not found.failures and not found.folders
+    assert open_run(tmp_path / "s" / name).round == 1 and name not in read_ends(found.folder)
+
+
+def test_the_time_left_is_that_of_what_is_open_and_waits(tmp_path: Path) -> None:
+    course = Course(tmp_path, 2, todo=4)
+    assert course.left() == 0.0  # nobody knows yet
+    course.begun("a")
+    course.begun("b")
+    news = course.over("a", End(10.0))
+    assert (news.ended, news.of, news.left) == (1, 4, 15.0)  # two wait, one is open, two at once
+    course.begun("c")
+    assert course.over("c", End(1.0, error="no")).left == 10.0  # what failed says nothing of time
 
 
 CHILD = """
