@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fedplan.data.tables import DataError, label_text, load, names_in
+from fedplan.models.hub import bare, is_hub_id
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -113,6 +114,8 @@ def look_at(path: str) -> TableLook:
 def splits_in(path: str) -> list[str]:
     """The splits that a table has, by the ways that `load` knows them; none if it is one."""
     place = Path(path)
+    if is_hub_id(path) and not place.exists():
+        return _hub_splits(bare(path))
     if (said := place / "dataset_dict.json").is_file():
         return [str(each) for each in json.loads(said.read_text(encoding="utf-8"))["splits"]]
     if place.is_dir():
@@ -129,6 +132,16 @@ def splits_in(path: str) -> list[str]:
     if "split" not in table.column_names:
         return []
     return sorted({str(value) for value in cast("list[Any]", table["split"][:])})
+
+
+def _hub_splits(name: str) -> list[str]:
+    import datasets
+
+    try:
+        return [str(each) for each in datasets.get_dataset_split_names(name)]
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{name!r} is not to be had from the hub: {reason}") from error
 
 
 def _among(words: Iterable[str], there: Sequence[str]) -> str:
