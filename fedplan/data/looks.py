@@ -21,7 +21,7 @@ Held = Literal["picture", "text", "class", "number", "words", "talk", "other"]
 LOOKED = 2000
 """Rows that are looked at."""
 FEW = 200
-"""Values of a column, at most, that can be classes or clients."""
+"""Values of a column, at most, that can be classes."""
 INPUTS = ("text", "sentence", "review", "content", "body", "image", "picture", "img", "pixels", "x")
 LABELS = (
     *("label", "labels", "class", "target", "category", "sentiment", "diagnosis", "digit", "tags"),
@@ -38,17 +38,21 @@ TRAIN, TEST = ("train", "training"), ("test", "validation", "valid", "dev")
 
 @dataclass(frozen=True)
 class Column:
-    """One column: what it seems to hold, how many different values, and how many are missing."""
+    """One column: what it seems to hold, its values if they are few, and how many are missing.
+
+    `different` counts its values, and `length` is of how many words most of its cells are.
+    """
 
     name: str
     held: Held
     values: tuple[str, ...] = ()
     missing: int = 0
     length: int = 0
+    different: int = 0
 
     @property
     def few(self) -> bool:
-        """Whether its values may be classes, or name clients."""
+        """Whether its values may be classes."""
         return 2 <= len(self.values) <= FEW
 
 
@@ -94,7 +98,9 @@ class TableLook:
 
     def client(self, beside: Sequence[str]) -> str:
         """The column that names clients, if there is one that is called so."""
-        return _named([c for c in self.columns if c.few and c.name not in beside], CLIENTS)
+        left = [each for each in self.columns if each.name not in beside]
+        most = min(self.rows, LOOKED) // 2
+        return _named([each for each in left if 2 <= each.different <= most], CLIENTS)
 
 
 def look_at(path: str) -> TableLook:
@@ -196,12 +202,11 @@ def _of_cells(name: str, cells: list[Any], missing: int, names: list[str] | None
     length = sorted(len(text.split()) for text in texts)[int(0.95 * (len(texts) - 1))]
     if (not names and len(values) > max(2, len(texts) // 2)) or len(values) > FEW:
         held: Held = "number" if all(map(_is_number, texts)) else "text"
-        return Column(name, held, values if len(values) <= FEW else (), missing, length)
+        kept = values if len(values) <= FEW else ()
+        return Column(name, held, kept, missing, length, len(values))
     measured = any(_is_number(text) and not text.lstrip("-").isdecimal() for text in texts)
-    wordy = length > 5
-    return Column(
-        name, "number" if measured else "text" if wordy else "class", values, missing, length
-    )
+    held = "number" if measured else "text" if length > 5 else "class"
+    return Column(name, held, values, missing, length, len(values))
 
 
 def _is_number(text: str) -> bool:

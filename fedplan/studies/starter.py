@@ -24,6 +24,8 @@ LENGTHS = (32, 64, 128, 256, 512)
 """How many tokens a row may have: the first that most texts fit into is taken."""
 EACH = 20
 """Rows that a client should have at least, where rows are divided by chance."""
+MANY = 100
+"""Clients to begin with, at most, where a column names more."""
 RATE, TUNED = "1e-3", "5e-5"
 """Rates to begin with: of fresh weights, and of trained ones."""
 
@@ -229,10 +231,11 @@ class _Draft:
 
     def _division(self) -> list[str]:
         if self.client:
+            many = self.look.column(self.client).different > MANY
             return [
                 _line('by = "column"', "a client for each value of a column"),
                 f"column = {_said(self.client)}",
-                _line("clients = 0", "0 is all values that there are"),
+                _line(f"clients = {MANY if many else 0}", "those with most rows; 0 is all of them"),
             ]
         count = f"clients = {self._count()}"
         if not self._labels() or self.kind == "token-classification":
