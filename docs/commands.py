@@ -6,12 +6,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import click
 import typer
+from typer.core import TyperGroup, TyperOption
 
 from fedplan.cli import app
 
+NOT_RUN = "<!-- not run: it names files that are not here; tests/test_commands.py types it -->"
 FILE = Path(__file__).parent / "commands.md"
 HEAD = """# Commands
 
@@ -25,12 +27,37 @@ the same in a terminal.
 | Progress | `run` shows how many clients of the open round are done, and the time left, from the first client on. Where stdout is no terminal there is no bar: only the line of each round. |
 | `--version` | The version. |
 | Completion | `fedplan --install-completion` for bash, zsh, fish and PowerShell; then start a new shell. `--show-completion` prints the script instead. |
+
+## From a table to a run
+
+<!-- not run: it is run by tests/studies/test_starter.py, with a table and a model of its own -->
+
+```bash
+fedplan new study reviews.csv --model ./model
+fedplan data study.toml
+fedplan run study.toml --output run
+fedplan verify run
+```
+
+`new study` looks at the first 2,000 rows of the table, and writes a study with a comment at each choice. What it found it prints; what it got wrong you say:
+
+| It looks for | By | Say it yourself |
+| --- | --- | --- |
+| the input | a column of conversations, of words, of pictures, or of texts; of several, one called `text`, `review`, `image`, ..., else the longest | `--input` |
+| the label | a column called `label`, `class`, `target`, ...; else one with few different values | `--label` |
+| the clients | a column called `client`, `site`, `hospital`, `user`, ...; without one, rows are dealt out by chance, with labels skewed | `--client`, or `--clients` for how many |
+| the task | pictures with labels are `image-classification`, texts with labels `text-classification`, with measured numbers `regression`; a prompt and a response, or messages, `instruction`; texts alone `causal-lm` | `--task` |
+| a common test | a split called `test`, `validation`, `valid` or `dev` beside one called `train`: a column `split`, files of a folder, a folder of `datasets`, arrays of an `.npz` | edit `[data]` |
+
+It refuses columns with gaps, a model of pictures for texts, and to write over a file. `data` divides the rows as the run will, and draws them: how many each client trains on and is
+tested on, and a bar for each label, as high as its share of the client's rows. How unlike clients are is one number: the total variation between a client's labels and those of all,
+the mean over rows. It is 0 if all are alike.
 """
 
 
-def commands(command: click.Command, words: str) -> Iterator[tuple[str, click.Command]]:
+def commands(command: Any, words: str) -> Iterator[tuple[str, Any]]:
     """All commands, those of groups too, in their order."""
-    if isinstance(command, click.Group):
+    if isinstance(command, TyperGroup):
         for name, each in command.commands.items():
             yield from commands(each, f"{words} {name}")
     else:
@@ -42,7 +69,7 @@ def cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def default(param: click.Parameter) -> str:
+def default(param: Any) -> str:
     """What a parameter is without being said; of a switch that is nothing."""
     if param.required:
         return "required"
@@ -52,19 +79,19 @@ def default(param: click.Parameter) -> str:
     return f"`{value}`"
 
 
-def row(param: click.Parameter) -> str:
+def row(param: Any) -> str:
     """One parameter in a line of a table."""
-    name = ", ".join(param.opts) if isinstance(param, click.Option) else (param.name or "").upper()
+    name = ", ".join(param.opts) if isinstance(param, TyperOption) else (param.name or "").upper()
     return f"| `{name}` | {cell(getattr(param, 'help', None) or '')} | {default(param)} |"
 
 
-def section(words: str, command: click.Command) -> str:
+def section(words: str, command: Any) -> str:
     """One command: what it does, what it takes, and an example."""
     examples = "\n".join(re.findall(r"^fedplan .*$", command.epilog or "", flags=re.M))
     rows = "\n".join(row(param) for param in command.params)
     about = " ".join((command.help or "").split())
     table = f"| | | without it |\n| --- | --- | --- |\n{rows}\n\n" if rows else ""
-    return f"\n## {words}\n\n{about}\n\n{table}```bash\n{examples}\n```\n"
+    return f"\n## {words}\n\n{about}\n\n{table}{NOT_RUN}\n\n```bash\n{examples}\n```\n"
 
 
 def written() -> str:

@@ -10,10 +10,9 @@ from inspect import unwrap
 from math import isfinite
 from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 
-import click
 import typer
 from rich.console import Console
-from typer.core import TyperArgument, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 from typer.models import ArgumentInfo
 
 from fedplan.errors import FedplanError
@@ -37,19 +36,21 @@ Sites = Annotated[list[str] | None, typer.Option("--site", help="The name of a s
 class Group(TyperGroup):
     """Commands whose arguments show their help.
 
-    click 8.5 has a help of its own for arguments, and typer below 0.26 loses its own by it: so it
-    is put back here, from where the command says it.
+    click 8.5 has a help of its own for arguments, and a typer that stands on it loses its own by
+    that: so it is put back here, from where the command says it. A newer typer brings a click
+    along, and nothing here may import the other one.
     """
 
     def __init__(self, **attrs: Any) -> None:
-        # click suggests a command itself: typer's own word would say it twice.
-        super().__init__(**{**attrs, "suggest_commands": False})
+        # Where click stands by itself, it suggests commands too, and would say so twice.
+        alone = TyperGroup.__mro__[1].__module__.startswith("click.")
+        super().__init__(**{**attrs, "suggest_commands": not alone})
         for each in self.commands.values():
-            if not isinstance(each, TyperGroup):
+            if isinstance(each, TyperCommand):
                 _put_back(each)
 
 
-def _put_back(command: click.Command) -> None:
+def _put_back(command: TyperCommand) -> None:
     hints = get_type_hints(unwrap(cast("Any", command.callback)), include_extras=True)
     for param in command.params:
         said = get_args(hints.get(param.name or ""))

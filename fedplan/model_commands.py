@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from click.core import ParameterSource
 from rich.console import Console
 
 from fedplan.console import Dtype, Json, Labels, Model, PlanText, Task, print_json, told
@@ -88,11 +87,8 @@ def explain(
 
 def _flags(context: typer.Context) -> list[str]:
     """The options that were typed, but for how the answer is to look."""
-    typed = [
-        each
-        for each in context.command.params
-        if context.get_parameter_source(each.name or "") is ParameterSource.COMMANDLINE
-    ]
+    sources = {each: context.get_parameter_source(each.name or "") for each in context.command.params}
+    typed = [each for each, source in sources.items() if source and source.name == "COMMANDLINE"]
     return [each.opts[0] for each in typed if each.name not in ("model", "as_json")]
 
 

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 
@@ -65,8 +66,7 @@ def rejoin(
 @command(site_commands, "site inbox")
 def inbox(site: SiteFolder = Path(), as_json: Json = False) -> None:
     """List the studies that were offered here, and what was said to each."""
-    with told():
-        approvals = _approvals(site)
+    with told(), _approvals(site) as approvals:
         rows = [approvals.listed(whole) for whole in approvals.inbox.wholes()]
     if as_json:
         return print_json(rows)
@@ -80,8 +80,7 @@ def inbox(site: SiteFolder = Path(), as_json: Json = False) -> None:
 @command(site_commands, "site show 3fa9c2")
 def show(digest: Digest = "", site: SiteFolder = Path(), as_json: Json = False) -> None:
     """Say what a study would let leave, and what is new against the last that was approved."""
-    with told():
-        approvals = _approvals(site)
+    with told(), _approvals(site) as approvals:
         notice = approvals.shown(digest or _waiting(approvals))
     if as_json:
         print_json(notice.json())
@@ -92,8 +91,7 @@ def show(digest: Digest = "", site: SiteFolder = Path(), as_json: Json = False) 
 @command(site_commands, "site approve 3fa9c2")
 def approve(digest: Digest = "", site: SiteFolder = Path(), as_json: Json = False) -> None:
     """Say yes to a study, as it stands, word for word. It is good for this study alone."""
-    with told():
-        approvals = _approvals(site)
+    with told(), _approvals(site) as approvals:
         found = approvals.approve(digest or _waiting(approvals))
     if as_json:
         return print_json({"study": found.study, "approver": found.approver})
@@ -108,8 +106,8 @@ def refuse(
     as_json: Json = False,
 ) -> None:
     """Say no to a study. Who asks for it hears that a person has refused it, and not why."""
-    with told():
-        _approvals(site).refuse(digest, why)
+    with told(), _approvals(site) as approvals:
+        approvals.refuse(digest, why)
     if as_json:
         return print_json({"study": digest, "said": "refused"})
     print("Refused.")
@@ -118,8 +116,8 @@ def refuse(
 @command(site_commands, "site withdraw 3fa9c2")
 def withdraw(digest: Digest, site: SiteFolder = Path(), as_json: Json = False) -> None:
     """Take an approval back. The next request of the study is not answered."""
-    with told():
-        _approvals(site).withdraw(digest)
+    with told(), _approvals(site) as approvals:
+        approvals.withdraw(digest)
     if as_json:
         return print_json({"study": digest, "said": "withdrawn"})
     print("Withdrawn.")
@@ -128,8 +126,7 @@ def withdraw(digest: Digest, site: SiteFolder = Path(), as_json: Json = False) -
 @command(site_commands, "site policy")
 def policy(site: SiteFolder = Path(), as_json: Json = False) -> None:
     """Say the policy in words, and what it says to each study in the inbox."""
-    with told():
-        approvals = _approvals(site)
+    with told(), _approvals(site) as approvals:
         lines, studies = approvals.policy.lines(), list[dict[str, Any]]()
         for whole in approvals.inbox.wholes():
             study = approvals.inbox.read(whole).study
@@ -183,11 +180,15 @@ def _waiting(approvals: Approvals) -> str:
     return found[0]
 
 
-def _approvals(folder: Path) -> Approvals:
+@contextmanager
+def _approvals(folder: Path) -> Generator[Approvals]:
+    """The approvals of a site, while the code that its studies name may be found.
+
+    Even to tell two studies apart is to find it.
+    """
     from fedplan.runners.site import read_site
     from fedplan.sites.desk import approvals_of
 
     site = read_site(folder)
-    # Even to tell two studies apart is to find the code that they name.
-    click.get_current_context().with_resource(allowing(site.allow))
-    return approvals_of(site)
+    with allowing(site.allow):
+        yield approvals_of(site)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fedplan.data.tables import DataError, label_text, load, names_in
+from fedplan.models.hub import bare, is_hub_id
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -20,7 +21,7 @@ Held = Literal["picture", "text", "class", "number", "words", "talk", "other"]
 LOOKED = 2000
 """Rows that are looked at."""
 FEW = 200
-"""Values of a column, at most, that can be classes or clients."""
+"""Values of a column, at most, that can be classes."""
 INPUTS = ("text", "sentence", "review", "content", "body", "image", "picture", "img", "pixels", "x")
 LABELS = (
     *("label", "labels", "class", "target", "category", "sentiment", "diagnosis", "digit", "tags"),
@@ -37,17 +38,21 @@ TRAIN, TEST = ("train", "training"), ("test", "validation", "valid", "dev")
 
 @dataclass(frozen=True)
 class Column:
-    """One column: what it seems to hold, how many different values, and how many are missing."""
+    """One column: what it seems to hold, its values if they are few, and how many are missing.
+
+    `different` counts its values, and `length` is of how many words most of its cells are.
+    """
 
     name: str
     held: Held
     values: tuple[str, ...] = ()
     missing: int = 0
     length: int = 0
+    different: int = 0
 
     @property
     def few(self) -> bool:
-        """Whether its values may be classes, or name clients."""
+        """Whether its values may be classes."""
         return 2 <= len(self.values) <= FEW
 
 
@@ -93,7 +98,9 @@ class TableLook:
 
     def client(self, beside: Sequence[str]) -> str:
         """The column that names clients, if there is one that is called so."""
-        return _named([c for c in self.columns if c.few and c.name not in beside], CLIENTS)
+        left = [each for each in self.columns if each.name not in beside]
+        most = min(self.rows, LOOKED) // 2
+        return _named([each for each in left if 2 <= each.different <= most], CLIENTS)
 
 
 def look_at(path: str) -> TableLook:
@@ -113,6 +120,8 @@ def look_at(path: str) -> TableLook:
 def splits_in(path: str) -> list[str]:
     """The splits that a table has, by the ways that `load` knows them; none if it is one."""
     place = Path(path)
+    if is_hub_id(path) and not place.exists():
+        return _hub_splits(bare(path))
     if (said := place / "dataset_dict.json").is_file():
         return [str(each) for each in json.loads(said.read_text(encoding="utf-8"))["splits"]]
     if place.is_dir():
@@ -129,6 +138,16 @@ def splits_in(path: str) -> list[str]:
     if "split" not in table.column_names:
         return []
     return sorted({str(value) for value in cast("list[Any]", table["split"][:])})
+
+
+def _hub_splits(name: str) -> list[str]:
+    import datasets
+
+    try:
+        return [str(each) for each in datasets.get_dataset_split_names(name)]
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{name!r} is not to be had from the hub: {reason}") from error
 
 
 def _among(words: Iterable[str], there: Sequence[str]) -> str:
@@ -183,12 +202,11 @@ def _of_cells(name: str, cells: list[Any], missing: int, names: list[str] | None
     length = sorted(len(text.split()) for text in texts)[int(0.95 * (len(texts) - 1))]
     if (not names and len(values) > max(2, len(texts) // 2)) or len(values) > FEW:
         held: Held = "number" if all(map(_is_number, texts)) else "text"
-        return Column(name, held, values if len(values) <= FEW else (), missing, length)
+        kept = values if len(values) <= FEW else ()
+        return Column(name, held, kept, missing, length, len(values))
     measured = any(_is_number(text) and not text.lstrip("-").isdecimal() for text in texts)
-    wordy = length > 5
-    return Column(
-        name, "number" if measured else "text" if wordy else "class", values, missing, length
-    )
+    held = "number" if measured else "text" if length > 5 else "class"
+    return Column(name, held, values, missing, length, len(values))
 
 
 def _is_number(text: str) -> bool:

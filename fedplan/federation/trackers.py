@@ -7,8 +7,10 @@ of a run follows from it. What it is told stands in metrics.jsonl too, whether i
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
+from importlib import import_module
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
@@ -77,11 +79,9 @@ class TensorBoard(Tracker):
     def __call__(self, closed: Closed) -> str | None:
         """Write each number as a scalar of the round."""
         if self._writer is None:
-            from torch.utils.tensorboard.writer import SummaryWriter
-
-            place = str(place_for(self.package, closed))
+            writer, place = import_module("torch.utils.tensorboard"), place_for(self.package, closed)
             # What was written of this round before is purged.
-            self._writer = SummaryWriter(place, purge_step=closed.round)
+            self._writer = writer.SummaryWriter(str(place), purge_step=closed.round)
         for name, value in numbers(closed).items():
             self._writer.add_scalar(name.replace(".", "/", 1), value, closed.round)
         self._writer.flush()
@@ -107,25 +107,21 @@ class MLflow(Tracker):
 
     def __call__(self, closed: Closed) -> str | None:
         """Write each number as a metric of the round."""
-        from mlflow.entities import Metric
-
         client, run = self._open = self._open or self._opened(closed)
         if closed.round > self._round:
-            now, told = int(time.time() * 1000), numbers(closed).items()
-            metrics = [Metric(k, v, now, closed.round) for k, v in told if isfinite(v)]
+            now, metric = int(time.time() * 1000), import_module("mlflow.entities").Metric
+            told = {k: v for k, v in numbers(closed).items() if isfinite(v)}
+            metrics = [metric(k, v, now, closed.round) for k, v in told.items()]
             client.log_batch(run, metrics=metrics)
             self._round = closed.round
         return None
 
     def _opened(self, closed: Closed) -> tuple[Any, str]:
         """The run of MLflow with this run's id, which is made if there is none."""
-        import os
-
-        from mlflow.tracking import MlflowClient
-
         place = place_for(self.package, closed).absolute()
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{place / 'mlflow.db'}"
-        client, name = MlflowClient(tracking_uri=uri), closed.experiment.rpartition("/")[0]
+        client: Any = import_module("mlflow.tracking").MlflowClient(tracking_uri=uri)
+        name = closed.experiment.rpartition("/")[0]
         found = client.get_experiment_by_name(name)
         where = (place / "artifacts").as_uri()
         number = found.experiment_id if found else client.create_experiment(name, where)
@@ -159,8 +155,7 @@ class WeightsAndBiases(Tracker):
     def __call__(self, closed: Closed) -> str | None:
         """Log the numbers at the step of the round."""
         if self._run is None:
-            import wandb
-
+            wandb = import_module("wandb")
             self._run = wandb.init(
                 project=closed.experiment.rpartition("/")[0],
                 name=closed.experiment,

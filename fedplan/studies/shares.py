@@ -99,19 +99,23 @@ class Division:
 def division_of(study: Study) -> Division:
     """Who holds what of a study's table: no row is tokenised or decoded for it."""
     if not study.data.path:
-        raise DataError("data.path: each site of this study has its own table, and none is here")
+        raise DataError(
+            "data.path: this study has no table here: each site has its own, or rows came from "
+            "Python; draw a study that names one"
+        )
     test, table = _test(study), cast("Dataset", _table(study, None))
     made = _task(study, _labels(study, [t for t in (table, test) if t is not None]))
     table, marks, _ = _untested(table, test, made, empty=study.privacy is not None)
     first = to_train(marks, share=1 - study.data.own_test, seed=study.seed)
     held = _held(study, table, None)
-    sides = [
-        {n: [r for r in own if first[r] == side] for n, own in held.items()} for side in (1, 0)
-    ]
+    train, own = (
+        {name: [r for r in numbers if bool(first[r]) == side] for name, numbers in held.items()}
+        for side in (True, False)
+    )
     classes = bool(made.label) and made.answers in ("class", "labels")
     found = labels_of(table, made.label) if classes else []
-    labels = [each if isinstance(each, list) else [each] for each in found]
-    return Division(*sides, labels, len(test) if test is not None else 0)
+    labels = [cast("list[str]", each) if isinstance(each, list) else [each] for each in found]
+    return Division(train, own, labels, len(test) if test is not None else 0)
 
 
 def _prepared(

@@ -8,10 +8,9 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from fedplan.data.looks import FEW, Column, TableLook, look_at
-from fedplan.data.partition import Partition
+from fedplan.data.looks import Column, TableLook, look_at
 from fedplan.data.tables import DataError
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
@@ -25,6 +24,10 @@ LENGTHS = (32, 64, 128, 256, 512)
 """How many tokens a row may have: the first that most texts fit into is taken."""
 EACH = 20
 """Rows that a client should have at least, where rows are divided by chance."""
+MANY = 100
+"""Clients to begin with, at most, where a column names more."""
+RATE, TUNED = "1e-3", "5e-5"
+"""Rates to begin with: of fresh weights, and of trained ones."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,12 @@ class _Draft:
         self.look, self.model, self.output, self.wanted = look, model, output, wanted
         self.config, _ = configuration(model)
         self.input = wanted.input or look.input()
-        self.inputs = [look.column(name) for name in self.input.split()]
-        if odd := [c.name for c in look.columns if " " in c.name and c.name in self.input]:
+        if " " in self.input and any(self.input == each.name for each in look.columns):
             raise DataError(
-                f"the column {odd[0]!r} has a space in its name: rename it in the table"
+                f"the column {self.input!r} of {look.path} has a space in its name, and in a study "
+                "two words are two columns: rename it in the table"
             )
+        self.inputs = [look.column(name) for name in self.input.split()]
         self.kind = wanted.task or self._kind()
         self.label = self._label()
         beside = [*self.input.split(), self.label]
@@ -120,7 +124,7 @@ class _Draft:
     def _require_sight(self) -> None:
         """Refuse a model of pictures for texts, and the other way round."""
         pictures = self.kind.startswith("image")
-        sees = getattr(self.config, "image_size", None) is not None
+        sees = getattr(self._eye(), "image_size", None) is not None
         if pictures != sees:
             has, takes = ("pictures", "texts") if pictures else ("texts", "pictures")
             raise FedplanError(
@@ -162,47 +166,46 @@ class _Draft:
 
     def _head(self) -> list[str]:
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(self.look.path).stem).strip("-") or "study"
+        file = _shown(self.output.name)
         return [
-            f"# A study of {Path(self.look.path).name}, written by `fedplan new study`.",
-            f"# Look at it:  fedplan explain {self.output.name}    fedplan data {self.output.name}",
-            f"# Run it:      fedplan run {self.output.name} --output run",
+            f"# A study of {_shown(Path(self.look.path).name)}, written by `fedplan new study`.",
+            f"# Look at it:  fedplan explain {file}; fedplan data {file}",
+            f"# Run it:      fedplan run {file} --output run",
             f"name = {_said(name)}",
-            "seed = 0                 # another seed is another draw of all that is random",
+            _line("seed = 0", "another seed is another draw of all that is random"),
             "",
         ]
 
     def _model(self) -> list[str]:
-        if self.model in SHORT:
-            kind, _, settings = SHORT[self.model]
-            own = {k: v for k, v in settings.items() if k != "num_labels"}
-            return [
-                "[model]",
-                f"type = {_said(kind)}            # the shape of {self.model}, with fresh weights;",
-                "                         # for trained ones say path = a folder or hub:org/name",
-                *([f"settings = {_said(own)}"] if own else []),
-                "",
-            ]
+        if self.model not in SHORT:
+            path = _line(f"path = {_said(self._place(self.model))}", "a folder, or hub:org/name")
+            return ["[model]", path, ""]
+        kind, _, settings = SHORT[self.model]
+        own = {k: v for k, v in settings.items() if k != "num_labels"}
         return [
             "[model]",
-            f"path = {_said(self._place(self.model))}   # a folder, or hub:org/name",
+            f"# The shape of {self.model} with fresh weights; for trained ones say path instead.",
+            f"type = {_said(kind)}",
+            *([f"settings = {_said(own)}"] if own else []),
             "",
         ]
 
     def _task(self) -> list[str]:
         lines = ["[task]", f"kind = {_said(self.kind)}", f"input = {_said(self.input)}"]
         if self.label:
-            labels = self._labels()
-            lines.append(f"label = {_said(self.label)}" + (f"   # {labels}" if labels else ""))
+            lines.append(_line(f"label = {_said(self.label)}", self._labels()))
         if self.kind.startswith("image"):
-            lines.append(f"image_size = {self._side()}         # the side that the model takes")
+            lines.append(_line(f"image_size = {self._side()}", "the side that the model takes"))
         else:
-            lines.append(
-                f"max_length = {self._length()}         # tokens a row; the rest is cut off"
-            )
+            lines.append(_line(f"max_length = {self._length()}", "tokens a row; the rest is cut off"))
         return [*lines, ""]
 
+    def _eye(self) -> Any:
+        """What the configuration says of pictures; that of two towers says it of one of them."""
+        return getattr(self.config, "vision_config", self.config)
+
     def _side(self) -> int:
-        said: Any = getattr(self.config, "image_size", 224)
+        said: Any = self._eye().image_size
         return int(said[0] if isinstance(said, list | tuple) else said)
 
     def _length(self) -> int:
@@ -214,49 +217,46 @@ class _Draft:
     def _data(self) -> list[str]:
         look = self.look
         lines = ["[data]", f"path = {_said(self._place(look.path))}"]
-        if look.train:
-            lines.append(f"split = {_said(look.train)}")
+        lines += [f"split = {_said(look.train)}"] if look.train else []
         if look.test:
-            lines.append(
-                f"test_split = {_said(look.test)}     # the common test: nobody trains on it"
-            )
-        lines += self._division()
-        if not look.test:
+            why = "the common test: nobody trains on it"
+            lines.append(_line(f"test_split = {_said(look.test)}", why))
+        else:
             lines += [
                 "# There is no common test: each client is tested on rows of its own. To have one,",
                 '# name another table: test_path = "test.csv"',
             ]
-        return [
-            *lines,
-            "own_test = 0.2           # the share of its rows that a client is tested on",
-            "",
-        ]
+        why = "the share of its rows that a client is tested on"
+        return [*lines, *self._division(), _line("own_test = 0.2", why), ""]
 
     def _division(self) -> list[str]:
         if self.client:
-            values = self.look.column(self.client).values
-            many = len(values) > FEW
+            many = self.look.column(self.client).different > MANY
             return [
-                'by = "column"            # a client for each value of a column',
+                _line('by = "column"', "a client for each value of a column"),
                 f"column = {_said(self.client)}",
-                f"clients = {FEW if many else 0}              # 0 is all values that there are",
+                _line(f"clients = {MANY if many else 0}", "those with most rows; 0 is all of them"),
             ]
-        skewed = bool(self._labels()) and self.kind != "token-classification"
-        how = 'by = "dirichlet"         # by chance, with labels skewed' if skewed else 'by = "iid"'
-        alpha = ["alpha = 0.5              # the smaller, the more skewed"] if skewed else []
-        least = min(Partition.least + 1, 2)
-        return [how, f"clients = {self._count()}", *alpha, f"least = {least}"]
+        count = f"clients = {self._count()}"
+        if not self._labels() or self.kind == "token-classification":
+            return [_line('by = "iid"', "by chance, in about equal shares"), count]
+        return [
+            _line('by = "dirichlet"', "by chance, with labels skewed"),
+            _line("alpha = 0.5", "the smaller, the more skewed"),
+            count,
+        ]
 
     def _rest(self) -> list[str]:
+        rate = RATE if self.model in SHORT else TUNED
         return [
             "[method]",
-            f"name = {_said(self.wanted.method)}          # all of them: fedplan methods",
+            _line(f"name = {_said(self.wanted.method)}", "see them all: fedplan methods"),
             "",
             "[train]",
             "rounds = 10",
-            "rate = 5e-5" if self.model not in SHORT else "rate = 1e-3",
+            _line(f"rate = {rate}", "of the clients' optimiser, which is adamw"),
             "batch = 16",
-            "epochs = 1               # passes over a client's rows in each round",
+            _line("epochs = 1", "passes over a client's rows in each round"),
         ]
 
     def _place(self, path: str) -> str:
@@ -266,9 +266,19 @@ class _Draft:
         return Path(os.path.relpath(path, self.output.absolute().parent)).as_posix()
 
 
+def _line(said: str, why: str = "") -> str:
+    """A field, and why it says what it says."""
+    return f"{said:<24} # {_shown(why)}" if why else said
+
+
+def _shown(text: str) -> str:
+    """A text as a comment may have it: a table's values may hold anything."""
+    return "".join(sign if sign.isprintable() else " " for sign in text)
+
+
 def _said(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, dict):
-        held: dict[str, Any] = {str(k): v for k, v in value.items()}  # pyright: ignore
-        return "{ " + ", ".join(f"{k} = {_said(v)}" for k, v in held.items()) + " }"
+        held = cast("dict[str, Any]", value).items()
+        return "{ " + ", ".join(f"{k} = {_said(v)}" for k, v in held) + " }"
     return json.dumps(value, ensure_ascii=False)

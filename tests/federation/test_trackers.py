@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,23 +46,35 @@ def of_mlflow(run: Path) -> Series:
 
 def of_wandb(run: Path) -> Series:
     from wandb.proto import wandb_internal_pb2 as protocol
-    from wandb.sdk.internal.datastore import DataStore
 
     series: Series = {}
     for file in sorted(run.glob("trackers/wandb/wandb/offline-run-*/*.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(file))
-        while (data := store.scan_data()) is not None:
+        for data in records(file.read_bytes()):
             record = protocol.Record()
             record.ParseFromString(data)
-            row = {
-                (i.key or ".".join(i.nested_key)): json.loads(i.value_json)
-                for i in record.history.item
-            }
+            items = record.history.item
+            row = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
+            step = record.history.step.num
             for name, value in row.items():
                 if not name.startswith("_"):
-                    series.setdefault(name, {})[int(row["_step"])] = value
+                    series.setdefault(name, {})[step] = value
     return series
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """The records of a file of W&B, which is a log of LevelDB behind a head of seven bytes."""
+    block, head = 32_768, 7
+    at, whole = head, b""
+    while at + head <= len(data):
+        if block - at % block < head:
+            at += block - at % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        whole += data[at + head : at + head + length]
+        at += head + length
+        if kind in (1, 4):  # whole, or its last piece
+            yield whole
+            whole = b""
 
 
 READ: dict[str, Callable[[Path], Series]] = {
