@@ -39,7 +39,7 @@ APART = re.compile(
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with its first word of each kind as a link; the dictionary and the reference stay."""
+    """The page with the first of each word as a link; dictionary and reference stay."""
     uri = page.file.src_uri
     if uri == DICTIONARY or "/" in uri:
         return markdown

@@ -78,7 +78,11 @@ def test_the_site_has_every_page() -> None:
 
 def test_terms_that_are_linked_stand_in_the_dictionary() -> None:
     source = ast.parse((ROOT / "docs" / "terms.py").read_text())
-    terms = next(n.value for n in source.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "TERMS")
+    terms = next(
+        n.value
+        for n in source.body
+        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "TERMS"
+    )
     assert set(ast.literal_eval(terms).values()) <= anchors("docs/concepts.md")
 
 
