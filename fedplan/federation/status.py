@@ -88,7 +88,7 @@ class Status:
         patience: Patience | None = None,
         *,
         rows: bool = True,
-        passing: Callable[[BaseException], bool] = lambda _: False,
+        passing: type[Exception] | tuple[()] = (),
     ) -> Generator[None]:
         """Tell of a run while it is driven, and how it ended.
 
@@ -103,7 +103,7 @@ class Status:
         except StopNow as asked:
             self.stopped = str(asked)
         except Exception as error:
-            if not passing(error):
+            if not isinstance(error, passing):
                 self._end(
                     server, RunState.FAILED, told(code_of(error)) if rows else _first_line(error)
                 )

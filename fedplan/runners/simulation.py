@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import copy
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,15 @@ from fedplan.tensors.devices import device_named
 from fedplan.tensors.named import Tensors
 
 _OPEN = WeakSet[Generator[Closed]]()
-"""Runs whose next round may be asked for; what is left so ends before what it needs does."""
-atexit.register(lambda: [each.close() for each in list(_OPEN)])
+"""Runs whose next round may be asked for."""
+
+
+@atexit.register
+def _close_open() -> None:
+    """End what was left so while modules still stand; what another thread is at ends with it."""
+    for each in list(_OPEN):
+        with suppress(Exception):
+            each.close()
 
 
 class Simulation:

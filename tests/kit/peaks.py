@@ -35,6 +35,7 @@ class Case:
     method: str
     options: dict[str, Any]
     sites: int = 2
+    plan: str = ""
 
 
 TINY = Case(
@@ -55,7 +56,12 @@ CASES = {
     "llama-lora": Case(
         "llama", LLAMA, "bfloat16", "fedit", {"rank": 8, "with_head": False}, sites=1
     ),
-    "llama-safl": Case("llama", LLAMA, "bfloat16", "safl", {"k": 8}, sites=1),
+    "llama-safl": Case(
+        # Its head is its embedding, which stays frozen: half of the blocks are what is trained.
+        *("llama", LLAMA, "bfloat16", "safl", {"k": 8}),
+        sites=1,
+        plan="chain(freeze(), best(8))",
+    ),
 }
 
 
@@ -100,6 +106,7 @@ def made(case: Case) -> tuple[Any, Any]:
     import transformers
 
     from fedplan.federation.agreement import Agreement
+    from fedplan.language.parser import parse
     from fedplan.methods.registry import method_named
     from fedplan.models.description import describe
     from fedplan.training.fit import Pace
@@ -111,6 +118,8 @@ def made(case: Case) -> tuple[Any, Any]:
     model = transformers.AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
     method = method_named(case.method, case.options)
+    if case.plan:
+        method = replace(method, plan=parse(case.plan))
     model = method.adapt(model) if method.adapt is not None else model
     pace = Pace(optimiser=sgd(), rate=1e-4, batch=1, steps=1)
     return model, Agreement("peaks", describe(model), method, pace)

@@ -206,6 +206,19 @@ def test_a_client_that_always_kills_its_worker_is_named(here: Path, monkeypatch:
         begun.by(Deadly(1), "one", monkeypatch)
 
 
+def test_a_worker_that_always_dies_of_its_sum_ends_the_run(here: Path, monkeypatch: Patch) -> None:
+    class Heavy(Here):
+        def heard(self, seconds: float) -> Any:
+            if any(b'"do": "sum"' in words for _, words, _ in self.asked):
+                self.asked.clear()
+                return [(0, None)]
+            return super().heard(seconds)
+
+    begun = Begun(study_with("fedavg"), here)
+    with pytest.raises(fp.FedplanError, match=r"died 6 times with a sum .*fewer workers"):
+        begun.by(Heavy(1), "one", monkeypatch)
+
+
 def test_an_error_of_a_worker_is_the_runs_and_names_the_client(
     here: Path, monkeypatch: Patch
 ) -> None:

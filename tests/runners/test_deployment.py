@@ -272,7 +272,8 @@ def test_a_server_that_is_killed_goes_on_when_it_is_started_again(here: Path) ->
             until_round(here / "fed/run/ledger.jsonl", number)
             time.sleep(draw.uniform(0, 4))
             os.killpg(begun.pid, signal.SIGKILL)
-            begun.wait()
+            with begun:  # its pipe is closed
+                begun.wait()
         out = deployed.run(study, "run", "--resume")
     require_same(out, expected)
     require_same_homes(here / "fed", here, "fedper")

@@ -13,6 +13,7 @@ import zoo
 from clients import few, loss
 from flwr.app import Context
 from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
+from flwr.supercore.run import RunNotRunningException
 from grids import InProcess
 
 from fedplan.errors import FedplanError
@@ -29,6 +30,7 @@ from fedplan.models.description import describe
 from fedplan.models.values import take
 from fedplan.runners.flower import executor
 from fedplan.runners.flower.apps import client_app
+from fedplan.runners.flower.calls import Ended
 from fedplan.runners.flower.carrier import Carrier
 from fedplan.storage.journal import Journal, home_of
 from fedplan.storage.logs import Entry, read_log
@@ -168,6 +170,22 @@ def test_while_the_link_is_in_trouble_a_run_says_so_and_can_be_stopped(
     found = driven.drive()
     assert (found.state, found.round) == (RunState.STOPPED, 0) and "operator" in found.why
     assert told[1:] == ["the SuperLink does not answer, and is asked again"] * 2
+
+
+def test_a_run_that_flower_ends_is_no_end_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Flower raises then is no Exception; whoever drives begins another run of Flower's."""
+    driven = Driven(tmp_path, NAMES)
+
+    def over(numbers: Any) -> list[Any]:
+        raise RunNotRunningException
+
+    monkeypatch.setattr(driven.grid, "pull_messages", over)
+    with pytest.raises(Ended), driven.status.driving(driven.server, "driven", passing=Ended):
+        Carrier(driven.grid, driven.server, SOON, status=driven.status).carry()
+    found = read_status(tmp_path)
+    assert found is not None and found.state not in (RunState.STOPPED, RunState.FAILED)
 
 
 def test_a_run_without_enough_answers_has_failed_and_says_why(tmp_path: Path) -> None:

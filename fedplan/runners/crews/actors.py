@@ -25,7 +25,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 PENDING = 60.0
-"""Seconds without any answer of workers that were just asked for, after which one is told why."""
+"""Seconds without an answer of a worker that was just asked for, after which one is told why."""
 _LOG = logging.getLogger("fedplan")
 
 
@@ -51,12 +51,12 @@ class Actors:
         self.count, self._gpus, self._address = count, gpus, address
         self._actors: dict[int, Any] = {}
         self._asked: dict[Any, int] = {}
-        self._began, self._since = False, cast("float | None", None)
+        self._began, self._pending = False, dict[int, float]()
 
     def start(self, number: int, said: Mapping[str, Any]) -> None:
         """Start a worker, or another one in its place."""
         self._connect()
-        self._since = time.monotonic()
+        self._pending[number] = 0.0
         made: Any = ray.remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0)(Actor)
         self._actors[number] = made.remote()
         self.send(number, said)
@@ -66,7 +66,7 @@ class Actors:
             if self._address and not self._began:
                 raise FedplanError(
                     f"ray_address is {self._address}, and this process has joined Ray already: "
-                    "leave it out to go on there, or call ray.shutdown() first"
+                    "leave it out to go on there, or end what has, by ray.shutdown()"
                 )
             return
         quiet: dict[str, Any] = {"log_to_driver": True, "include_dashboard": False}
@@ -97,10 +97,10 @@ class Actors:
     def heard(self, seconds: float) -> list[tuple[int, Sent | None]]:
         """Who has answered what, or has died."""
         asked: list[Any] = list(self._asked)
-        self._look_for_room()
         ready: list[Any] = cast("Any", ray).wait(asked, num_returns=1, timeout=seconds)[0]
         found = list[tuple[int, Sent | None]]()
-        self._since = None if ready else self._since
+        if not ready:
+            self._look_for_room()
         for each in ready:
             number = self._asked.pop(each, None)
             if number is not None:
@@ -109,19 +109,19 @@ class Actors:
 
     def _look_for_room(self) -> None:
         """Say so, once, if Ray has had no room for a worker for long: it waits for ever."""
-        if self._since is None or time.monotonic() - self._since < PENDING:
-            return
-        self._since, free = None, cast("dict[str, float]", ray.available_resources())
-        _LOG.warning(
-            "no worker of Ray has answered for %g s: each wants 1 CPU and %g GPU, and free are %g "
-            "and %g",
-            PENDING,
-            self._gpus,
-            free.get("CPU", 0.0),
-            free.get("GPU", 0.0),
-        )
+        now, free = time.monotonic(), cast("dict[str, float]", ray.available_resources())
+        for number, since in list(self._pending.items()):
+            self._pending[number] = since or now
+            if since and now - since > PENDING:
+                del self._pending[number]
+                _LOG.warning(
+                    "worker %d of Ray has not answered for %g s: it wants 1 CPU and %g GPU, and "
+                    "free are %g and %g",
+                    *(number, PENDING, self._gpus, free.get("CPU", 0.0), free.get("GPU", 0.0)),
+                )
 
     def _got(self, number: int, answer: Any) -> Sent | None:
+        self._pending.pop(number, None)
         try:
             said, tensors = cast("tuple[bytes, Bytes | None]", ray.get(answer))
         except RayTaskError as error:

@@ -242,6 +242,7 @@ class Hand:
         """The answer to a message; whatever goes wrong in it is told, and printed here."""
         try:
             if self._player is None or said["do"] == BEGIN:
+                self._player = None  # not two models at once, nor the old one if this fails
                 self._player = Player(said)
                 return {}, {}
             return self._player.answer(said, tensors())

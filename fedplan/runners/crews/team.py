@@ -33,6 +33,9 @@ BEAT = 1.0
 MOST_LOST = 5
 """How often a worker may die of one client, or one after the other while it starts."""
 
+STARTING, SUMMING = "before it could play anybody", "with a sum that it was to hand over"
+"""When a worker died, if not of a client."""
+
 
 @dataclass
 class Errand:
@@ -319,7 +322,7 @@ class Team:
         job = seat.out.pop(0)
         if not seat.ready:
             seat.ready = True
-            del self.lost[""]  # a worker can start: whatever killed others was none of it
+            del self.lost[STARTING]  # a worker can start: whatever killed others was none of it
         if "error" in said and not ("refused" in said and job and job.do == "scores"):
             who = f"client {job.client!r}: " if job and job.client else ""
             code = said.get("code") or said.get("refused")
@@ -341,13 +344,13 @@ class Team:
         """Put another worker in a dead one's place; the jobs that have to be done again."""
         seat = self.seats.pop(number)
         asked = [job for job in seat.out if job is not None and job.client]
-        about = asked[0].client if asked else ""
+        about = f"while it played {asked[0].client!r}" if asked else SUMMING
+        about = about if seat.ready else STARTING
         self.lost[about] += 1
-        self.status.tell("worker died", f"worker {number}" + (f", at {about}" if about else ""))
+        self.status.tell("worker died", f"worker {number}, {about}")
         if self.lost[about] > MOST_LOST:
-            what = f"while it played {about!r}" if about else "before it could play anybody"
             raise FedplanError(
-                f"a worker died {MOST_LOST + 1} times {what}: see what it wrote to stderr; if "
+                f"a worker died {MOST_LOST + 1} times {about}: see what it wrote to stderr; if "
                 "memory ran out, take fewer workers or smaller batches"
             )
         self._start(number)

@@ -65,6 +65,10 @@ class _Open:
     after: float = 0.0
 
 
+class Ended(Exception):
+    """Flower has ended the run that a call was of: whoever drives begins another."""
+
+
 class Calls:
     """The sites that have come, and what is asked of them.
 
@@ -283,14 +287,17 @@ class Calls:
         while True:
             try:
                 found = list(call())
-                self.status.trouble("")
-                return found
             except (FedplanError, NotImplementedError, TypeError, ValueError, AttributeError):
                 raise
-            except Exception as error:
-                if is_over(error) or time.monotonic() > until:
+            except BaseException as error:
+                if type(error).__name__ == "RunNotRunningException":  # no Exception, with Flower
+                    raise Ended(str(error)) from error
+                if not isinstance(error, Exception) or time.monotonic() > until:
                     raise
                 log.warning("the SuperLink is in trouble, and is asked again: %r", error)
+            else:
+                self.status.trouble("")
+                return found
             self.status.trouble("the SuperLink does not answer, and is asked again")
             again = time.monotonic() + pause
             while (left := again - time.monotonic()) > 0:
@@ -330,11 +337,6 @@ class Calls:
 def _words(said: object) -> dict[str, str]:
     found = cast("Mapping[object, object]", said if isinstance(said, dict) else {})
     return {str(name): str(value) for name, value in found.items()}
-
-
-def is_over(error: BaseException) -> bool:
-    """Whether Flower has ended the run that a call was of."""
-    return type(error).__name__ == "RunNotRunningException"
 
 
 def _reason(reply: FlowerMessage) -> str:

@@ -26,7 +26,7 @@ from fedplan.federation.versions import other_versions, unlike_versions
 from fedplan.models.values import put
 from fedplan.privacy.errors import PrivacyError
 from fedplan.runners.faults import Faults, faults_of
-from fedplan.runners.flower.calls import Calls, Guest, Letter, is_over
+from fedplan.runners.flower.calls import Calls, Ended, Guest, Letter
 from fedplan.runners.flower.evaluations import Evaluations
 from fedplan.runners.flower.records import arrays_of
 from fedplan.studies.continuation import require_free
@@ -92,7 +92,7 @@ def carry_study(
         status=told,
     )
     carrier.calls.registered = registered if server.world.round else None
-    with told.driving(server, study.name, patience, rows=False, passing=is_over):
+    with told.driving(server, study.name, patience, rows=False, passing=Ended):
         carrier.carry()
     del claim
 

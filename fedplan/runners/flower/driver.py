@@ -24,13 +24,14 @@ from flwr.proto.runtime_pb2 import (
 from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
 from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from fedplan.errors import FedplanError
 from fedplan.federation.callbacks import Callback
 from fedplan.federation.status import Status
-from fedplan.runners.flower.calls import is_over
+from fedplan.runners.flower.calls import Ended
 from fedplan.runners.flower.carrier import carry_study
 from fedplan.runners.flower.link import Link
 from fedplan.storage.locks import alone
@@ -40,6 +41,8 @@ log = logging.getLogger("fedplan")
 WITHIN = 120.0
 """Seconds in which a SuperLink hands out the task of a run that was begun."""
 TRIES = 10
+TRIED = 5.0
+"""Seconds in which Flower tries a call again by itself."""
 
 
 def drive(
@@ -57,8 +60,8 @@ def drive(
         try:
             with taken(link) as grid:
                 return carry_study(grid, study, folder, callbacks, status, link.names)
-        except Exception as error:
-            if not is_over(error) or not left:
+        except Ended as error:
+            if not left:
                 raise
             log.warning("Flower has ended its run, and another one is begun: %r", error)
             time.sleep(5.0)
@@ -78,8 +81,10 @@ def taken(link: Link) -> Generator[Grid]:
         root_certificates=door.certificate.read_bytes() if door.certificate else None,
         token=token,
     )
-    client = grid._runtime_client  # pyright: ignore[reportPrivateUsage]
-    beats = HeartbeatSender(make_task_heartbeat_fn_http(client))
+    # Flower would try for ever, and nobody would hear that the run is to stop.
+    grid._retry_invoker.max_time = TRIED  # pyright: ignore[reportPrivateUsage]
+    client = door.working(token)
+    beats = HeartbeatSender(_beating(client))
     beats.start()
     status, details = SubStatus.FAILED, "the server ended"
     try:
@@ -90,10 +95,25 @@ def taken(link: Link) -> Generator[Grid]:
         yield grid
         status, details = SubStatus.COMPLETED, ""
     finally:
-        beats.stop()
+        if beats.is_running:
+            beats.stop()
         said = PushTaskOutputRequest(sub_status=status, details=details)
         _told(lambda: client.PushTaskOutput(said))
+        client.close()
         grid.close()
+
+
+def _beating(client: RuntimeHttpClient) -> Callable[[], bool]:
+    """A heartbeat that is tried again, whatever a link in trouble or its proxy answers."""
+    beat = make_task_heartbeat_fn_http(client)
+
+    def steadily() -> bool:
+        try:
+            return beat()
+        except httpx.HTTPStatusError:
+            return False
+
+    return steadily
 
 
 def _token(link: Link, number: int) -> str:
