@@ -105,9 +105,9 @@ LENT = {
     """,
     "reports": """
         Balance Bar Drawing Figure Forecast GridCell GridRow Html Page PageSection
-        Segment Shown SiteRecord asked badge bar_chart cell_grid follow_flower foretold
-        in_order log_line megabytes moment paragraphs parts_table report screen stated
-        table tag told_of watched
+        Segment Shown SiteRecord asked badge bar_chart byte_unit cell_grid follow_flower
+        foretold in_order log_line megabytes moment paragraphs parts_table report screen
+        stated table tag told_of watched
     """,
     "sites": """
         approvals_of examine is_home officer_page rejoin screen serve_site write_lock
