@@ -43,7 +43,9 @@ def main() -> None:
         inner = made.svg(alone=True).replace(
             "<svg ", f'<svg x="{place * WIDE}" y="{TOP}" width="{WIDE}" height="{HIGH - TOP}" ', 1
         )
-        title = f'<text x="{place * WIDE + 8}" y="16" class="f-ink" font-size="13">{made.title}</text>'
+        title = (
+            f'<text x="{place * WIDE + 8}" y="16" class="f-ink" font-size="13">{made.title}</text>'
+        )
         panels += [title, inner]
     size = f"0 0 {WIDE * len(GRIDS)} {HIGH}"
     paper = '<rect width="100%" height="100%" class="f-paper"/>'

@@ -64,8 +64,8 @@ def quantile(freedom: int) -> float:
 def p_value(differences: Sequence[float]) -> float | None:
     """How often differences as large as these come about if there is none: the paired t test.
 
-    Of one difference, or of one that is no number, nobody knows. Where all are the same there is no spread to judge by: then it
-    is 0, or 1 if they are all zero.
+    Of one difference, or of one that is no number, nobody knows. Where all are the same there is
+    no spread to judge by: then it is 0, or 1 if they are all zero.
     """
     from scipy.special import stdtr  # pyright: ignore[reportUnknownVariableType]
 

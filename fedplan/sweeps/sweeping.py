@@ -18,7 +18,7 @@ from fedplan.federation.states import read_status
 from fedplan.storage.errors import explained
 from fedplan.storage.locks import alone
 from fedplan.studies.schema import ConfigError, Study
-from fedplan.sweeps.hands import OwnProcess, ThisProcess, Runs
+from fedplan.sweeps.hands import OwnProcess, Runs, ThisProcess
 from fedplan.sweeps.records import End, asked_of, begin, read_ends, write_ends
 from fedplan.sweeps.settings import seeds_of, settings_of
 from fedplan.sweeps.trials import Trial, ground_of, trials_of

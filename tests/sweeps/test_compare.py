@@ -151,8 +151,14 @@ def test_groups_are_named_by_what_tells_them_apart(swept: Sweep) -> None:
 
     labels = [g.label for g in grouped([first, changed(rate=0.5), changed(rate=0.5, reuse=True)])]
     rate = first.study.train.rate
-    assert labels == [f"train.rate={rate}, train.reuse=False", "train.rate=0.5, train.reuse=False", "train.rate=0.5, train.reuse=True"]
+    assert labels == [
+        f"train.rate={rate}, train.reuse=False",
+        "train.rate=0.5, train.reuse=False",
+        "train.rate=0.5, train.reuse=True",
+    ]
     assert [g.label for g in grouped([first, changed(rate=0.5)])] == [str(rate), "0.5"]
     assert [g.label for g in grouped([first])] == ["tiny"]
-    again = replace(first, study=first.study.model_copy(update={"seed": 5, "threads": 2, "name": "x"}))
+    again = replace(
+        first, study=first.study.model_copy(update={"seed": 5, "threads": 2, "name": "x"})
+    )
     assert len(grouped([first, again])) == 1

@@ -126,7 +126,11 @@ def test_a_run_that_is_asked_to_stop_is_left_to_go_on_with(
 ) -> None:
     name = "evaluate.trackers=sweeps-asks_to_stop,seed=0"
     monkeypatch.setenv(ASKED_OF, str(tmp_path / "s" / name))
-    found = sweep(small_study(tmp_path), {"evaluate.trackers": [["sweeps:asks_to_stop"]]}, folder=tmp_path / "s")
+    found = sweep(
+        small_study(tmp_path),
+        {"evaluate.trackers": [["sweeps:asks_to_stop"]]},
+        folder=tmp_path / "s",
+    )
     assert found.left == [name] and not found.failures and not found.folders
     assert open_run(tmp_path / "s" / name).round == 1 and name not in read_ends(found.folder)
 
