@@ -87,7 +87,9 @@ def explain(
 
 def _flags(context: typer.Context) -> list[str]:
     """The options that were typed, but for how the answer is to look."""
-    sources = {each: context.get_parameter_source(each.name or "") for each in context.command.params}
+    sources = {
+        each: context.get_parameter_source(each.name or "") for each in context.command.params
+    }
     typed = [each for each, source in sources.items() if source and source.name == "COMMANDLINE"]
     return [each.opts[0] for each in typed if each.name not in ("model", "as_json")]
 

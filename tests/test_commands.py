@@ -29,9 +29,7 @@ LINES = ("status", "logs")
 """Commands that may follow a run: they print a line of JSON for each thing that happens."""
 
 
-def walked(
-    command: Any, words: tuple[str, ...] = ()
-) -> Iterator[tuple[str, Any]]:
+def walked(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     if isinstance(command, TyperGroup):
         for name, each in command.commands.items():
             yield from walked(each, (*words, name))

@@ -59,7 +59,7 @@ LENT = {
         rounds_ahead spelled_out stated text_of told_apart touched value
     """,
     "data": """
-        Collate Column FEW Hollow KINDS METRIC_NAMES Measure NO_LABEL OWN Own Seeded
+        Collate Column Hollow KINDS METRIC_NAMES Measure NO_LABEL OWN Own Seeded
         TASK_NAMES TableLook contents division is_among label_order label_text labels_in
         labels_of look_at model_loss named_columns names_in refitted require_packing
         require_sight rows some spread task_class to_train values where

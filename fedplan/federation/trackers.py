@@ -79,7 +79,10 @@ class TensorBoard(Tracker):
     def __call__(self, closed: Closed) -> str | None:
         """Write each number as a scalar of the round."""
         if self._writer is None:
-            writer, place = import_module("torch.utils.tensorboard"), place_for(self.package, closed)
+            writer, place = (
+                import_module("torch.utils.tensorboard"),
+                place_for(self.package, closed),
+            )
             # What was written of this round before is purged.
             self._writer = writer.SummaryWriter(str(place), purge_step=closed.round)
         for name, value in numbers(closed).items():

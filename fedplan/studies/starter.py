@@ -197,7 +197,9 @@ class _Draft:
         if self.kind.startswith("image"):
             lines.append(_line(f"image_size = {self._side()}", "the side that the model takes"))
         else:
-            lines.append(_line(f"max_length = {self._length()}", "tokens a row; the rest is cut off"))
+            lines.append(
+                _line(f"max_length = {self._length()}", "tokens a row; the rest is cut off")
+            )
         return [*lines, ""]
 
     def _eye(self) -> Any:

@@ -127,7 +127,10 @@ def test_a_saved_dataset_and_a_folder_of_files_have_their_splits(tmp_path: Path)
 
 
 def test_of_very_many_users_those_with_most_rows_are_taken(place: Path, tmp_path: Path) -> None:
-    rows = [{"text": f"the cat sat on a mat {n}", "label": n % 2, "user": f"u{n % 300}"} for n in range(900)]
+    rows = [
+        {"text": f"the cat sat on a mat {n}", "label": n % 2, "user": f"u{n % 300}"}
+        for n in range(900)
+    ]
     new_study(written(rows, tmp_path / "rows.jsonl"), str(place / "bert"), tmp_path / "study.toml")
     found = read_study(tmp_path / "study.toml").data
     assert (found.by, found.column, found.clients) == ("column", "user", 100)
