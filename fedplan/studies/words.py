@@ -70,14 +70,19 @@ def _within(bounds: tuple[float, float], *, zero: bool = False) -> Callable[[flo
 
 
 def _named(find: Callable[[str], object]) -> Callable[[str], str]:
-    """A name that stands for something; none is the usual, where a field may say none."""
+    """A name that stands for something."""
 
     def check(name: str) -> str:
         with as_fault():
-            _ = find(name) if name else None
+            _ = find(name)
         return name
 
     return check
+
+
+def _perhaps(find: Callable[[str], object]) -> Callable[[str], str]:
+    """A name that stands for something, or none: the usual."""
+    return _named(lambda name: name and find(name))
 
 
 def _task(kind: str) -> object:
@@ -99,10 +104,10 @@ Noise = Annotated[float, AfterValidator(_within(NOISES, zero=True))]
 TaskKind = Annotated[str, AfterValidator(_named(_task))]
 Division = Annotated[str, AfterValidator(one_of("partition", KINDS))]
 DeviceName = Annotated[str, AfterValidator(_a_device)]
-ProbeName = Annotated[str, AfterValidator(_named(probe_named))]
+ProbeName = Annotated[str, AfterValidator(_perhaps(probe_named))]
 OptimiserName = Annotated[str, AfterValidator(_named(optimiser_named))]
-ServerOptimiserName = Annotated[str, AfterValidator(_named(SERVER_OPTIMISER_NAMES.find))]
-ProductText = Annotated[str, AfterValidator(_named(product_told))]
+ServerOptimiserName = Annotated[str, AfterValidator(_perhaps(SERVER_OPTIMISER_NAMES.find))]
+ProductText = Annotated[str, AfterValidator(_perhaps(product_told))]
 WrapName = Annotated[str, AfterValidator(_named(wrap_named))]
 MetricName = Annotated[str, AfterValidator(_named(metric_named))]
-LoopName = Annotated[str, AfterValidator(_named(loop_named))]
+LoopName = Annotated[str, AfterValidator(_perhaps(loop_named))]

@@ -100,10 +100,8 @@ def kill(hands: Resident, stop: threading.Event, kills: int, seed: int) -> list[
     return dead
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n == "homes" else pytest.param(n, marks=pytest.mark.nightly) for n in METHODS],
-)
+@pytest.mark.nightly  # by day real processes are killed, and leave the same files: see below
+@pytest.mark.parametrize("name", METHODS)
 def test_processes_leave_the_same_files(
     name: str, here: Path, monkeypatch: Patch, pool: Resident
 ) -> None:

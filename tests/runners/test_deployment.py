@@ -280,6 +280,24 @@ def test_a_server_that_is_killed_goes_on_when_it_is_started_again(here: Path) ->
 
 
 @pytest.mark.nightly
+def test_while_the_superlink_is_gone_a_run_says_so_and_stops_when_it_is_asked_to(
+    here: Path,
+) -> None:
+    study = study_of(here, "fedper", rounds=50)
+    with Deployment(here / "fed", SITES, rows_of(here), more=MORE) as deployed:
+        begun = deployed.begin(study, "run")
+        until_round(here / "fed/run/ledger.jsonl", 1)
+        deployed.stop("link")
+        until = time.monotonic() + 90
+        while "does not answer" not in (here / "fed/run/status.json").read_text():
+            assert time.monotonic() < until
+            time.sleep(1)
+        assert run("stop", str(here / "fed/run"), "--now")[0] == 0
+        said, _ = begun.communicate(timeout=90)
+    assert '"stopped"' in (here / "fed/run/status.json").read_text(), said
+
+
+@pytest.mark.nightly
 def test_a_line_that_cuts_delays_and_corrupts_does_not_change_a_bit(here: Path) -> None:
     study = study_of(here, "fedper", rounds=8)
     rows, expected = rows_of(here), whole(here, study, "fedper")

@@ -66,6 +66,13 @@ def test_any_values_are_a_study_or_an_error_that_names_the_field(said: dict[str,
         assert study_of(study.model_dump()) == study
 
 
+@pytest.mark.parametrize(("section", "field"), [("task", "kind"), ("train", "optimiser")])
+def test_a_name_that_is_needed_is_not_left_empty(section: str, field: str) -> None:
+    said = {**MINIMAL, section: {**MINIMAL.get(section, {}), field: ""}}
+    with pytest.raises(ConfigError, match=rf"{section}.{field}: .*there is no \w+ ''"):
+        study_of(said)
+
+
 @settings(max_examples=often(500))
 @given(st.text(max_size=60))
 def test_any_file_is_a_study_or_an_error(text: str) -> None:
