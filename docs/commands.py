@@ -13,7 +13,7 @@ from typer.core import TyperGroup, TyperOption
 
 from fedplan.cli import app
 
-NOT_RUN = "<!-- not run: it names files that are not here; tests/test_commands.py types it -->"
+CHECKED = "<!-- checked by: tests/test_commands.py, which parses it: its files are not here -->"
 FILE = Path(__file__).parent / "commands.md"
 HEAD = """# Commands
 
@@ -30,7 +30,7 @@ the same in a terminal.
 
 ## From a table to a run
 
-<!-- not run: it is run by tests/studies/test_starter.py, with a table and a model of its own -->
+<!-- run by: tests/studies/test_starter.py, with a table and a model of its own -->
 
 ```bash
 fedplan new study reviews.csv --model ./model
@@ -91,7 +91,7 @@ def section(words: str, command: Any) -> str:
     rows = "\n".join(row(param) for param in command.params)
     about = " ".join((command.help or "").split())
     table = f"| | | without it |\n| --- | --- | --- |\n{rows}\n\n" if rows else ""
-    return f"\n## {words}\n\n{about}\n\n{table}{NOT_RUN}\n\n```bash\n{examples}\n```\n"
+    return f"\n## {words}\n\n{about}\n\n{table}{CHECKED}\n\n```bash\n{examples}\n```\n"
 
 
 def written() -> str:

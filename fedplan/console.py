@@ -44,7 +44,8 @@ class Group(TyperGroup):
     def __init__(self, **attrs: Any) -> None:
         # Where click stands by itself, it suggests commands too, and would say so twice.
         alone = TyperGroup.__mro__[1].__module__.startswith("click.")
-        super().__init__(**{**attrs, "suggest_commands": not alone})
+        attrs["suggest_commands"] = not alone
+        super().__init__(**attrs)
         for each in self.commands.values():
             if isinstance(each, TyperCommand):
                 _put_back(each)

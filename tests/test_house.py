@@ -109,16 +109,17 @@ LENT = {
     "reports": """
         Balance Bar Dot Drawing Figure Forecast GridCell GridRow HUES Html Page
         PageSection Scale Segment Series Shape Shown SiteRecord Stroke Words asked badge
-        bar_chart cell_grid drift_section duration facts_of follow_flower foreseen_of
-        foretold holdings_of in_order line_chart listed log_line mean_series megabytes
-        millions moment paragraphs parts_table report roles_section scaled screen
-        shortened spelled state stated table tag together told_of watched width_of
-    """,
-    "sweeps": """
-        follow_sweep ground_of
+        bar_chart byte_unit cell_grid drift_section duration facts_of follow_flower
+        foreseen_of foretold holdings_of in_order line_chart listed log_line mean_series
+        megabytes millions moment paragraphs parts_table report roles_section scaled
+        screen shortened spelled state stated table tag together told_of watched
+        width_of
     """,
     "sites": """
         approvals_of examine is_home officer_page rejoin screen serve_site write_lock
+    """,
+    "sweeps": """
+        follow_sweep ground_of
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""

@@ -28,11 +28,11 @@ class Closed:
     turns: tuple[TurnRecord, ...]
     scores: Mapping[str, Any]
     metrics: Metrics
-    higher: bool | None = None
-    primary: str = "loss"
     experiment: str = ""
     run: str = ""
     folder: Path | None = None
+    higher: bool | None = None
+    primary: str = "loss"
 
     @property
     def round(self) -> int:

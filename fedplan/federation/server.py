@@ -286,8 +286,8 @@ class Server:
         metrics: Metrics,
     ) -> Closed:
         """A round as callbacks are told of it."""
-        said = {"experiment": self.agreement.experiment, "run": self.identity.id}
-        return Closed(self.rounds, whole, turns, scores, metrics, **said, folder=self.folder)
+        where = self.agreement.experiment, self.identity.id, self.folder
+        return Closed(self.rounds, whole, turns, scores, metrics, *where)
 
     def _let_go(self) -> None:
         """Forget the start of what the world has moved: whoever lacks it is sent the world's."""

@@ -189,7 +189,7 @@ TRACKER_NAMES: Registry[Callback | type[Tracker]] = Registry("tracker", TRACKERS
 def tracker_named(name: str) -> Callback:
     """A callback by its name; a tracker is made anew."""
     found = TRACKER_NAMES.find(name).value
-    return found() if isinstance(found, type) and issubclass(found, Tracker) else found
+    return found() if isinstance(found, type) else found
 
 
 def close_all(callbacks: tuple[Callback, ...]) -> None:

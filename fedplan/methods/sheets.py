@@ -45,7 +45,7 @@ SENTENCES = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class SheetRow:
     """One setting of a method: its default, and what it is."""
 
     name: str
@@ -64,7 +64,7 @@ class Sheet:
     origin: str
     about: str
     source: str
-    settings: tuple[Setting, ...]
+    settings: tuple[SheetRow, ...]
     plan: str
     says: tuple[str, ...]
 
@@ -92,6 +92,6 @@ def sheet_of(name: str) -> Sheet:
     return Sheet(name, found.origin, about, rest, settings, made.plan.text, made.lines)
 
 
-def _setting(said: Parameter, *, ours: bool) -> Setting:
+def _setting(said: Parameter, *, ours: bool) -> SheetRow:
     # What others call by a name of ours may be another thing.
-    return Setting(said.name, said.default, SENTENCES.get(said.name, "") if ours else "")
+    return SheetRow(said.name, said.default, SENTENCES.get(said.name, "") if ours else "")

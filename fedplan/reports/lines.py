@@ -23,7 +23,7 @@ SITES = ("sites.world", "sites.own")
 
 def unit(primary: str, higher: bool | None = None) -> str:
     """What all scores of a run are told in, the world's and the clients'."""
-    better = {True: ": higher is better", False: ": lower is better"}.get(higher, "")
+    better = "" if higher is None else f": {'higher' if higher else 'lower'} is better"
     return f"Scores are {primary}{better}."
 
 

@@ -26,7 +26,7 @@ from fedplan.sweeps.statistics import Interval, holm, interval, p_value
 
 FEW = 5
 """Seeds below which an interval says little."""
-UNSAID = (None, "", [], {})
+UNSAID: tuple[Any, ...] = (None, "", [], {})
 """Values of a field that say nothing."""
 
 

@@ -133,7 +133,7 @@ def write_ends(folder: Path, ends: Mapping[str, End]) -> None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        said = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        said: Any = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     if not isinstance(said, dict):

@@ -128,10 +128,12 @@ def rehearse(
     return Rehearsal(tuple(prices), score, line, own.threads)
 
 
-def _priced(ground: Ground, own: Study, method: Any, rounds: int) -> tuple[Price, str]:
+def _priced(
+    ground: Ground, own: Study, method: str | dict[str, Any], rounds: int
+) -> tuple[Price, str]:
     """A method's price; what is wrong with one is no reason to leave out the others."""
     section = method if isinstance(method, dict) else {"name": method}
-    name = str(method) if isinstance(method, str) else _words(section)
+    name = _words(section)
     same = section in ({"name": own.method.name}, {"plan": own.method.plan})
     try:
         study = ground.study({} if same else {"method": section})

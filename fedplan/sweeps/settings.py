@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from fedplan.studies.plain import value_of
 from fedplan.studies.schema import ConfigError
@@ -46,7 +46,8 @@ def read_setting(text: str) -> Setting:
 def settings_of(said: Mapping[str, Sequence[Any]] | Iterable[str] | None) -> tuple[Setting, ...]:
     """Settings as a person types them, or from Python: fields with lists of values."""
     if isinstance(said, Mapping):
-        found = [Setting(field, tuple(values)) for field, values in said.items()]
+        fields = cast("Mapping[str, Sequence[Any]]", said)
+        found = [Setting(field, tuple(values)) for field, values in fields.items()]
     else:
         found = [read_setting(text) for text in said or ()]
     names = [each.field for each in found]

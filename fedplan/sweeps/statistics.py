@@ -58,7 +58,7 @@ def quantile(freedom: int) -> float:
     """How many standard errors an interval reaches to each side, of so many degrees of freedom."""
     from scipy.special import stdtrit  # pyright: ignore[reportUnknownVariableType]
 
-    return cast("float", float(stdtrit(freedom, (1 + LEVEL) / 2)))
+    return float(stdtrit(freedom, (1 + LEVEL) / 2))
 
 
 def p_value(differences: Sequence[float]) -> float | None:

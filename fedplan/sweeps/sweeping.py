@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -158,7 +158,7 @@ def played(
 
 
 @contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
+def _claimed(folder: Path) -> Generator[None]:
     """Keep other sweeps out of a folder."""
     with ExitStack() as held:
         with explained(f"{folder} cannot be claimed", "name another folder"):
@@ -166,9 +166,7 @@ def _claimed(folder: Path) -> Iterator[None]:
         yield
 
 
-def _ends(
-    folder: Path, trials: Sequence[Trial], course: Course
-) -> Generator[tuple[str, End], None, None]:
+def _ends(folder: Path, trials: Sequence[Trial], course: Course) -> Generator[tuple[str, End]]:
     """Each trial's end, as it comes."""
     if course.parallel == 1 or len(trials) < 2:
         here = ThisProcess()
@@ -195,7 +193,7 @@ def _ends(
 
 
 @contextmanager
-def _crew(hands: Sequence[Runs]) -> Iterator[ThreadPoolExecutor]:
+def _crew(hands: Sequence[Runs]) -> Generator[ThreadPoolExecutor]:
     """A thread for each hand; whoever leaves early ends the runs that are open."""
     pool = ThreadPoolExecutor(len(hands), thread_name_prefix="sweep")
     try:

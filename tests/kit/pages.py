@@ -21,10 +21,8 @@ PROJECT = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 PLAYED = "<!-- played"
 """How a page begins that is played whole, from top to bottom in an empty folder."""
 SHELL = ("sh", "bash", "console")
-TESTED = {"docs/commands.md": "tests/test_commands.py"}
-"""Pages that are made of the commands themselves, and the test of the examples in them."""
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.M | re.S)
-EXCUSE = re.compile(r"<!-- (not run|run by): ([^>]+?) -->\s*\Z")
+EXCUSE = re.compile(r"<!-- (not run|run by|checked by): ([^>]+?) -->\s*\Z")
 LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
 
 
@@ -70,8 +68,6 @@ def blocks(page: str) -> list[Block]:
     for match in FENCE.finditer(text_of(page)):
         said = EXCUSE.search(text_of(page)[: match.start()])
         words = (said[1], said[2]) if said else ("", "")
-        if page in TESTED and not said:
-            words = ("run by", TESTED[page])
         found.append(Block(page, match[2], match[3], *words))
     return found
 
