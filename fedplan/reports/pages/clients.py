@@ -71,7 +71,7 @@ def drift_section(facts: RunFacts, name: str = "") -> PageSection:
     series = [Series(kind, tuple(points)) for kind, points in held.items()]
     series.sort(key=lambda each: -(each.last or 0.0))
     title = f"Drift by kind of param{f', {name}' if name else ''}"
-    drawn = line_chart(title, series, y="share that was lost", size=(640, 280))
+    drawn = line_chart(title, series, y="share that was lost", size=(480, 280))
     caption = (
         "How much of what clients changed was lost when it was averaged: 0 if all moved alike, "
         "near 1 if they pulled apart. Only what is shared is averaged."
