@@ -16,9 +16,9 @@ MOST = 24
 """Clients that a page draws: of more, those with the worst scores."""
 
 
-def clients_section(facts: RunFacts, name: str = "") -> PageSection:
+def clients_section(facts: RunFacts) -> PageSection:
     """Each client's own score; where anything is hidden, no single client is told of."""
-    title = f"Each client{f', {name}' if name else ''}"
+    title = "Each client"
     scores = facts.client_scores
     if not scores:
         return PageSection(title)

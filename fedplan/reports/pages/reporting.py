@@ -29,15 +29,6 @@ AGAIN = 10
 """Seconds after which a browser looks again at the page of a run that goes on."""
 AnyRun = str | Path | Run | Simulation
 """A run: by its folder, as it was opened, or as it was simulated."""
-OF_EACH = (
-    clients_section,
-    drift_section,
-    traffic_section,
-    spending_section,
-    attendance_section,
-    verdict_section,
-)
-"""What is told of each run by itself, in this order."""
 
 
 def report(
@@ -148,10 +139,17 @@ def _sections(facts: Sequence[RunFacts]) -> Iterator[PageSection]:
         yield _titled(roles_section(group.runs[0], name), name)
     yield curves_section(facts)
     for name, each in zip(run_names(facts), facts, strict=True):
-        for section in OF_EACH:
-            yield _titled(section(each, name), name)
+        for section in (
+            clients_section(each),
+            drift_section(each, name),
+            traffic_section(each),
+            spending_section(each),
+            attendance_section(each),
+            verdict_section(each),
+        ):
+            yield _titled(section, name)
 
 
 def _titled(section: PageSection, name: str) -> PageSection:
     """A section that says in its heading of which run it is, where there are several."""
-    return replace(section, title=f"{section.title}: {name}") if name else section
+    return replace(section, title=f"{section.title}, {name}") if name else section
