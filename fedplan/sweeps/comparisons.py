@@ -118,7 +118,12 @@ def compare(places: Sequence[Path | str], *, score: str = "") -> Comparison:
     """
     folders, notes = runs_in(places)
     results = list[RunResult]()
-    for each in map(result_of, folders):
+    for folder in folders:
+        try:
+            each = result_of(folder)
+        except FedplanError as error:  # as a kill in its first moments leaves it
+            notes.append(f"{folder} cannot be read ({error}): left out")
+            continue
         if each.over:
             results.append(each)
         else:
