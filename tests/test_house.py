@@ -41,8 +41,8 @@ LENT = {
     "storage": """
         BrokenChain ChainFile Claim Entry Generation Head Process Read a_study_name
         alone claimed client_names explained folder_named head_file home_of keep_file
-        make_folder mark_of_file now put_file reach read_chain read_lines synced
-        this_process
+        make_folder mark_of_file now put_file reach read_chain read_head read_lines
+        synced this_process
     """,
     "models": """
         CONFIG ITEMSIZE LowRank Preprocessing QUANTISED SETTINGS SHORT TASKS TEMPLATE
@@ -80,9 +80,9 @@ LENT = {
         AGREEMENT ANSWERS APPROVAL Account BEST Base Callback Closed DELTA Disclosure
         EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity KEY KINDS
         Kept LETTERS LIVE LOWER Limits METRICS Metrics Patience PlainSum RECORD ROLES
-        RULES RUN Record RecordError RunState RunStatus SMALL STUDY Scores Scoring Sent
-        SiteState SiteStatus Status UPDATE WORLD Warrant agreements_in announced
-        ask_to_stop base_of by_part by_senders caps_of changed_rows close_all
+        RULES RUN Record RecordError RunState RunStatus SMALL SPREADS STUDY Scores
+        Scoring Sent SiteState SiteStatus Status UPDATE WORLD Warrant agreements_in
+        announced ask_to_stop base_of by_part by_senders caps_of changed_rows close_all
         closed_faults code_of cut drifts_of emptied ended evaluate guard_of is_id joined
         journal_in keyed last_of last_told ledger_lines listed mark_of meant merge
         metrics_of newest_segment opened opening opening_faults other_versions
