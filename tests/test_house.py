@@ -39,10 +39,10 @@ LENT = {
         same_bits scaler settled split_riders viewed whole_digest widest
     """,
     "storage": """
-        BrokenChain ChainFile Claim Entry Generation Head Process Read a_study_name
-        alone claimed client_names explained folder_named head_file home_of keep_file
-        make_folder mark_of_file now put_file reach read_chain read_head read_lines
-        synced this_process
+        ChainFile Claim Entry Generation Head Process Read a_study_name alone claimed
+        client_names explained folder_named head_file home_of keep_file make_folder
+        mark_of_file now put_file reach read_chain read_head read_lines synced
+        this_process
     """,
     "models": """
         CONFIG ITEMSIZE LowRank Preprocessing QUANTISED SETTINGS SHORT TASKS TEMPLATE
@@ -109,17 +109,17 @@ LENT = {
     "reports": """
         Balance Bar Dot Drawing Figure Forecast GridCell GridRow HUES Html Page
         PageSection Scale Segment Series Shape Shown SiteRecord Stroke Words asked badge
-        bar_chart byte_unit cell_grid drift_section duration facts_of follow_flower
-        foreseen_of foretold holdings_of in_order line_chart listed log_line mean_series
-        megabytes millions moment paragraphs parts_table report roles_section scaled
-        screen shortened spelled state stated table tag together told_of watched
-        width_of
+        bar_chart byte_unit cell_grid differing drift_section duration facts_of
+        follow_flower foreseen_of foretold holdings_of in_order line_chart listed
+        log_line mean_series megabytes millions moment paragraphs parts_table report
+        roles_section said_of_study scaled screen seed_groups shortened spelled state
+        stated table tag together told_of watched width_of
     """,
     "sites": """
         approvals_of examine is_home officer_page rejoin screen serve_site write_lock
     """,
     "sweeps": """
-        follow_sweep ground_of
+        follow_sweep ground_of is_sweep runs_in
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""

@@ -86,8 +86,8 @@ def result_of(folder: Path) -> RunResult:
 def _result(run: Run) -> RunResult:
     told = read_status(run.folder)
     seconds = told.seconds * run.round if told and told.seconds is not None else None
-    stop, stopped = run.study.stop, told is not None and told.state == RunState.STOPPED
-    early = stop is not None and told is not None and stopped and told.why.startswith(stop.metric)
+    # A rule or a callback that ended it, and no person, no signal and no fault.
+    early = told is not None and told.state == RunState.STOPPED and told.ruled
     return RunResult(
         folder=run.folder,
         study=run.study,
