@@ -61,7 +61,7 @@ def bytes_of(result: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
 
 
 def judged(results: list[dict[str, Any]], places: dict[str, str]) -> dict[str, Any]:
-    """Whether what was sent lies in what is forecast, and by how much it is off where it is one number."""
+    """Whether what was sent lies in what is forecast, which is one number where nothing is chosen."""
     if any(each["study"].get("clients", {}).get("share", 1) < 1 for each in results):
         return {"left_out": "not all clients take part in each round"}
     try:
@@ -117,12 +117,9 @@ def lines(found: dict[str, Any]) -> list[list[str]]:
     for way in ("up", "down"):
         exact = [e[way] for e in told if e[way]["exact"]]
         spans = [e[way] for e in told if not e[way]["exact"]]
-        off = max(
-            (abs(s / e["most"] - 1) for e in exact for s in e["sent"] if e["most"]), default=0.0
-        )
-        inside = sum(e["inside"] for e in spans)
-        rows.append([f"bytes {way}, one number", f"{len(exact)} variants", f"at most {off:.2%}"])
-        rows.append([f"bytes {way}, a span", f"{len(spans)} variants", f"{inside} inside"])
+        for kind, held in (("one number", exact), ("a span", spans)):
+            inside = sum(each["inside"] for each in held)
+            rows.append([f"bytes {way}, {kind}", f"{len(held)} variants", f"{inside} as forecast"])
     spent = found["epsilon"]
     rows.append(["epsilon", "1 study", f"{abs(spent['spent'] / spent['forecast'] - 1):.2%}"])
     for each in found["seconds"]:
