@@ -14,7 +14,8 @@ def commit_of(asked: QuestionFile) -> str:
     """The commit that a question stands in as it is now; one that is in none is refused."""
     folder = asked.files[0].parent
     names = [str(each.resolve()) for each in asked.files]
-    commit = _git(folder, "log", "-1", "--format=%H", "--", *names).decode().strip()
+    # A repository without any commit has no log, and that is an error to git.
+    commit = (_said(folder, "log", "-1", "--format=%H", "--", *names) or b"").decode().strip()
     if not commit or digest_at(asked.files, commit) != asked.digest:
         raise QuestionError(
             f"{asked.files[0]} is not committed as it stands: commit it and its study, then run"
@@ -37,20 +38,23 @@ def time_of(folder: Path, commit: str) -> int:
 
 
 def _in_log(folder: Path, commit: str) -> bool:
-    words = ["git", "-C", str(folder), "merge-base", "--is-ancestor", commit, "HEAD"]
-    return subprocess.run(words, capture_output=True, check=False).returncode == 0
+    return _said(folder, "merge-base", "--is-ancestor", commit, "HEAD") is not None
 
 
 def _shown(folder: Path, commit: str, file: Path) -> bytes | None:
     top = Path(_git(folder, "rev-parse", "--show-toplevel").decode().strip())
     name = file.resolve().relative_to(top.resolve()).as_posix()
-    words = ["git", "-C", str(folder), "show", f"{commit}:{name}"]
-    done = subprocess.run(words, capture_output=True, check=False)
-    return done.stdout if done.returncode == 0 else None
+    return _said(folder, "show", f"{commit}:{name}")
 
 
 def _git(folder: Path, *words: str) -> bytes:
+    found = _said(folder, *words)
+    if found is None:
+        raise QuestionError(f"{folder} is in no repository: a question is shown by its log")
+    return found
+
+
+def _said(folder: Path, *words: str) -> bytes | None:
+    """What git says; nothing if it refuses."""
     done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, check=False)
-    if done.returncode:
-        raise QuestionError(f"{folder} has no log that shows it: {done.stderr.decode().strip()}")
-    return done.stdout
+    return done.stdout if done.returncode == 0 else None

@@ -124,21 +124,20 @@ class Question:
 
 @dataclass(frozen=True)
 class QuestionFile:
-    """A question, the plain values of its study, and the files that both stand in."""
+    """A question, the plain values of its study, the files that both stand in, and their digest.
+
+    The digest tells two questions apart by every letter of their files, as they were read.
+    """
 
     question: Question
     said: dict[str, Any]
     files: tuple[Path, ...]
+    digest: str
 
     @property
     def name(self) -> str:
         """What its results are called."""
         return self.files[0].stem
-
-    @property
-    def digest(self) -> str:
-        """Tells two questions apart by every letter of their files."""
-        return digest_of([each.read_bytes() for each in self.files])
 
 
 def digest_of(contents: Sequence[bytes]) -> str:
@@ -150,8 +149,9 @@ def digest_of(contents: Sequence[bytes]) -> str:
 def read_question(file: Path) -> QuestionFile:
     """The question of a file; whatever does not fit is named."""
     question = question_of(read_said(file), str(file))
-    study = file.parent / question.study
-    return QuestionFile(question, read_said(study), (file, study))
+    files = (file, file.parent / question.study)
+    digest = digest_of([each.read_bytes() for each in files])
+    return QuestionFile(question, read_said(files[1]), files, digest)
 
 
 def question_of(said: Mapping[str, Any], where: str = "the question") -> Question:
