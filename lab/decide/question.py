@@ -37,7 +37,8 @@ class Arm:
 class Asked:
     """One comparison: an arm minus another, which way is better, and the least that matters.
 
-    A `least` below zero asks whether the arm is no worse than by so much.
+    A `least` below zero asks whether the arm is no worse than by so much. `effect` is the gain that
+    power is reckoned for, where it is another one than the pilot's.
     """
 
     arm: str
@@ -46,6 +47,7 @@ class Asked:
     claim: str
     better: str = "higher"
     first: bool = False
+    effect: float | None = None
 
     @property
     def name(self) -> str:

@@ -61,12 +61,13 @@ def gains_of(asked: Asked, scores: Scores, seeds: Sequence[int]) -> list[float]:
 
 
 def power(question: Question, asked: Asked) -> float:
-    """How often so many seeds would meet the criterion if the pilot's effect were true.
+    """How often so many seeds would meet the criterion if the effect looked for were true.
 
     The level is that of Holm's first and strictest step.
     """
     pilot, seeds = question.pilot, len(question.seeds)
-    drawn = np.random.default_rng(0).normal(pilot.effect, pilot.spread, (STUDIES, seeds))
+    effect = pilot.effect if asked.effect is None else asked.effect
+    drawn = np.random.default_rng(0).normal(effect, pilot.spread, (STUDIES, seeds))
     middle, error = drawn.mean(1), drawn.std(1, ddof=1) / seeds**0.5
     far = (middle - min(0.0, asked.least)) / error
     p = 2 * stdtr(seeds - 1, -abs(far))
