@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -60,6 +61,8 @@ def decide(said: argparse.Namespace) -> None:
 
         play_all(asked, bench, runs, keep=keep, first=first,
                  wait=lambda: waited(until, said.pause_while))  # fmt: skip
+        if not todo(asked, runs) and bench.folder.is_dir():
+            shutil.rmtree(bench.folder)
     print(write_results(asked, runs, said.results))
 
 

@@ -99,11 +99,11 @@ def play_all(
     """Play what is left, as long as `wait` lets the next one begin; each is kept as it ends."""
     commit_of(asked)
     for arm, seed in todo(asked, runs, first=first):
-        start = asked.question.arms[arm].start
-        if start and not bench.exported(start, seed).is_dir():
-            bench.play(asked, start, seed)  # its folder was removed: it is played again
         if not wait():
             return
+        for start in asked.question.line(arm)[:-1]:
+            if not bench.exported(start, seed).is_dir():
+                bench.play(asked, start, seed)  # its folder was removed: it is played again
         found = bench.play(asked, arm, seed)
         runs[found.name] = found
         keep(found)
