@@ -6,7 +6,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from fedplan.studies.export import export_run
@@ -70,11 +72,23 @@ class Bench:
             down=found.down,
             curve=found.curve(asked.question.score.name),
             facts=facts_of(ROOT),
+            told=told_of(found.metrics[-1], asked.question.tells),
         )
 
     def _export(self, arm: str, seed: int) -> None:
         if not self.exported(arm, seed).is_dir():
             export_run(self.folder / f"{arm}-{seed}", self.exported(arm, seed))
+
+
+def told_of(row: Mapping[str, float], tells: Mapping[str, str]) -> dict[str, float]:
+    """Means of the numbers of a round whose names fit patterns; a pattern that fits none is named."""
+    found = dict[str, float]()
+    for name, pattern in tells.items():
+        fitting = [number for key, number in row.items() if fnmatchcase(key, pattern)]
+        if not fitting:
+            raise QuestionError(f"tells.{name}: no number of the last round fits {pattern!r}")
+        found[name] = mean(fitting)
+    return found
 
 
 def todo(

@@ -77,7 +77,8 @@ class Question:
     """A question with its arms, its comparisons, its criterion, its seeds and its pilot.
 
     `study` is a file beside it, `set` is laid over that for all arms, and `alpha` is the level of
-    all comparisons together.
+    all comparisons together. `tells` are other numbers of the last round, by patterns of their
+    names: the mean of those that fit is told for each arm, and judged for none.
     """
 
     asks: str
@@ -88,6 +89,7 @@ class Question:
     comparisons: tuple[Asked, ...]
     pilot: Pilot
     alpha: float = 0.05
+    tells: dict[str, str] = field(default_factory=dict[str, str])
     set: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from fedplan.storage.files import put_file
+from fedplan.sweeps.statistics import interval
+from fedplan.sweeps.tables import table
 from lab.decide.proof import digest_at, time_of
 from lab.decide.question import Question, QuestionError, QuestionFile, Score
 from lab.decide.verdicts import Verdict, judged, markdown
@@ -20,7 +22,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "decisions"
 
 @dataclass(frozen=True)
 class Played:
-    """A run of an arm: by which question, begun when, and its numbers by round."""
+    """A run of an arm: by which question, begun when, its numbers by round, and what it tells."""
 
     arm: str
     seed: int
@@ -32,6 +34,7 @@ class Played:
     down: int
     curve: list[tuple[int, float]]
     facts: dict[str, Any]
+    told: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def name(self) -> str:
@@ -64,11 +67,27 @@ def write_results(asked: QuestionFile, runs: Mapping[str, Played], folder: Path 
         "runs": [asdict(each) for each in runs.values()],
     }
     words = f"### {asked.name}\n\n{asked.question.asks}\n\n{markdown(asked.question, verdicts)}"
+    words += arms_told(asked, runs)
     words += "".join(f"\nNote: {each}.\n" for each in told)
     folder.mkdir(parents=True, exist_ok=True)
     put_file(folder / f"{asked.name}.json", _text(said).encode())
     put_file(folder / f"{asked.name}.md", words.encode())
     return words
+
+
+def arms_told(asked: QuestionFile, runs: Mapping[str, Played]) -> str:
+    """What each arm came to, with the other numbers that the question asks for; they are not judged."""
+    tells, found = asked.question.tells, list[list[str]]()
+    for arm in asked.question.arms:
+        own = [r for r in runs.values() if r.arm == arm and not fault_of(asked, r)]
+        if not tells or not own:
+            continue
+        scores = interval([each.score(asked.question.score) for each in own]).text()
+        others = [interval([each.told[name] for each in own]).text() for name in tells]
+        up = mean(each.up for each in own) / 1e6
+        found.append([arm, str(len(own)), scores, *others, f"{up:.2f}"])
+    heads = ["arm", "seeds", asked.question.score.name, *tells, "MB up"]
+    return f"\n{table(heads, found)}" if found else ""
 
 
 def decided(asked: QuestionFile, runs: Mapping[str, Played]) -> tuple[list[Verdict], list[str]]:
