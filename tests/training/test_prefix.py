@@ -130,6 +130,15 @@ def test_a_picture_runs_once_below_its_prompts(name: str, vision: int) -> None:
     assert all(torch.allclose(one[k], far[k], rtol=1e-3, atol=1e-4) for k in one)
 
 
+def test_there_may_be_more_classes_than_rows_in_a_batch() -> None:
+    """What stands still in the text tower has a row for each class, or one for all of them."""
+    pace = replace(PACE, batch=2)
+    kept = features(2**20)
+    one = twice(replace(prompting("dinov2-bert", 2, 1, pace), features=kept))
+    other = twice(prompting("dinov2-bert", 2, 1, pace))
+    assert kept.found and same(one[0], other[0]) and one[1] == other[1]
+
+
 def test_prompts_in_front_of_the_first_block_leave_nothing_to_keep() -> None:
     kept = features(2**20)
     twice(replace(prompting("clip", 2, 0), features=kept))
