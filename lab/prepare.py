@@ -55,17 +55,30 @@ def medquad_rare(data: Path) -> pd.DataFrame:
     return medquad(data, slice(8, 14), most=MORE)
 
 
-def pacs(data: Path) -> pd.DataFrame:
+def pacs(data: Path, shots: int = SHOTS) -> pd.DataFrame:
     """The half of PACS that the bridge has not seen, so many of each class and domain."""
     pictures = pd.read_parquet(data / "pacs" / "pacs_96px.parquet")
     split = pd.read_csv(data / "dinov2-minilm-bridge" / "pacs_split.csv")
     table = pictures.merge(split, on=["domain", "label", "file"], validate="one_to_one")
     table = table[table.split == "federated"].drop(columns="split")
     shuffled = table.sample(frac=1, random_state=0)
-    kept = shuffled.groupby(["domain", "label"]).head(SHOTS + SHOTS // 4)
+    kept = shuffled.groupby(["domain", "label"]).head(shots + shots // 4)
     place = kept.groupby(["domain", "label"]).cumcount()
-    kept = kept.assign(split=["train" if n < SHOTS else "test" for n in place])
+    kept = kept.assign(split=["train" if n < shots else "test" for n in place])
     return kept[["domain", "label", "jpeg", "split"]]
+
+
+def pacs_more(data: Path) -> pd.DataFrame:
+    """Twice as many of each class and domain, all to train on: clients hold out what they test.
+
+    The columns `out_photo` and so on set one domain aside as a common test.
+    """
+    table = pacs(data, 2 * SHOTS).assign(split="train")
+    marks = {
+        f"out_{name}": ["test" if each == name else "train" for each in table.domain]
+        for name in sorted(table.domain.unique())
+    }
+    return table.assign(**marks)
 
 
 def cifar(data: Path) -> pd.DataFrame:
@@ -133,7 +146,7 @@ def all_turned(data: Path, out: Path, only: list[str]) -> None:
                 turned(arrays, alpha, seed, out / f"turned-{name}-{text}")
 
 
-TABLES = (medquad, medquad_more, medquad_rare, pacs, cifar)
+TABLES = (medquad, medquad_more, medquad_rare, pacs, pacs_more, cifar)
 
 
 def clothes(data: Path, out: Path) -> None:
