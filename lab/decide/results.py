@@ -30,8 +30,8 @@ class Played:
     commit: str
     began: int
     seconds: float
-    up: int
-    down: int
+    up: int | None
+    down: int | None
     curve: list[tuple[int, float]]
     facts: dict[str, Any]
     told: dict[str, float] = field(default_factory=dict[str, float])
@@ -84,8 +84,8 @@ def arms_told(asked: QuestionFile, runs: Mapping[str, Played]) -> str:
             continue
         scores = interval([each.score(asked.question.score) for each in own]).text()
         others = [interval([each.told[name] for each in own]).text() for name in tells]
-        up = mean(each.up for each in own) / 1e6
-        found.append([arm, str(len(own)), scores, *others, f"{up:.2f}"])
+        sent = [each.up / 1e6 for each in own if each.up is not None]
+        found.append([arm, str(len(own)), scores, *others, f"{mean(sent):.2f}" if sent else ""])
     heads = ["arm", "seeds", asked.question.score.name, *tells, "MB up"]
     return f"\n{table(heads, found)}" if found else ""
 
