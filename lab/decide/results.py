@@ -51,7 +51,7 @@ class Played:
 def read_results(name: str, folder: Path = RESULTS) -> dict[str, Played]:
     """The runs that were kept of a question."""
     file = folder / f"{name}.json"
-    said = json.loads(file.read_text()) if file.exists() else {"runs": []}
+    said: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"runs": []}
     found = [Played(**each) for each in said["runs"]]
     return {each.name: each for each in found}
 

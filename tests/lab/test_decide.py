@@ -22,7 +22,7 @@ from fedplan.studies.run import open_run
 from fedplan.studies.stage import method_of
 from fedplan.sweeps.statistics import interval
 from lab.decide.page import told
-from lab.decide.playing import Bench, play_all, todo
+from lab.decide.playing import Bench, play_all, todo, told_of
 from lab.decide.proof import commit_of
 from lab.decide.question import (
     Arm,
@@ -173,6 +173,18 @@ def test_a_question_that_does_not_fit_is_named(change: dict[str, object], words:
     assert question_of(said).needed() == ["warm", "on"]
     with pytest.raises(QuestionError, match=words):
         question_of(said | change)
+
+
+def test_what_a_question_tells_is_the_mean_of_what_fits() -> None:
+    row = {
+        "clients.a-0.f1": 0.5,
+        "clients.a-1.f1": 0.75,
+        "clients.b.f1": 0.1,
+        "clients.a-0.loss": 9.0,
+    }
+    assert told_of(row, {"a": "clients.a-*.f1"}) == {"a": 0.625}
+    with pytest.raises(QuestionError, match=r"tells\.c: no number of the last round fits"):
+        told_of(row, {"c": "clients.c*.f1"})
 
 
 def git(folder: Path, *words: str) -> None:
