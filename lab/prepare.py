@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepare the studies: MedQuAD with a split, PACS and CIFAR-10 as the bridge left them, a small ViT.
+"""Prepare the studies: MedQuAD with a split, PACS and CIFAR-10 as the bridge left them, pictures
+that each client sees turned, a small ViT.
 
 They go to a folder outside the repository: the licences of the data do not let us copy them.
 """
@@ -8,13 +9,18 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
+from datasets import Dataset
+from PIL import Image
 from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
 from transformers import ViTConfig, ViTForImageClassification
+
+from fedplan.data.partition import Partition, division
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 ANSWERS = 200
@@ -49,17 +55,30 @@ def medquad_rare(data: Path) -> pd.DataFrame:
     return medquad(data, slice(8, 14), most=MORE)
 
 
-def pacs(data: Path) -> pd.DataFrame:
+def pacs(data: Path, shots: int = SHOTS) -> pd.DataFrame:
     """The half of PACS that the bridge has not seen, so many of each class and domain."""
     pictures = pd.read_parquet(data / "pacs" / "pacs_96px.parquet")
     split = pd.read_csv(data / "dinov2-minilm-bridge" / "pacs_split.csv")
     table = pictures.merge(split, on=["domain", "label", "file"], validate="one_to_one")
     table = table[table.split == "federated"].drop(columns="split")
     shuffled = table.sample(frac=1, random_state=0)
-    kept = shuffled.groupby(["domain", "label"]).head(SHOTS + SHOTS // 4)
+    kept = shuffled.groupby(["domain", "label"]).head(shots + shots // 4)
     place = kept.groupby(["domain", "label"]).cumcount()
-    kept = kept.assign(split=["train" if n < SHOTS else "test" for n in place])
+    kept = kept.assign(split=["train" if n < shots else "test" for n in place])
     return kept[["domain", "label", "jpeg", "split"]]
+
+
+def pacs_more(data: Path) -> pd.DataFrame:
+    """Twice as many of each class and domain, all to train on: clients hold out what they test.
+
+    The columns `out_photo` and so on set one domain aside as a common test.
+    """
+    table = pacs(data, 2 * SHOTS).assign(split="train")
+    marks = {
+        f"out_{name}": ["test" if each == name else "train" for each in table.domain]
+        for name in sorted(table.domain.unique())
+    }
+    return table.assign(**marks)
 
 
 def cifar(data: Path) -> pd.DataFrame:
@@ -69,7 +88,65 @@ def cifar(data: Path) -> pd.DataFrame:
     return table.assign(label=[CIFAR[int(label)] for label in table.label])
 
 
-TABLES = (medquad, medquad_more, medquad_rare, pacs, cifar)
+def fashion(data: Path) -> dict[str, np.ndarray]:
+    """Fashion-MNIST as it is."""
+    with np.load(data / "fashion-mnist" / "fashion_mnist_24k.npz", allow_pickle=False) as held:
+        return {name: held[name] for name in ("x_train", "y_train", "x_test", "y_test")}
+
+
+def cifar_arrays(data: Path) -> dict[str, np.ndarray]:
+    """CIFAR-10 as arrays."""
+    table = pd.read_parquet(data / "cifar10" / "cifar10_6k_lossless.parquet")
+    found = dict[str, np.ndarray]()
+    for split in ("train", "test"):
+        own = table[table.split == split]
+        found[f"x_{split}"] = np.stack([np.array(Image.open(BytesIO(p))) for p in own.webp])
+        found[f"y_{split}"] = own.label.to_numpy(dtype=np.int64)
+    return found
+
+
+def turned(arrays: dict[str, np.ndarray], alpha: float, seed: int, out: Path) -> None:
+    """Pictures that each client sees turned otherwise, by client % 4 quarters, in a file by seed.
+
+    Labels are divided by Dirichlet shares, or evenly where `alpha` is 0. Of the common test each
+    quarter of the rows is turned by as many quarters: the federation's model must know all four.
+    """
+    marks = [hashlib.sha256(picture.tobytes()).hexdigest() for picture in arrays["x_train"]]
+    table = Dataset.from_dict({"x": marks, "y": arrays["y_train"].tolist()})
+    kind = Partition("dirichlet", CLIENTS, alpha=alpha, least=LEAST)
+    rows = division(table, kind if alpha else Partition("iid", CLIENTS), seed=seed, label="y")
+    pictures, whose = arrays["x_train"].copy(), np.empty(len(arrays["x_train"]), dtype="<U9")
+    for number, (client, own) in enumerate(rows.items()):
+        pictures[own], whose[own] = np.rot90(pictures[own], number % 4, (1, 2)), client
+    test = arrays["x_test"].copy()
+    for quarter in range(4):
+        test[quarter::4] = np.rot90(test[quarter::4], quarter, (1, 2))
+    # The test has the column too, so that both splits are one table; it means nothing there.
+    columns = {"client_train": whose, "client_test": np.full(len(test), "")}
+    held = arrays | {"x_train": pictures, "x_test": test} | columns
+    out.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(out / f"{seed}.npz", **held)
+    print(out.name, seed, {client: len(own) for client, own in rows.items()})
+
+
+CLIENTS, LEAST, SEEDS = 10, 50, 8
+"""Of turned pictures: clients, the fewest rows of each, and how many divisions."""
+TURNED = {"fashion": fashion, "cifar": cifar_arrays}
+ALPHAS = {"0.1": 0.1, "0.3": 0.3, "iid": 0.0}
+
+
+def all_turned(data: Path, out: Path, only: list[str]) -> None:
+    """The files of turned pictures: `turned-fashion-0.3/0.npz` and so on."""
+    for name, make in TURNED.items():
+        for text, alpha in ALPHAS.items():
+            if only and f"turned-{name}-{text}" not in only:
+                continue
+            arrays = make(data)
+            for seed in range(SEEDS):
+                turned(arrays, alpha, seed, out / f"turned-{name}-{text}")
+
+
+TABLES = (medquad, medquad_more, medquad_rare, pacs, pacs_more, cifar)
 
 
 def clothes(data: Path, out: Path) -> None:
@@ -97,13 +174,18 @@ def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__)
     ask.add_argument("data", type=Path, help="the folder that holds the data sets")
     ask.add_argument("out", type=Path, help="the folder to write to")
+    ask.add_argument("--only", nargs="+", default=[], help="the names of what to make")
     asked = ask.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     for name, make in {each.__name__: each for each in TABLES}.items():
+        if asked.only and name not in asked.only:
+            continue
         table = make(asked.data)
         table.to_parquet(asked.out / f"{name}.parquet", index=False)
         print(name, len(table), dict(table.split.value_counts()))
-    clothes(asked.data, asked.out)
+    all_turned(asked.data, asked.out, asked.only)
+    if not asked.only or "vit" in asked.only:
+        clothes(asked.data, asked.out)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ SENTENCES = {
     "together": "Whether all choose the same blocks, by the sum of their scores.",
     "trait": "The trait by which a client says a lower rank; empty is the same for all.",
     "vision": "How many prompts the picture has.",
+    "vision_at": "The block in front of which the picture's prompts enter.",
     "warmup": "How many rounds everything is trained before the freeze.",
     "whole": "How many of the chosen blocks keep their MLP; 0 is all of them.",
     "width": "The inner width of the attention that fuses.",

@@ -33,6 +33,7 @@ class Settings:
     heads: int = 1
     width: int = 64
     start: str = "words"
+    vision_at: int = 0
 
     def __post_init__(self) -> None:
         if self.text < 0 or self.vision < 0 or not self.text + self.vision:
@@ -41,6 +42,11 @@ class Settings:
             raise ModelError(f"prompts of levels {self.levels}: take common, own or both")
         if self.start not in ("words", "noise"):
             raise ModelError(f"prompts start as words or as noise, not as {self.start!r}")
+        if self.vision_at and self.deep:
+            raise ModelError(
+                f"deep prompts stand in every block, and vision_at is {self.vision_at}: leave one "
+                "out"
+            )
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -82,20 +88,24 @@ def add_prompts(
     heads: int = 1,
     width: int = 64,
     start: str = "words",
+    vision_at: int = 0,
 ) -> Dual:
     """The model with prompts in front of its texts and pictures; its weights are not touched.
 
     A text's prompts stand in place of its first words after the first token, or before them where
     the template has fewer; a picture's stand between the class token and the patches. `deep` gives
-    each block prompts of its own. With `start="words"` the first level starts as the words that it
-    stands for, and the rest is drawn from N(0, 0.02²), from torch's global generator.
+    each block prompts of its own. A picture's prompts enter in front of the block `vision_at`: what
+    is below makes the same of a picture in every step. With `start="words"` the first level starts
+    as the words that it stands for, and the rest is drawn from N(0, 0.02²), from torch's global
+    generator.
     """
     if not isinstance(dual, Dual) or dual.prompts is not None:
         raise ModelError(
             f"prompts are added to a Dual that has none yet, not to {type(dual).__name__}: "
             'in a study take task.kind = "image-text"'
         )
-    settings = Settings(text, vision, levels, deep, fusion, query, heads, width, start)
+    settings = Settings(text, vision, levels, deep, fusion, query, heads, width, start, vision_at)
+    _require_block(dual, vision_at)
     make_room(dual, text)
     words = _words(dual, text, deep) if text and start == "words" else []
     attach(dual, settings)
@@ -104,6 +114,15 @@ def add_prompts(
         for prompt, found in zip(_places(dual, "text"), words, strict=False):
             prompt.get_parameter(level).copy_(found)
     return dual
+
+
+def _require_block(dual: Dual, number: int) -> None:
+    depth = sum(block.stack == "vision" for block in blocks_of(dual.backbone))
+    if not 0 <= number < depth:
+        raise ModelError(
+            f"prompts of pictures cannot enter at block {number}: the tower has the blocks 0 to "
+            f"{depth - 1}"
+        )
 
 
 def make_room(dual: Dual, length: int) -> None:
@@ -142,7 +161,8 @@ def attach(dual: Dual, settings: Settings) -> None:
         module.to(like.device, like.dtype)
     held = dict(fusions.named_children())
     for stack in settings.lengths:
-        _let_in(dual, stack, held.get(stack, total))
+        at = settings.vision_at if stack == "vision" else 0
+        _let_in(dual, stack, held.get(stack, total), at)
 
 
 def _fusion(settings: Settings, size: int) -> nn.Module | None:
@@ -154,9 +174,13 @@ def _fusion(settings: Settings, size: int) -> nn.Module | None:
     )
 
 
-def _let_in(dual: Dual, stack: str, fuse: Fuse | nn.Module) -> None:
+def _let_in(dual: Dual, stack: str, fuse: Fuse | nn.Module, at: int) -> None:
     """Hook a tower. A partial keeps its arguments through a deep copy; a closure would not."""
     blocks, (first, *deeper) = blocks_of(dual.backbone), _places(dual, stack)
+    if at:
+        block = blocks[Block(stack, at)]
+        block.register_forward_pre_hook(partial(_insert_in_front, first, fuse))
+        return
     enter = _replace if stack == "text" else _insert
     dual.embeddings(stack).register_forward_hook(partial(enter, first, fuse))
     for number, prompt in enumerate(deeper, 1):
@@ -175,6 +199,12 @@ def _insert(prompt: Prompt, fuse: Fuse, module: nn.Module, args: Any, output: Te
     """The prompt between the first vector and the others."""
     entering = prompt.values(fuse).expand(len(output), -1, -1)
     return torch.cat([output[:, :1], entering, output[:, 1:]], 1)
+
+
+def _insert_in_front(
+    prompt: Prompt, fuse: Fuse, module: nn.Module, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    return (_insert(prompt, fuse, module, (), args[0]), *args[1:])
 
 
 def _replace_in_front(

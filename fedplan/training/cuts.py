@@ -63,7 +63,8 @@ class Scene:
     """A model in which some modules stand still while a context lasts, as long as it is `on`.
 
     `shapes` are what still modules hand out for one row, on the meta device; `now` are the kept
-    tensors of the rows that run, and `count` is how many these are.
+    tensors of the rows that run, and `count` is how many these are. `fixed` are the slots of what
+    does not grow with them, such as the places of words.
     """
 
     model: nn.Module
@@ -72,6 +73,7 @@ class Scene:
     now: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     count: int = 1
     on: bool = False
+    fixed: frozenset[str] = frozenset()
 
     @contextmanager
     def set(self) -> Generator[None]:
@@ -104,8 +106,10 @@ class Scene:
         return forward
 
     def _out(self, slot: str, like: Tensor) -> Tensor:
-        found = self.now.get(slot)
-        return nothing(like, self.count, next(self.model.parameters())) if found is None else found
+        if (found := self.now.get(slot)) is not None:
+            return found
+        count = 1 if slot in self.fixed else self.count
+        return nothing(like, count, next(self.model.parameters()))
 
     def _entering(self, name: str) -> Callable[..., Any]:
         def enter(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -148,6 +152,16 @@ def tensors_in(value: Any) -> list[Tensor]:
         value = list(cast("Mapping[str, Any]", value).values())
     within = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else ()
     return [tensor for each in within for tensor in tensors_in(each)]
+
+
+def fixed_in(one: Mapping[str, Any], two: Mapping[str, Any]) -> frozenset[str]:
+    """The slots of what modules hand out for two rows as for one."""
+    return frozenset(
+        f"{name}>{i}"
+        for name, out in one.items()
+        for i, pair in enumerate(zip(tensors_in(out), tensors_in(two[name]), strict=True))
+        if pair[0].shape == pair[1].shape
+    )
 
 
 def _inputs(args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Tensor]:

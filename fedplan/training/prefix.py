@@ -19,7 +19,7 @@ from fedplan.data.examples import Examples, Hollow, Seeded
 from fedplan.errors import FedplanError
 from fedplan.tensors.devices import autocast, brought, device_of, forked
 from fedplan.tensors.named import Batch, Tensors
-from fedplan.training.cuts import Cut, Run, Scene, find_cut, record
+from fedplan.training.cuts import Cut, Run, Scene, find_cut, fixed_in, record
 from fedplan.training.features import Features, Shelf
 
 if TYPE_CHECKING:
@@ -38,12 +38,14 @@ Widths = tuple[dict[str, Any], dict[str, torch.Size]]
 class Known:
     """What was found out of a model with some params trained: its cut, or why it has none.
 
-    `common` are the slots of what is the same for all rows, such as the texts of classes.
+    `common` are the slots of what is the same for all rows, such as the texts of classes, and
+    `fixed` those of what no kept tensor is, and does not grow with the rows.
     """
 
     cut: Cut | None
     why: str
     common: frozenset[str] = frozenset()
+    fixed: frozenset[str] = frozenset()
     hollow: bool = False
     widths: dict[object, Widths] = field(default_factory=dict[object, Widths])
 
@@ -77,7 +79,7 @@ class Prefix:
         self._job, self._all, self._known, self._cut, self._kept = job, rows, known, cut, kept
         self._device = device_of(job.model)
         self._shelf = self._opened()
-        self.scene = Scene(job.model, cut)
+        self.scene = Scene(job.model, cut, fixed=known.fixed)
 
     @property
     def rows(self) -> Examples:
@@ -165,12 +167,16 @@ def _tried(job: Job, rows: Examples) -> Known:
     cut, why = find_cut(job.model, one, run)
     if cut is None:
         return Known(None, why)
-    (_, single), (_, double) = (record(job.model, (), cut.kept, b, run) for b in (one, twice))
+    (few, single), (more, double) = (
+        record(job.model, cut.still, cut.kept, b, run) for b in (one, twice)
+    )
     common = {slot for slot, each in single.items() if torch.equal(each, double[slot])}
     wide = {slot: (2, *each.shape[1:]) for slot, each in single.items() if slot not in common}
     if any(len(single[slot]) != 1 or double[slot].shape != size for slot, size in wide.items()):
         return Known(None, "what its frozen part makes of rows does not stand row by row")
-    return Known(cut, "", frozenset(common)) if wide else Known(None, "nothing follows from rows")
+    if not wide:
+        return Known(None, "nothing follows from rows")
+    return Known(cut, "", frozenset(common), fixed_in(few, more))
 
 
 @torch.no_grad()

@@ -282,6 +282,25 @@ def test_deep_prompts_replace_those_of_the_block_before(name: str) -> None:
 
 
 @each
+def test_prompts_of_pictures_enter_in_front_of_a_block(name: str) -> None:
+    """Above it stands the prompt between the same vectors; below it nothing is another."""
+    settings = {"vision": 2, "levels": ("own",), "start": "noise"}
+    before, dual = build(name), prompted(name, vision_at=1, **settings)
+    assert torch.equal(seen(dual, "vision", 0), seen(before, "vision", 0))
+    got, was = seen(dual, "vision", 1), seen(before, "vision", 1)
+    assert torch.equal(torch.cat([got[:, :1], got[:, 3:]], 1), was)
+    assert torch.equal(got[:, 1:3], dual.prompts.vision.own.expand(len(got), -1, -1))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"vision_at": 2}, {"vision_at": -1}, {"deep": True, "vision_at": 1}]
+)
+def test_a_block_that_is_not_there_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"0 to 1|every block"):
+        prompted("clip", **wrong)
+
+
+@each
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_deep_copy_is_a_model_of_its_own(name: str, deep: bool) -> None:
     dual = stir(prompted(name, deep=deep))
@@ -416,7 +435,7 @@ def test_promptfl_shares_and_the_floor_keeps() -> None:
 
 @each
 @pytest.mark.parametrize(
-    "settings", [None, {"text": 6, "deep": True}, {"fusion": "sum", "vision": 0}]
+    "settings", [None, {"text": 6, "deep": True}, {"fusion": "sum", "vision_at": 1}]
 )
 def test_a_saved_model_loads_to_the_bit(
     name: str, settings: dict[str, Any] | None, tmp_path: Path

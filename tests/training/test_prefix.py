@@ -23,7 +23,7 @@ from fedplan.language.parser import parse
 from fedplan.language.plan import Role
 from fedplan.methods.layers import safl
 from fedplan.methods.method import Method
-from fedplan.methods.prompts import promptfl
+from fedplan.methods.prompts import pfeddc, promptfl
 from fedplan.models.description import describe
 from fedplan.models.params import Params
 from fedplan.models.prompts import add_prompts
@@ -105,6 +105,44 @@ def test_no_bit_follows_from_how_much_is_kept(case: tuple[str, str]) -> None:
         assert all(known.cut is not None for known in kept.cuts.values())
     assert kept.made == len(job(name, plan).rows) and kept.found > kept.made
     assert all(torch.allclose(one[k], plain_values[k], rtol=1e-3, atol=1e-4) for k in one)
+
+
+def prompting(name: str, vision: int, at: int, pace: Pace = PACE) -> Job:
+    """A turn of prompts of two levels and what fuses them."""
+    method = pfeddc(text=2, vision=vision, width=8, vision_at=at)
+    assert method.adapt is not None
+    torch.manual_seed(0)
+    model = method.adapt(build(name))
+    told = job_of(model, pace, pictures_of("someone")["someone"], method.plan.text)
+    return replace(told, loss=ASKED.loss)
+
+
+@pytest.mark.parametrize("name", ["clip", "dinov2-bert"])
+@pytest.mark.parametrize("vision", [0, 2])
+def test_a_picture_runs_once_below_its_prompts(name: str, vision: int) -> None:
+    """The whole tower where texts alone are prompted, else the blocks below the prompted one."""
+    one, done = twice(prompting(name, vision, 1))
+    kept = features(2**20)
+    other, again = twice(replace(prompting(name, vision, 1), features=kept))
+    assert same(one, other) and done == again
+    assert kept.made == 4 and kept.found > kept.made
+    far = twice(prompting(name, vision, 1, replace(PACE, reuse=False)))[0]
+    assert all(torch.allclose(one[k], far[k], rtol=1e-3, atol=1e-4) for k in one)
+
+
+def test_there_may_be_more_classes_than_rows_in_a_batch() -> None:
+    """What stands still in the text tower has a row for each class, or one for all of them."""
+    pace = replace(PACE, batch=2)
+    kept = features(2**20)
+    one = twice(replace(prompting("dinov2-bert", 2, 1, pace), features=kept))
+    other = twice(prompting("dinov2-bert", 2, 1, pace))
+    assert kept.found and same(one[0], other[0]) and one[1] == other[1]
+
+
+def test_prompts_in_front_of_the_first_block_leave_nothing_to_keep() -> None:
+    kept = features(2**20)
+    twice(replace(prompting("clip", 2, 0), features=kept))
+    assert [known.cut for known in kept.cuts.values()] == [None] and not kept.made
 
 
 @pytest.mark.parametrize("change", ["accumulate", "precision", "checkpointing", "workers"])

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verdicts as the documents have them: python -m lab.decide.page --write."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from fedplan.sweeps.tables import table
+from lab.decide.question import QuestionError, QuestionFile, read_question
+from lab.decide.results import RESULTS, decided, read_results
+from lab.decide.verdicts import power
+
+LAB = Path(__file__).parents[1]
+PAGE = LAB.parent / "docs" / "decided.md"
+MARK = "## The verdicts\n"
+PAGES = ("claims.md", "pfeddc.md")
+"""Other pages that tell of verdicts, each at its marks."""
+END = "<!-- end -->"
+UNASKED = "asked, not run"
+_TABLE = re.compile(rf"(<!-- decided: ([\w-]+) -->).*?{END}", re.DOTALL)
+_WORD = re.compile(r"(`([\w-]+)` \(([\w.-]+ minus [\w.-]+)\): )\*\*[^*]+\*\*")
+
+
+def told() -> str:
+    """The tables of all questions that were run, and the list of those that were not."""
+    files = sorted((LAB / "questions").glob("*.toml"))
+    there = [f for f in files if (RESULTS / f"{f.stem}.md").is_file()]
+    parts = [(RESULTS / f"{file.stem}.md").read_text().strip() for file in there]
+    left = [read_question(file) for file in files if file not in there]
+    if left:
+        heads = ["question", "it asks", "comparisons", "seeds", "runs", "of them first", "power"]
+        parts.append("### Asked, and not run\n\n" + table(heads, [_row(each) for each in left]))
+    return MARK + "\n" + "\n\n".join(each.strip() for each in parts) + "\n"
+
+
+def filled(text: str) -> str:
+    """A page with its tables of verdicts, and the words of single comparisons, as they are now."""
+    text = _TABLE.sub(lambda found: f"{found[1]}\n\n{_decided(found[2])}\n\n{END}", text)
+    return _WORD.sub(lambda found: f"{found[1]}**{word_of(found[2], found[3])}**", text)
+
+
+def word_of(name: str, comparison: str) -> str:
+    """What became of one comparison of a question."""
+    asked = read_question(LAB / "questions" / f"{name}.toml")
+    if comparison not in [each.name for each in asked.question.comparisons]:
+        raise QuestionError(f"{name} has no comparison {comparison!r}")
+    verdicts, _ = decided(asked, read_results(name))
+    said = {each.asked.name: each for each in verdicts}[comparison]
+    return said.word if said.seeds else UNASKED
+
+
+def _decided(name: str) -> str:
+    file = RESULTS / f"{name}.md"
+    if not file.is_file():
+        return f"`{name}` is {UNASKED}."
+    return file.read_text().strip().replace("### ", "**", 1).replace("\n", "**\n", 1)
+
+
+def _row(asked: QuestionFile) -> list[str]:
+    question = asked.question
+    powers = [power(question, each) for each in question.comparisons]
+    return [
+        f"`{asked.name}`",
+        question.asks,
+        str(len(question.comparisons)),
+        str(len(question.seeds)),
+        str(len(question.seeds) * len(question.needed())),
+        str(len(question.seeds) * len(question.needed(first=True))),
+        f"{min(powers):.2f} to {max(powers):.2f}",
+    ]
+
+
+def main() -> None:
+    if "--write" not in sys.argv[1:]:
+        sys.stdout.write(told())
+        return
+    before = PAGE.read_text().partition(MARK)[0]
+    PAGE.write_text(before + told())
+    for name in PAGES:
+        page = PAGE.parent / name
+        page.write_text(filled(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()

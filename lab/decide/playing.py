@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs of a question: seed by seed, each after the one that it begins with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from fedplan.studies.export import export_run
+from fedplan.studies.schema import Study
+from fedplan.sweeps.results import result_of
+from fedplan.sweeps.sweeping import played
+from fedplan.sweeps.trials import Ground, Trial
+from lab.bench.facts import facts_of
+from lab.decide.proof import commit_of
+from lab.decide.question import QuestionError, QuestionFile
+from lab.decide.results import Played
+from lab.study import in_place
+
+ROOT = Path(__file__).parents[2]
+SEED = "SEED"
+"""In a path: the number of the seed, where each seed has a file of its own."""
+MODEL = "start"
+"""In a run's folder: its last world, for those that begin with it."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where runs are played: their folder, and the folders that words in paths stand for."""
+
+    folder: Path
+    places: Mapping[str, str]
+
+    def study(self, asked: QuestionFile, arm: str, seed: int) -> Study:
+        """The study of one run; one that begins with another loads its exported world."""
+        changes = asked.question.changes(arm)
+        if start := asked.question.arms[arm].start:
+            changes["model"] = {"path": str(self.exported(start, seed))}
+        places = {**self.places, SEED: str(seed)}
+        here = Ground(in_place(asked.said, places), asked.files[0].parent)
+        return here.study({**in_place(changes, places), "seed": seed})
+
+    def exported(self, arm: str, seed: int) -> Path:
+        """Where an arm's last world is."""
+        return self.folder / f"{arm}-{seed}" / MODEL
+
+    def play(self, asked: QuestionFile, arm: str, seed: int) -> Played:
+        """Play a run, or go on with it, and say what it came to."""
+        began, commit = int(time.time()), commit_of(asked)
+        name = f"{arm}-{seed}"
+        swept = played(self.folder, [Trial(name, self.study(asked, arm, seed))])
+        if fault := swept.failures.get(name):
+            raise QuestionError(f"{name} failed: {fault}")
+        if name in swept.left:
+            raise QuestionError(f"{name} was asked to stop: the same command goes on with it")
+        if any(each.start == arm for each in asked.question.arms.values()):
+            self._export(arm, seed)
+        found = result_of(self.folder / name)
+        return Played(
+            arm=arm,
+            seed=seed,
+            question=asked.digest,
+            commit=commit,
+            began=began,
+            seconds=round(swept.ends[name].seconds, 1),
+            up=found.up,
+            down=found.down,
+            curve=found.curve(asked.question.score.name),
+            facts=facts_of(ROOT),
+            told=told_of(found.metrics[-1], asked.question.tells),
+        )
+
+    def _export(self, arm: str, seed: int) -> None:
+        if not self.exported(arm, seed).is_dir():
+            export_run(self.folder / f"{arm}-{seed}", self.exported(arm, seed))
+
+
+def told_of(row: Mapping[str, float], tells: Mapping[str, str]) -> dict[str, float]:
+    """Means of the numbers of a round whose names fit patterns; a pattern that fits none is named."""
+    found = dict[str, float]()
+    for name, pattern in tells.items():
+        fitting = [number for key, number in row.items() if fnmatchcase(key, pattern)]
+        if not fitting:
+            raise QuestionError(f"tells.{name}: no number of the last round fits {pattern!r}")
+        found[name] = mean(fitting)
+    return found
+
+
+def todo(
+    asked: QuestionFile, runs: Mapping[str, Played], *, first: bool = False
+) -> list[tuple[str, int]]:
+    """The runs that are left, seed by seed: what is there early compares every arm on a few."""
+    digest = asked.digest
+    done = {name for name, each in runs.items() if each.question == digest}
+    arms = asked.question.needed(first=first)
+    return [(a, s) for s in asked.question.seeds for a in arms if f"{a}-{s}" not in done]
+
+
+def play_all(
+    asked: QuestionFile,
+    bench: Bench,
+    runs: dict[str, Played],
+    *,
+    keep: Callable[[Played], Any],
+    wait: Callable[[], bool],
+    first: bool = False,
+) -> None:
+    """Play what is left, as long as `wait` lets the next one begin; each is kept as it ends."""
+    commit_of(asked)
+    for arm, seed in todo(asked, runs, first=first):
+        if not wait():
+            return
+        for start in asked.question.line(arm)[:-1]:
+            if not bench.exported(start, seed).is_dir():
+                bench.play(asked, start, seed)  # its folder was removed: it is played again
+        found = bench.play(asked, arm, seed)
+        runs[found.name] = found
+        keep(found)

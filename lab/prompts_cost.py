@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a turn of prompts costs where what is below them is kept, in CPU time, the sides in turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fedplan.data.examples import Images
+from fedplan.language.resolution import resolve
+from fedplan.language.turn import Turn
+from fedplan.methods.prompts import pfeddc
+from fedplan.models.description import describe
+from fedplan.models.dual import load_dual
+from fedplan.models.values import take
+from fedplan.training import Features, Job, Pace, plain
+from lab.bench.facts import facts_of
+from lab.bridge import SIZE
+
+ROWS, REPEATS = 32, 5
+PACE = Pace(rate=3e-3, batch=8)
+CLASSES = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person")
+CASES: dict[str, dict[str, int]] = {
+    "prompts of texts": {"vision": 0},
+    "prompts of texts and, at block 10 of 12, of pictures": {"vision_at": 10},
+    "prompts of texts and, at block 6 of 12, of pictures": {"vision_at": 6},
+}
+OUT = Path(__file__).parent / "results" / "prompts-cost.json"
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return cross_entropy(model(batch["pixel_values"]), batch["labels"])
+
+
+def job_of(places: argparse.Namespace, settings: dict[str, int], pace: Pace) -> Job:
+    """A turn on random pictures: what they show costs nothing."""
+    torch.manual_seed(0)
+    method = pfeddc(**settings)  # pyright: ignore[reportArgumentType]
+    assert method.adapt is not None
+    model = method.adapt(
+        load_dual(
+            names=CLASSES,
+            vision=str(places.data / "dinov2-small"),
+            text=str(places.prepared / "gte-6"),
+            bridge=str(places.prepared / "bridge.safetensors"),
+        )
+    )
+    pixels = torch.randint(0, 255, (ROWS, 3, SIZE, SIZE), dtype=torch.uint8)
+    labels = torch.arange(ROWS) % len(CLASSES)
+    rows = Images(pixels, labels, torch.zeros(3, 1, 1), torch.ones(3, 1, 1))
+    params = describe(model)
+    roles = resolve(method.plan, params, Turn(round=1, client="a"))
+    return Job(model, roles, rows, loss, pace, 3, take(model, params), features=Features())
+
+
+def seconds(job: Job) -> float:
+    started = time.process_time()
+    plain(job)
+    return time.process_time() - started
+
+
+def measured(places: argparse.Namespace, name: str) -> dict[str, Any]:
+    """A turn whose pictures were seen before, against one that keeps nothing."""
+    kept = job_of(places, CASES[name], replace(PACE, reuse=True))
+    usual = job_of(places, CASES[name], PACE)
+    first = seconds(kept)
+    pairs = [(seconds(kept), seconds(usual)) for _ in range(REPEATS)]
+    ratios = sorted(a / b for a, b in pairs)
+    mine, other = (statistics.median(side) for side in zip(*pairs, strict=True))
+    return {
+        "what": name,
+        "ms_kept": round(1000 * mine),
+        "ms_usual": round(1000 * other),
+        "ms_first": round(1000 * first),
+        "ratio": round(statistics.median(ratios), 3),
+        "spread": round(ratios[-1] - ratios[0], 3),
+    }
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__)
+    ask.add_argument("data", type=Path, help="the folder that holds the data sets")
+    ask.add_argument("prepared", type=Path, help="what lab/bridge.py wrote")
+    places = ask.parse_args()
+    torch.set_num_threads(1)
+    rows = [measured(places, name) for name in CASES]
+    about = (
+        f"CPU time of a turn of {ROWS // PACE.batch} steps of {PACE.batch} rows, one thread, both sides in "
+        f"turn, medians of {REPEATS}; `first` is the turn that fills the cache"
+    )
+    said = {"command": "python -m lab.prompts_cost", "about": about, "rows": rows}
+    OUT.write_text(
+        json.dumps(said | {"facts": facts_of(Path(__file__).parents[1])}, indent=1) + "\n"
+    )
+    print(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
