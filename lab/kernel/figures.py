@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three figures of the kernel lab, drawn from its result files."""
+
+from __future__ import annotations
+
+import json
+from math import nan
+from pathlib import Path
+from typing import Any
+
+from fedplan.reports.figures import Drawing, Series, line_chart
+
+STEPS = {1: "one step", 2: "2 steps", 5: "5 steps", 10: "10 steps", 20: "20 steps"}
+TALLEST = 2.5
+"""Of the walls on the left of the second figure only what is below is drawn."""
+
+
+def drawn(folder: Path) -> dict[str, Drawing]:
+    """All three, by the names of their files."""
+    found = json.loads((folder / "curves.json").read_text())["cells"]
+    return {"descent": _descent(found), "warm-up": _warm_up(found), "gain": _gain(found)}
+
+
+def _descent(found: list[dict[str, Any]], steps: int = 10) -> Drawing:
+    lines = [
+        Series(f"heterogeneity {each['heterogeneity']:g}", tuple(enumerate(each["profile"])))
+        for each in found
+        if each["steps"] == steps
+    ]
+    y = f"profile above its lowest, {steps} local steps"
+    return line_chart("Profile descent under heterogeneity", lines, y=y, size=(720, 330))
+
+
+def _warm_up(found: list[dict[str, Any]], heterogeneity: float = 0.5) -> Drawing:
+    lines = list[Series]()
+    for each in found:
+        if each["heterogeneity"] == heterogeneity:
+            over = [error / each["errors"][-1] for error in each["errors"]]
+            points = ((float(x), y if y <= TALLEST else nan) for x, y in enumerate(over))
+            lines.append(Series(STEPS[each["steps"]], tuple(points)))
+    y = f"final error over that without a freeze, heterogeneity {heterogeneity:g}"
+    x = "rounds of warm-up"
+    return line_chart("Final error against warm-up", lines, x=x, y=y, size=(720, 330))
+
+
+def _gain(found: list[dict[str, Any]]) -> Drawing:
+    lines = [
+        Series(
+            name,
+            tuple((c["heterogeneity"], 100 * c["gain"]) for c in found if c["steps"] == steps),
+        )
+        for steps, name in STEPS.items()
+    ]
+    y = "% of the error without a freeze that the best warm-up saves"
+    x = "heterogeneity"
+    return line_chart("Gain against heterogeneity", lines, x=x, y=y, whole=False, size=(720, 330))
