@@ -16,10 +16,10 @@ from lab.kernel.rules import Balance, Bend, Rule, warm_up
 
 HETEROGENEITIES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
 STEPS = (1, 2, 5, 10, 20)
-TUNED, MEASURED = tuple(range(5)), tuple(range(10, 15))
+TUNED, MEASURED = (0, 1, 2), (10, 11, 12, 13, 14)
 """Seeds that constants are chosen on, and seeds that everything is measured on."""
 SHARES: Mapping[type[Bend | Balance], tuple[float, ...]] = {
-    Bend: (0.2, 0.1, 0.05, 0.02, 0.01, 0.005),
+    Bend: (0.2, 0.1, 0.05, 0.03, 0.02, 0.01),
     Balance: (0.01, 0.005, 0.002, 0.001, 0.0005, 0.0002),
 }
 """The constants that are tried."""
