@@ -104,7 +104,7 @@ def _verified(run: Run) -> tuple[list[str], str]:
     return faults + changed, (
         f"{run.round} rounds, {len(told.clients)} clients, {told.turns} turns: "
         f"{told.rested} params rested and none of them moved; "
-        f"{told.up} bytes went up and {told.down} came down, all of them explained by the plan "
+        f"{told.up:,} bytes went up and {told.down:,} came down, all of them explained by the plan "
         f"{run.agreement.method.plan.fingerprint}; no client's own param went up. {read}"
     )
 

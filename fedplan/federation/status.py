@@ -16,6 +16,7 @@ from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from fedplan.errors import FedplanError
 from fedplan.federation.callbacks import Closed
@@ -74,7 +75,8 @@ class Status:
         self.now = RunStatus()
         self.stopped = ""
         self._log = Log(folder) if folder else None
-        self._server: Server | None = None
+        # Told of and not held: a screen may outlive the run, and would keep its folder locked.
+        self._server: ref[Server] | None = None
         self._patience = Patience()
         self._written, self._progress, self._since = 0.0, time.monotonic(), time.monotonic()
         self._dirty = False
@@ -246,7 +248,7 @@ class Status:
         return self.folder is not None or bool(self.listeners)
 
     def _begin(self, server: Server, study: str, patience: Patience) -> None:
-        again, self._server = self._server is not None, server
+        again, self._server = self._server is not None, ref(server)
         self._patience, self.stopped = patience, ""
         self._took, self._since, self._progress = [], time.monotonic(), time.monotonic()
         if self.folder is not None and not again:  # what was asked of this driver still holds
@@ -274,7 +276,7 @@ class Status:
         self._write()
 
     def _end(self, server: Server, state: str, why: str) -> None:
-        if server is not self._server:
+        if self._server is None or server is not self._server():
             return  # the run was resumed meanwhile: the end of its earlier driver is no end
         level = "error" if state == RunState.FAILED else "info"
         self._happened(f"run {state}", why, level=level)
@@ -283,7 +285,7 @@ class Status:
 
     def _spend(self, number: int) -> None:
         """Say what was spent of what was promised, and tell when most of it, and all of it, is."""
-        server = self._server
+        server = self._server() if self._server else None
         guarantee = server.agreement.guarantee if server else None
         if server is None or guarantee is None or not self.now.promised or not self._heard:
             return

@@ -26,6 +26,8 @@ from fedplan.sweeps.statistics import Interval, holm, interval, p_value
 
 FEW = 5
 """Seeds below which an interval says little."""
+SETTINGS = "method.settings."
+"""How fields begin that stand beside the method's own name."""
 UNSAID: tuple[Any, ...] = (None, "", [], {})
 """Values of a field that say nothing."""
 
@@ -154,7 +156,7 @@ def _label(said: Mapping[str, Any], fields: Sequence[str]) -> str:
         return str(said.get(fields[0], "unsaid"))
     told = [name for name in fields if said.get(name) not in UNSAID]
     named = [name for name in ("method.name", "method.plan") if name in told]
-    rest = [f"{name}={said[name]}" for name in told if name not in named]
+    rest = [f"{name.removeprefix(SETTINGS)}={said[name]}" for name in told if name not in named]
     return ", ".join([*(str(said[name]) for name in named), *rest])
 
 

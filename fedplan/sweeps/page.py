@@ -57,7 +57,7 @@ def _table(found: Comparison) -> Html:
 
 
 def _notes(found: Comparison) -> list[Html]:
-    return [tag("p", f"{note}.", class_="faint") for note in (*found.notes, reading(found))]
+    return [tag("p", f"Note: {note}.", class_="faint") for note in (*found.notes, reading(found))]
 
 
 def _differences(found: Comparison) -> Iterator[Shown]:
@@ -105,7 +105,11 @@ def _costs(found: Comparison) -> Iterator[Shown]:
             if number is not None
         ]
         if bars:
-            yield Shown(name, bar_chart(title, bars, unit=unit))
+            yield Shown(name, bar_chart(title, bars, unit=unit, told=_amount))
+
+
+def _amount(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _parts(found: Comparison) -> Iterator[Shown]:

@@ -88,7 +88,8 @@ def test_too_little_noise_is_not_sound() -> None:
 # The choice of blocks
 
 
-@pytest.mark.parametrize("clients,trials", [(12, 250), pytest.param(64, 1000, marks=BIG)])
+@BIG
+@pytest.mark.parametrize("clients,trials", [(12, 250), (64, 1000)])
 def test_a_clients_own_choice_tells_who_it_is_and_no_other_choice_does(
     clients: int, trials: int
 ) -> None:

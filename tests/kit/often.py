@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-DAY, NIGHT, CASES = 50, 2000, 6
+DAY, NIGHT, CASES = 50, 2000, 4
 AT_NIGHT = os.environ.get("FEDPLAN_LAWS", "day") == "night"
 
 

@@ -47,7 +47,7 @@ def line_chart(
     shown = [each for each in series if any(drawable(y) for _, y in each.points)]
     behind = [expected] if expected else []
     names = [each.name for each in (*shown, *behind)] + ([limit[0]] if limit else [])
-    right = min(FAR_RIGHT, 20 + max((width_of(name, 11) for name in names), default=0.0))
+    right = min(FAR_RIGHT, 26 + max((width_of(name, 11) for name in names), default=0.0))
     width, height = size
     across, up = _scales(
         (*shown, *behind), limit, (LEFT, width - right), (height - BOTTOM, TOP), whole=whole

@@ -36,9 +36,9 @@ TOLD = 12
 """Reasons and warnings that are listed."""
 
 
-def attendance_section(facts: RunFacts, name: str = "") -> PageSection:
+def attendance_section(facts: RunFacts) -> PageSection:
     """Who took part in which round, and why somebody did not."""
-    title = f"Who came{f', {name}' if name else ''}"
+    title = "Who came"
     if not facts.rounds:
         return PageSection(title)
     if facts.hides_clients:

@@ -16,9 +16,9 @@ MOST = 24
 """Clients that a page draws: of more, those with the worst scores."""
 
 
-def clients_section(facts: RunFacts, name: str = "") -> PageSection:
+def clients_section(facts: RunFacts) -> PageSection:
     """Each client's own score; where anything is hidden, no single client is told of."""
-    title = f"Each client{f', {name}' if name else ''}"
+    title = "Each client"
     scores = facts.client_scores
     if not scores:
         return PageSection(title)
@@ -71,7 +71,7 @@ def drift_section(facts: RunFacts, name: str = "") -> PageSection:
     series = [Series(kind, tuple(points)) for kind, points in held.items()]
     series.sort(key=lambda each: -(each.last or 0.0))
     title = f"Drift by kind of param{f', {name}' if name else ''}"
-    drawn = line_chart(title, series, y="share that was lost", size=(640, 280))
+    drawn = line_chart(title, series, y="share that was lost", size=(480, 280))
     caption = (
         "How much of what clients changed was lost when it was averaged: 0 if all moved alike, "
         "near 1 if they pulled apart. Only what is shared is averaged."

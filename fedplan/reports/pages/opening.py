@@ -172,6 +172,7 @@ def _privacy(facts: RunFacts) -> str:
 
 def _machine(facts: RunFacts) -> Html:
     device = facts.study.device
-    on = "whatever device was there" if device == AUTO else f"the device {device}"
+    on = "any device that is there" if device == AUTO else f"the device {device}"
     run = f", run {facts.run.identity.id}" if facts.run.round else ""
-    return together(f"It runs on {on}, in ", tag("code", str(facts.run.folder)), f"{run}.")
+    folder = tag("code", str(facts.run.folder))
+    return together(f"It trains on {on}. It is kept in ", folder, f"{run}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fedplan.errors import FedplanError
@@ -92,12 +93,12 @@ def watched(
 def _lead(facts: Sequence[RunFacts]) -> Iterator[Html]:
     """What was asked: of each group of runs that differ by their seed alone, by its first."""
     groups = groups_of(facts)
+    if len(facts) > 1:
+        yield _table(facts)
     for group in groups:
         if len(groups) > 1:
             yield tag("h3", group.name)
         yield from opening(group.runs[0])
-    if len(facts) > 1:
-        yield _table(facts)
 
 
 def _table(facts: Sequence[RunFacts]) -> Html:
@@ -134,12 +135,21 @@ def _sections(facts: Sequence[RunFacts]) -> Iterator[PageSection]:
     """What is told of all together, and then of each run."""
     groups = groups_of(facts)
     for group in groups:
-        yield roles_section(group.runs[0], group.name if len(groups) > 1 else "")
+        name = group.name if len(groups) > 1 else ""
+        yield _titled(roles_section(group.runs[0], name), name)
     yield curves_section(facts)
     for name, each in zip(run_names(facts), facts, strict=True):
-        yield clients_section(each, name)
-        yield drift_section(each, name)
-        yield traffic_section(each, name)
-        yield spending_section(each, name)
-        yield attendance_section(each, name)
-        yield verdict_section(each, name)
+        for section in (
+            clients_section(each),
+            drift_section(each, name),
+            traffic_section(each),
+            spending_section(each),
+            attendance_section(each),
+            verdict_section(each),
+        ):
+            yield _titled(section, name)
+
+
+def _titled(section: PageSection, name: str) -> PageSection:
+    """A section that says in its heading of which run it is, where there are several."""
+    return replace(section, title=f"{section.title}, {name}") if name else section

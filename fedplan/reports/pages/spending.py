@@ -16,9 +16,9 @@ LOOKS = 12
 """Rounds at which epsilon is worked out: each takes a while."""
 
 
-def spending_section(facts: RunFacts, name: str = "") -> PageSection:
+def spending_section(facts: RunFacts) -> PageSection:
     """What was spent of what was promised, by round, and the score beside it."""
-    title = f"Privacy{f', {name}' if name else ''}"
+    title = "Privacy"
     guarantee = facts.agreement.guarantee
     if guarantee is None or not facts.run.round:
         return PageSection(title)

@@ -80,9 +80,9 @@ def traffic_of(facts: RunFacts) -> Traffic:
     return found
 
 
-def traffic_section(facts: RunFacts, name: str = "") -> PageSection:
+def traffic_section(facts: RunFacts) -> PageSection:
     """Bytes by part and by round, up and down, beside the forecast."""
-    title = f"Bytes{f', {name}' if name else ''}"
+    title = "Bytes"
     turns = sum(map(len, facts.turns))
     if not turns:
         return PageSection(title)

@@ -13,9 +13,9 @@ MOST = 20
 """Faults that a page lists."""
 
 
-def verdict_section(facts: RunFacts, name: str = "") -> PageSection:
+def verdict_section(facts: RunFacts) -> PageSection:
     """Whether the run's folder holds what its plan explains, and nothing else."""
-    title = f"Verdict{f', {name}' if name else ''}"
+    title = "Verdict"
     if facts.look.live:
         words = tag("p", "The run goes on. It is verified when it has ended.")
         return PageSection(title, (words,))
