@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the kernel lab: `python -m lab.kernel` writes all of lab/results/kernel in some minutes.
 
-`table`, `grid` and `draw` name parts of it; figures are drawn from the files that are there.
+`table`, `grid`, `batches` and `draw` name parts of it; figures are drawn from the files that are there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from lab.bench.facts import facts_of
 from lab.kernel import table
 from lab.kernel.figures import drawn
-from lab.kernel.grid import MEASURED, SHARES, TUNED, Cell, cells, chosen, differing
+from lab.kernel.grid import MEASURED, SHARES, TUNED, Cell, cells, chosen, differing, noisy
 from lab.kernel.problem import Setting
 from lab.kernel.rounds import Pace
 from lab.kernel.rules import LEAST, Balance, Bend, Chance, Late, Never, Rule
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 OUT = ROOT / "lab" / "results" / "kernel"
 PLAYED = ROOT / "build" / "kernel"
 """Courses that were played, so that a lab that was stopped goes on; delete it to play them anew."""
-PARTS = ("table", "grid", "draw")
+PARTS = ("table", "grid", "batches", "draw")
 DIGITS = 6
 NUMBERS = re.compile(r"\[[^][{}]*\]")
 """A list of numbers, which stands in one line."""
@@ -61,6 +61,15 @@ def write_grid() -> None:
     write("rules.json", rules(tuned, measured))
 
 
+def write_batches() -> None:
+    """The same rules, with the same constants, where steps look at some of the rows."""
+    found = list(noisy(MEASURED, PLAYED))
+    told = json.loads((OUT / "rules.json").read_text())["rules"]
+    every = with_shares({each["rule"]: each["share"] for each in told if "share" in each})
+    said = {"seeds": list(MEASURED), "batch": Setting.rows // 4, "rows": Setting.rows}
+    write("batches.json", {**said, "rules": [judged(rule, found) for rule in every]})
+
+
 def curve(cell: Cell) -> dict[str, Any]:
     """What the figures show of a cell."""
     profiles = zip(*(one.profile for one in cell.courses), strict=True)
@@ -84,10 +93,7 @@ def rules(tuned: Sequence[Cell], measured: Sequence[Cell]) -> dict[str, Any]:
     """The rules with their constants, and what each comes to in every cell."""
     tried = chosen(tuned)
     best = {kind: min(found, key=lambda share: found[share]) for kind, found in tried.items()}
-    every: list[Rule] = [
-        *(Bend(best[Bend]), Balance(best[Balance])),
-        *(Chance(Setting.clients), Late(), Never()),
-    ]
+    every = with_shares({kind.name: share for kind, share in best.items()})
     return {
         "seeds": list(MEASURED),
         "seeds of the constants": list(TUNED),
@@ -99,6 +105,14 @@ def rules(tuned: Sequence[Cell], measured: Sequence[Cell]) -> dict[str, Any]:
     }
 
 
+def with_shares(shares: Mapping[str, float]) -> list[Rule]:
+    """All rules, with the constants that were chosen."""
+    return [
+        *(Bend(shares[Bend.name]), Balance(shares[Balance.name])),
+        *(Chance(Setting.clients), Late(), Never()),
+    ]
+
+
 def judged(rule: Rule, grid: Sequence[Cell]) -> dict[str, Any]:
     """A rule on the grid: by cell, and over the cells whose clients differ."""
     excess = [cell.excess(rule) for cell in differing(grid)]
@@ -106,6 +120,7 @@ def judged(rule: Rule, grid: Sequence[Cell]) -> dict[str, Any]:
     return {
         "rule": rule.name,
         "formula": rule.formula,
+        **({"share": rule.share} if isinstance(rule, Bend | Balance) else {}),
         "mean excess": fmean(excess),
         "median excess": median(excess),
         "worst excess": max(excess),
@@ -138,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lab.kernel", description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="only these parts")
     asked = parser.parse_args().parts or PARTS
-    steps = {"table": write_table, "grid": write_grid, "draw": draw}
+    steps = {"table": write_table, "grid": write_grid, "batches": write_batches, "draw": draw}
     for part in PARTS:
         if part in asked:
             steps[part]()

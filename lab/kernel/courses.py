@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lab.kernel.frozen import Split, split
 from lab.kernel.problem import Setting, draw, start
 from lab.kernel.profile import lowest, restricted
-from lab.kernel.rounds import Drift, Pace, path
+from lab.kernel.rounds import Batches, Drift, Pace, path
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,18 @@ class Course:
         return [each.error for each in self.ends]
 
 
-def course(setting: Setting, pace: Pace, seed: int) -> Course:
-    """Play a course once; the frozen stages follow in closed form."""
+def course(setting: Setting, pace: Pace, seed: int, batch: int = 0) -> Course:
+    """Play a course once; the frozen stages follow in closed form.
+
+    With a batch, steps before the freeze see so many rows; the frozen stage is then the mean over
+    all batches, which is that of full gradients, since each step is affine in the value.
+    """
+    batches = Batches(batch, np.random.default_rng(200 + seed)) if batch else None
     problem = draw(setting, seed)
     begun = start(problem, seed, setting.rank)
     reference = lowest(problem, begun.query, begun.key)
     height = restricted(problem, begun.query, begun.key).loss(begun.value) - reference
-    played = path(problem, begun, pace)
+    played = path(problem, begun, pace, batches)
     profile, ends = list[float](), list[Split]()
     for done, weights in enumerate((begun, *(each.weights for each in played))):
         left = restricted(problem, weights.query, weights.key)
@@ -73,13 +80,13 @@ def course(setting: Setting, pace: Pace, seed: int) -> Course:
     )
 
 
-def kept(setting: Setting, pace: Pace, seed: int, folder: Path) -> Course:
+def kept(setting: Setting, pace: Pace, seed: int, folder: Path, batch: int = 0) -> Course:
     """A course from a folder of those that were played before; played now if it is not there."""
-    asked = json.dumps([asdict(setting), asdict(pace), seed])
+    asked = json.dumps([asdict(setting), asdict(pace), seed, *([batch] if batch else [])])
     file = folder / f"{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        made = json.dumps(asdict(course(setting, pace, seed)))
+        made = json.dumps(asdict(course(setting, pace, seed, batch)))
         # Whole or not there: a run that is stopped leaves no half of a course.
         file.with_suffix(".part").write_text(made)
         file.with_suffix(".part").rename(file)

@@ -16,7 +16,7 @@ from lab.kernel.rules import Balance, Bend, Rule, warm_up
 
 HETEROGENEITIES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
 STEPS = (1, 2, 5, 10, 20)
-TUNED, MEASURED = (0, 1, 2), (10, 11, 12, 13, 14)
+TUNED, MEASURED = (0, 1, 2), (10,)
 """Seeds that constants are chosen on, and seeds that everything is measured on."""
 SHARES: Mapping[type[Bend | Balance], tuple[float, ...]] = {
     Bend: (0.2, 0.1, 0.05, 0.03, 0.02, 0.01),
@@ -66,9 +66,23 @@ def cells(seeds: Sequence[int], folder: Path) -> Iterator[Cell]:
     """The whole grid, a cell at a time; courses that were played before are in the folder."""
     for heterogeneity in HETEROGENEITIES:
         for steps in STEPS:
-            setting, pace = Setting(heterogeneity), Pace(steps)
-            made = tuple(kept(setting, pace, seed, folder) for seed in seeds)
-            yield Cell(heterogeneity, steps, made)
+            yield cell(heterogeneity, steps, seeds, folder)
+
+
+def noisy(seeds: Sequence[int], folder: Path) -> Iterator[Cell]:
+    """Some cells in which each step looks at a quarter of a client's rows."""
+    for heterogeneity in (0.0, 0.25, 0.5, 1.0):
+        for steps in (5, 20):
+            yield cell(heterogeneity, steps, seeds, folder, batch=Setting.rows // 4)
+
+
+def cell(
+    heterogeneity: float, steps: int, seeds: Sequence[int], folder: Path, batch: int = 0
+) -> Cell:
+    """One cell."""
+    setting, pace = Setting(heterogeneity), Pace(steps)
+    made = (kept(setting, pace, seed, folder, batch) for seed in seeds)
+    return Cell(heterogeneity, steps, tuple(made))
 
 
 def differing(grid: Iterable[Cell]) -> list[Cell]:

@@ -15,8 +15,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "kernel.md"
 
 def tables(folder: Path = OUT) -> dict[str, str]:
     """Each table by its heading."""
-    first, curves, rules = (
-        json.loads((folder / f"{name}.json").read_text()) for name in ("table", "curves", "rules")
+    first, curves, rules, batches = (
+        json.loads((folder / f"{name}.json").read_text())
+        for name in ("table", "curves", "rules", "batches")
     )
     return {
         "Final errors": _table(_first(first)),
@@ -24,6 +25,7 @@ def tables(folder: Path = OUT) -> dict[str, str]:
         "The error at the best warm-up": _table(_split(curves["cells"])),
         "Rules": _table(_rules(rules)),
         "Where the first rule freezes": _table(_cells(rules["rules"][0]["by cell"])),
+        "With small batches": _table(_batches(batches)),
     }
 
 
@@ -85,6 +87,25 @@ def _rules(said: dict[str, Any]) -> Iterator[list[object]]:
         yield [rule["rule"], f"`{rule['formula']}`", *shares, within, agrees]
 
 
+def _batches(said: dict[str, Any], rounds: int = 150) -> Iterator[list[object]]:
+    rules = [
+        each for each in said["rules"] if each["rule"] in ("bend", "balance", "chance", "never")
+    ]
+    yield ["heterogeneity", "local steps", "best fixed", *(f"error, {r['rule']}" for r in rules)]
+    for same in zip(*(rule["by cell"] for rule in rules), strict=True):
+        best = "never" if same[0]["best"] == rounds else f"{same[0]['best']}"
+        told = [f"{_short(cell['error'])} ({_when(cell, rounds)})" for cell in same[:-1]]
+        fixed = f"{_short(same[0]['best error'])} ({best})"
+        where = f"{same[0]['heterogeneity']:g}", same[0]["steps"]
+        yield [*where, fixed, *told, _short(same[-1]["error"])]
+
+
+def _when(cell: dict[str, Any], rounds: int) -> str:
+    """After how many rounds a rule freezes, seed by seed."""
+    when = ["never" if each == rounds else str(each) for each in cell["warm-ups"]]
+    return when[0] if len(set(when)) == 1 else ", ".join(when)
+
+
 def _cells(cells: list[dict[str, Any]], rounds: int = 150) -> Iterator[list[object]]:
     yield [
         "heterogeneity",
@@ -97,12 +118,10 @@ def _cells(cells: list[dict[str, Any]], rounds: int = 150) -> Iterator[list[obje
     ]
     for cell in cells:
         if cell["heterogeneity"] in (0.0, 0.25, 0.5, 1.0):
-            when = ["never" if each == rounds else str(each) for each in cell["warm-ups"]]
-            same = len(set(when)) == 1
             fixed = "never" if cell["best"] == rounds else cell["best"]
             errors = _short(cell["error"]), fixed, _short(cell["best error"])
             excess = f"{100 * cell['excess']:.1f} %"
-            told = when[0] if same else ", ".join(when)
+            told = _when(cell, rounds)
             yield [f"{cell['heterogeneity']:g}", cell["steps"], told, *errors, excess]
 
 

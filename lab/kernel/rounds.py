@@ -46,11 +46,28 @@ class Played:
     value: Drift
 
 
-def play(problem: Problem, weights: Weights, pace: Pace) -> Played:
-    """One round of everything."""
+@dataclass(frozen=True)
+class Batches:
+    """How many rows a step looks at, and what draws them: each step anew, at each client."""
+
+    rows: int
+    rng: np.random.Generator
+
+    def of(self, problem: Problem) -> Problem:
+        """The problem that one step sees."""
+        every = np.tile(np.arange(problem.rows), (problem.clients, 1))
+        drawn = self.rng.permuted(every, axis=1)[:, : self.rows, None, None]
+        tokens, targets = (
+            np.take_along_axis(each, drawn, 1) for each in (problem.tokens, problem.targets)
+        )
+        return Problem(tokens, targets, problem.ridge)
+
+
+def play(problem: Problem, weights: Weights, pace: Pace, batches: Batches | None = None) -> Played:
+    """One round of everything; without batches, of full gradients."""
     each = weights.apart(problem.clients)
     for _ in range(pace.steps):
-        slope = gradients(problem, each)
+        slope = gradients(batches.of(problem) if batches else problem, each)
         each = Weights(*(w - pace.rate * g for w, g in zip(each, slope, strict=True)))
     query, key, value = (_drift(after, was) for after, was in zip(each, weights, strict=True))
     return Played(each.mean(), query + key, value)
@@ -63,11 +80,13 @@ def _drift(after: Array, before: Array) -> Drift:
     return Drift(float(apart), float(np.sum(mean**2)), float(np.sum(before**2)))
 
 
-def path(problem: Problem, weights: Weights, pace: Pace) -> list[Played]:
+def path(
+    problem: Problem, weights: Weights, pace: Pace, batches: Batches | None = None
+) -> list[Played]:
     """All rounds without a freeze, each as it ended."""
     found = list[Played]()
     for _ in range(pace.rounds):
-        found.append(play(problem, found[-1].weights if found else weights, pace))
+        found.append(play(problem, found[-1].weights if found else weights, pace, batches))
     return found
 
 
