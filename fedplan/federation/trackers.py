@@ -158,12 +158,14 @@ class WeightsAndBiases(Tracker):
     def __call__(self, closed: Closed) -> str | None:
         """Log the numbers at the step of the round."""
         if self._run is None:
-            wandb = import_module("wandb")
+            wandb, place = import_module("wandb"), place_for(self.package, closed)
+            if any(place.glob("wandb/offline-run-*")):
+                time.sleep(1)  # its folders are named by the second: it would write over that one
             self._run = wandb.init(
                 project=closed.experiment.rpartition("/")[0],
                 name=closed.experiment,
                 id=closed.run,
-                dir=str(place_for(self.package, closed)),
+                dir=str(place),
                 mode="offline",  # nothing leaves this machine unless somebody syncs it
                 config={"score": closed.primary, "rounds": closed.rounds},
                 settings=wandb.Settings(silent=True, console="off", disable_git=True),

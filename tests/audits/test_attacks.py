@@ -199,6 +199,7 @@ def test_touched_rows_are_those_that_moved() -> None:
 # The command
 
 
+@BIG
 def test_the_command_says_all_of_it_in_words_and_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Leaks(worlds(20_000), choices(12, 250), rows(2))
     asked = list[tuple[int, int]]()

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-DAY, NIGHT, CASES = 50, 2000, 4
+DAY, NIGHT, CASES = 30, 2000, 4
 AT_NIGHT = os.environ.get("FEDPLAN_LAWS", "day") == "night"
 
 
 def often(count: int) -> int:
-    """The examples of a law that asks for so many: by day a twentieth, and fifty at least."""
+    """The examples of a law that asks for so many: by day a twentieth, and thirty at least."""
     return count if AT_NIGHT else min(count, max(DAY, count // 20))
 
 

@@ -177,7 +177,7 @@ def monotone(run: Run, more: float) -> None:
 
 
 @given(RUNS, st.floats(1, 1.5))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_more_steps_a_higher_rate_and_less_noise_cost_more(run: Run, more: float) -> None:
     monotone(run, more)
 

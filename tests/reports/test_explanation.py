@@ -16,6 +16,7 @@ import zoo
 from commands import STUDY, run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from often import often
 from sentences import a_plan, fits, fitting
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -287,7 +288,7 @@ def views_of(forecast: Forecast, method: Method, client: str) -> list[View]:
 @given(methods(), st.booleans())
 @example(Method(fp.parse("chain(keep(), when(after(1), share()))"), wraps=(nudging(()),)), True)
 @example(Method(fp.parse("cycle(share(), hold(), freeze())"), wraps=(nudging(()),)), True)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=often(400), deadline=None)
 def test_every_message_is_within_the_bounds(method: Method, everyone: bool) -> None:
     agreement = Agreement("law", LAW_PARAMS, method, Pace())
     assert isinstance(method.announce, Planned)

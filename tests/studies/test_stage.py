@@ -100,7 +100,7 @@ def test_methods_run_by_name(here: Path, name: str) -> None:
     [
         (["nothing.toml"], ["nothing.toml cannot be read"]),
         (["study.toml", "--set", "train.rounds=0"], ["train.rounds", "greater than or equal to 1"]),
-        (["study.toml", "--set", "data.label=x"], ["data.label", "not permitted"]),
+        (["study.toml", "--set", "data.label=x"], ["data.label", "no field 'label'"]),
         (["study.toml", "--set", "task.label=x"], ["'x'", "digit"]),
         (["study.toml", "--set", "model.type=vitt"], ["model.type", "vitt"]),
         (["study.toml", "--set", "method.plan=shre()"], ["did you mean share"]),
