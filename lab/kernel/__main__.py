@@ -17,7 +17,7 @@ from typing import Any
 from lab.bench.facts import facts_of
 from lab.kernel import table
 from lab.kernel.figures import drawn
-from lab.kernel.grid import MEASURED, SHARES, TUNED, Cell, cells, chosen, differing, noisy
+from lab.kernel.grid import MEASURED, SHARES, TUNED, Cell, cells, chosen, differing, joined, noisy
 from lab.kernel.problem import Setting
 from lab.kernel.rounds import Pace
 from lab.kernel.rules import LEAST, Balance, Bend, Chance, Late, Never, Rule
@@ -57,7 +57,9 @@ def write_table() -> None:
 
 def write_grid() -> None:
     tuned, measured = list(cells(TUNED, PLAYED)), list(cells(MEASURED, PLAYED))
-    write("curves.json", {"seeds": list(MEASURED), "cells": [curve(cell) for cell in measured]})
+    # Nothing of the curves was chosen, so they take all seeds; the rules take those left out.
+    every = [joined(*both) for both in zip(tuned, measured, strict=True)]
+    write("curves.json", {"seeds": [*TUNED, *MEASURED], "cells": [curve(cell) for cell in every]})
     write("rules.json", rules(tuned, measured))
 
 

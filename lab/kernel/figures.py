@@ -23,7 +23,7 @@ def drawn(folder: Path) -> dict[str, Drawing]:
 
 def _descent(found: list[dict[str, Any]], steps: int = 10) -> Drawing:
     lines = [
-        Series(f"heterogeneity {each['heterogeneity']:g}", tuple(enumerate(each["profile"])))
+        Series(f"h = {each['heterogeneity']:g}", tuple(enumerate(each["profile"])))
         for each in found
         if each["steps"] == steps
     ]

@@ -85,6 +85,11 @@ def cell(
     return Cell(heterogeneity, steps, tuple(made))
 
 
+def joined(one: Cell, other: Cell) -> Cell:
+    """A cell with the seeds of both."""
+    return Cell(one.heterogeneity, one.steps, (*one.courses, *other.courses))
+
+
 def differing(grid: Iterable[Cell]) -> list[Cell]:
     """The cells whose clients differ: where they agree, errors are too near 0 for a share of them."""
     return [cell for cell in grid if cell.heterogeneity]

@@ -132,8 +132,8 @@ def _short(number: float) -> str:
 def written(text: str, found: dict[str, str]) -> str:
     """A page with these tables under their headings, in the place of those that it has."""
     for heading, table in found.items():
-        place = rf"(?m)^(### {re.escape(heading)}\n\n(?:[^|#!\n].*\n\n)?)(?:\|.*\n)*"
-        text, count = re.subn(place, "\\g<1>" + table.replace("\\", r"\\") + "\n", text)
+        place = rf"(?m)^(### {re.escape(heading)}\n\n(?:[^|#!\n].*\n\n)?)(?:\|.*\n)*\n?"
+        text, count = re.subn(place, "\\g<1>" + table + "\n\n", text)
         if count != 1:
             raise ValueError(f"the page has {count} headings {heading!r}: it needs one")
     return text

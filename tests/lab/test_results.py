@@ -42,16 +42,17 @@ EXPECTED = {
 
 
 def test_the_first_table_is_that_of_another_program() -> None:
-    """Within the deviation of the seeds, and mostly to the digits that are told."""
+    """Within the deviation of the seeds; below heterogeneity 1 to the digits that are told.
+
+    There its reference, 1500 rounds of one step, had not yet come to the bottom that ours has.
+    """
     assert set(EXPECTED) == set(ROWS)
-    near = 0
     for row in KEPT["table"]["rows"]:
         expected = EXPECTED[row["heterogeneity"], row["steps"], row["kernels differ"]]
         assert len(expected) == len(WARM_UPS)
         for one, other, deviation in zip(row["mean"], expected, row["deviation"], strict=True):
             assert abs(one - other) <= deviation + 1e-4, row
-            near += abs(one - other) < 0.0006
-    assert near >= 0.9 * len(ROWS) * len(WARM_UPS)
+            assert row["heterogeneity"] == 1 or abs(one - other) < 0.0006, row
 
 
 def test_a_row_of_the_table_comes_out_again() -> None:
@@ -95,12 +96,15 @@ def judged(name: str) -> dict[str, Any]:
     return next(rule for rule in KEPT["rules"]["rules"] if rule["rule"] == name)
 
 
-def test_the_first_rule_is_within_a_tenth_of_the_best_and_says_never_where_clients_agree() -> None:
-    bend = judged("bend")
-    assert bend["mean excess"] < 0.1
-    assert bend["never where clients agree"]
-    others = [judged(name)["mean excess"] for name in ("balance", "chance", "late", "never")]
-    assert bend["mean excess"] < min(others)
+@pytest.mark.parametrize("name", ["bend", "balance"])
+def test_a_rule_is_in_the_mean_within_a_tenth_of_the_best_and_never_freezes_the_agreed(
+    name: str,
+) -> None:
+    """On seeds that its constant was not chosen on; which of the two is better is not told."""
+    rule, controls = judged(name), ("chance", "late", "never")
+    assert not set(KEPT["rules"]["seeds"]) & set(KEPT["rules"]["seeds of the constants"])
+    assert rule["never where clients agree"]
+    assert rule["mean excess"] < min(0.1, *(judged(each)["mean excess"] for each in controls))
 
 
 RULES: tuple[Rule, ...] = (Bend(0.02), Balance(0.001), Chance(10))
