@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.console import Json, told
+from fedplan.console import Json, JsonLines, told
 from fedplan.errors import FedplanError
 
 StudyFile = Annotated[Path, typer.Argument(help="A study file (TOML).")]
@@ -29,7 +29,7 @@ def sweep(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Its folder; else sweeps/ and its name.")
     ] = None,
-    as_json: Json = False,
+    as_json: JsonLines = False,
 ) -> None:
     """Run a study for every combination of settings and seeds. The same command goes on with it.
 

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from commands import STUDY
+from commands import STUDY, some_digits
 from hypothesis import settings
 from often import AT_NIGHT, DAY, NIGHT, spread
 from second_device import NAME as SECOND
@@ -72,13 +71,6 @@ def counts(device: torch.device) -> Backend:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a tiny study and its data."""
     monkeypatch.chdir(tmp_path)
-    draw = np.random.default_rng(0)
-    np.savez(
-        "digits.npz",
-        image_train=draw.integers(0, 255, (60, 8, 8), dtype=np.uint8),
-        digit_train=draw.integers(0, 3, 60),
-        image_test=draw.integers(0, 255, (20, 8, 8), dtype=np.uint8),
-        digit_test=draw.integers(0, 3, 20),
-    )
+    some_digits(tmp_path)
     Path("study.toml").write_text(STUDY)
     return tmp_path

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from commands import STUDY, run
+from commands import STUDY, run, some_digits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from often import often
@@ -42,14 +41,7 @@ LEFT = Leaving(
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study, a run of it, a manifest, a site's record and keys: all that commands read."""
     folder = tmp_path_factory.mktemp("inputs")
-    draw = np.random.default_rng(0)
-    np.savez(
-        folder / "digits.npz",
-        image_train=draw.integers(0, 255, (60, 8, 8), dtype=np.uint8),
-        digit_train=draw.integers(0, 3, 60),
-        image_test=draw.integers(0, 255, (20, 8, 8), dtype=np.uint8),
-        digit_test=draw.integers(0, 3, 20),
-    )
+    some_digits(folder)
     study = STUDY.replace("dropped = 0.1", "share = 0.9").replace(PLAN, 'name = "fedper"\n')
     (folder / "study.toml").write_text(study.replace("rounds = 3", "rounds = 2") + PRIVATE)
     code, out = run("run", str(folder / "study.toml"), "--output", str(folder / "run"))

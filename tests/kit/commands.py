@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 from typer.testing import CliRunner
 
 from fedplan.cli import app
@@ -38,6 +41,18 @@ attention = 4
 
 TIMES = ("status.json", "log.jsonl")
 """Files of a run that say when something happened: in two runs they are never the same."""
+
+
+def some_digits(folder: Path) -> None:
+    """The rows of the study, in a folder."""
+    draw = np.random.default_rng(0)
+    np.savez(
+        folder / "digits.npz",
+        image_train=draw.integers(0, 255, (60, 8, 8), dtype=np.uint8),
+        digit_train=draw.integers(0, 3, 60),
+        image_test=draw.integers(0, 255, (20, 8, 8), dtype=np.uint8),
+        digit_test=draw.integers(0, 3, 20),
+    )
 
 
 def run(*args: str) -> tuple[int, str]:

@@ -8,8 +8,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from commands import STUDY
+from commands import STUDY, some_digits
 from typer.testing import CliRunner
 
 from fedplan.cli import app
@@ -168,14 +167,7 @@ MISTAKES = (
 
 def made(folder: Path) -> None:
     """A folder with a study, its table, two others, and a run that has ended."""
-    draw = np.random.default_rng(0)
-    np.savez(
-        folder / "digits.npz",
-        image_train=draw.integers(0, 255, (60, 8, 8), dtype=np.uint8),
-        digit_train=draw.integers(0, 3, 60),
-        image_test=draw.integers(0, 255, (20, 8, 8), dtype=np.uint8),
-        digit_test=draw.integers(0, 3, 20),
-    )
+    some_digits(folder)
     (folder / "study.toml").write_text(STUDY)
     (folder / "broken.toml").write_text('name = "broken"\nseed = = 3\n')
     reviews = "".join(f"the cat sat on mat {n},{'good' if n % 2 else 'bad'}\n" for n in range(40))

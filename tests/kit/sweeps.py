@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
-from commands import STUDY
+from commands import STUDY, some_digits
 
 from fedplan.federation.callbacks import Closed
 from fedplan.federation.states import ask_to_stop
@@ -31,14 +30,7 @@ def asks_to_stop(_: Closed) -> None:
 
 def small_study(folder: Path) -> Path:
     """The study's file in a folder, with its data."""
-    draw = np.random.default_rng(0)
-    np.savez(
-        folder / "digits.npz",
-        image_train=draw.integers(0, 255, (60, 8, 8), dtype=np.uint8),
-        digit_train=draw.integers(0, 3, 60),
-        image_test=draw.integers(0, 255, (20, 8, 8), dtype=np.uint8),
-        digit_test=draw.integers(0, 3, 20),
-    )
+    some_digits(folder)
     (folder / "study.toml").write_text(SMALL)
     return folder / "study.toml"
 
