@@ -20,7 +20,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lab.bench.facts import facts_of
-from lab.scores.oracle import Encoder, Prefix, prefixes, tested, trained
+from lab.scores.oracle import Encoder, Prefix, held_out, prefixes, trained
 from lab.scores.question import Question, Training, commit_of, read_question
 from lab.scores.readings import Scores, of_change, of_gradients, of_maps
 from lab.scores.tasks import Rows, Task, task_named
@@ -76,7 +76,7 @@ def play(bench: Bench, kind: str, blocks: frozenset[int], prefix: Prefix) -> Non
     if kind in ("all", "without"):
         how = replace(how, steps=how.steps_without)
     made = trained(bench.encoder, blocks, bench.task, prefix, how, bench.seed)
-    loss, score = tested(made, bench.task, prefix)
+    loss, score = held_out(made, bench.task, prefix)
     told = {"loss": loss, "score": score, "began": int(began), "seconds": time.time() - began}
     said["runs"][name] = {key: round(value, 6) for key, value in told.items()}
     bench.keep(said)

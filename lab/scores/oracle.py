@@ -110,7 +110,7 @@ def batches(rows: int, how: Training, seed: int) -> Iterator[Tensor]:
         left = left[how.batch :]
 
 
-def tested(made: Encoder, task: Task, prefix: Prefix) -> tuple[float, float]:
+def held_out(made: Encoder, task: Task, prefix: Prefix) -> tuple[float, float]:
     """Loss and score of the rows to test on."""
     with torch.no_grad():
         logits = made.told(_through(made, prefix.test, task.test.mask, prefix.block))

@@ -147,12 +147,3 @@ def _gradients(encoder: Encoder, rows: Rows) -> list[list[Tensor]]:
     for weight in flat:
         weight.requires_grad_(False)
     return [[next(found) for _ in block] for block in weights]
-
-
-def of_place(blocks: int) -> Scores:
-    """Controls that look at nothing."""
-    return {
-        "the last": [float(block) for block in range(blocks)],
-        "the first": [-float(block) for block in range(blocks)],
-        "the middle": [-abs(block - (blocks - 1) / 2) for block in range(blocks)],
-    }
