@@ -62,15 +62,21 @@ class Prefix:
 
 def prefixes(encoder: Encoder, task: Task) -> Iterator[Prefix]:
     """The features below each block, and at last those above all."""
-    with torch.no_grad():
-        train, test = encoder.enter(task.train), encoder.enter(task.test)
-        for block in range(len(encoder.blocks) + 1):
-            yield Prefix(block, train, test)
-            if block < len(encoder.blocks):
-                train = _through(encoder, train, task.train.mask, block, block + 1)
-                test = _through(encoder, test, task.test.mask, block, block + 1)
+    train, test = _entered(encoder, task.train), _entered(encoder, task.test)
+    for block in range(len(encoder.blocks)):
+        yield Prefix(block, train, test)
+        train = _through(encoder, train, task.train.mask, block, block + 1)
+        test = _through(encoder, test, task.test.mask, block, block + 1)
+    yield Prefix(len(encoder.blocks), train, test)
 
 
+# Not around the loop above: what it yields to would then run without gradients, too.
+@torch.no_grad()
+def _entered(encoder: Encoder, rows: Rows) -> Tensor:
+    return encoder.enter(rows)
+
+
+@torch.no_grad()
 def _through(
     encoder: Encoder, hidden: Tensor, mask: Tensor, first: int, last: int | None = None
 ) -> Tensor:
