@@ -75,6 +75,7 @@ def write_batches() -> None:
 def curve(cell: Cell) -> dict[str, Any]:
     """What the figures show of a cell."""
     profiles = zip(*(one.profile for one in cell.courses), strict=True)
+    relative = zip(*([e / one.errors[-1] for e in one.errors] for one in cell.courses), strict=True)
     at_best = [one.ends[cell.best] for one in cell.courses]
     return {
         "heterogeneity": cell.heterogeneity,
@@ -87,6 +88,7 @@ def curve(cell: Cell) -> dict[str, Any]:
             for part in ("bias", "drift", "rest")
         },
         "errors": cell.errors,
+        "median over that without a freeze": [median(each) for each in relative],
         "profile": [fmean(each) for each in profiles],
     }
 
@@ -118,6 +120,7 @@ def with_shares(shares: Mapping[str, float]) -> list[Rule]:
 def judged(rule: Rule, grid: Sequence[Cell]) -> dict[str, Any]:
     """A rule on the grid: by cell, and over the cells whose clients differ."""
     excess = [cell.excess(rule) for cell in differing(grid)]
+    by_seed = zip(*(cell.excess_by_seed(rule) for cell in differing(grid)), strict=True)
     agreed = [cell for cell in grid if not cell.heterogeneity]
     return {
         "rule": rule.name,
@@ -126,6 +129,7 @@ def judged(rule: Rule, grid: Sequence[Cell]) -> dict[str, Any]:
         "mean excess": fmean(excess),
         "median excess": median(excess),
         "worst excess": max(excess),
+        "mean excess by seed": [fmean(each) for each in by_seed],
         "cells within 10 %": sum(each <= 0.1 for each in excess),
         "cells": len(excess),
         "never where clients agree": all(

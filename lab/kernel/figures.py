@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import pairwise
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -32,15 +34,25 @@ def _descent(found: list[dict[str, Any]], steps: int = 10) -> Drawing:
 
 
 def _warm_up(found: list[dict[str, Any]], heterogeneity: float = 0.5) -> Drawing:
-    lines = list[Series]()
+    lines, over = list[Series](), list[float]()
     for each in found:
         if each["heterogeneity"] == heterogeneity:
-            over = [error / each["errors"][-1] for error in each["errors"]]
-            points = ((float(x), y if y <= TALLEST else nan) for x, y in enumerate(over))
-            lines.append(Series(STEPS[each["steps"]], tuple(points)))
-    y = f"final error over that without a freeze, heterogeneity {heterogeneity:g}"
+            over = each["median over that without a freeze"]
+            lines.append(Series(STEPS[each["steps"]], tuple(_below(over))))
+    # It also lets the axis begin at 0, where no line is below the walls.
+    lines.append(Series("no freeze", ((0.0, 1.0), (float(len(over) - 1), 1.0))))
+    y = f"final error over that without a freeze, median of seeds, heterogeneity {heterogeneity:g}"
     x = "rounds of warm-up"
     return line_chart("Final error against warm-up", lines, x=x, y=y, size=(720, 330))
+
+
+def _below(over: list[float]) -> Iterator[tuple[float, float]]:
+    """The points of a line below its wall, and where it comes out of it."""
+    yield 0.0, over[0] if over[0] <= TALLEST else nan
+    for place, (last, here) in enumerate(pairwise(over), start=1):
+        if here <= TALLEST < last:
+            yield place - (TALLEST - here) / (last - here), TALLEST
+        yield float(place), here if here <= TALLEST else nan
 
 
 def _gain(found: list[dict[str, Any]]) -> Drawing:

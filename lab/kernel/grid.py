@@ -16,8 +16,8 @@ from lab.kernel.rules import Balance, Bend, Rule, warm_up
 
 HETEROGENEITIES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
 STEPS = (1, 2, 5, 10, 20)
-TUNED, MEASURED = (0, 1, 2), (10,)
-"""Seeds that constants are chosen on, and seeds that everything is measured on."""
+TUNED, MEASURED = (0, 1, 2), (10, 11, 12, 13, 14)
+"""Seeds that constants are chosen on, and seeds that rules are judged on."""
 SHARES: Mapping[type[Bend | Balance], tuple[float, ...]] = {
     Bend: (0.2, 0.1, 0.05, 0.03, 0.02, 0.01),
     Balance: (0.01, 0.005, 0.002, 0.001, 0.0005, 0.0002),
@@ -60,6 +60,11 @@ class Cell:
     def excess(self, rule: Rule) -> float:
         """By which part a rule's error lies above that of the best warm-up; below 0 if it beats it."""
         return self.error(rule) / self.errors[self.best] - 1
+
+    def excess_by_seed(self, rule: Rule) -> list[float]:
+        """The same against the best warm-up of each seed, which is a harder thing to know."""
+        found = zip(self.courses, self.warm_ups(rule), strict=True)
+        return [one.errors[done] / min(one.errors) - 1 for one, done in found]
 
 
 def cells(seeds: Sequence[int], folder: Path) -> Iterator[Cell]:

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 OUT = Path(__file__).parents[1] / "results" / "kernel"
@@ -20,16 +21,17 @@ def tables(folder: Path = OUT) -> dict[str, str]:
         for name in ("table", "curves", "rules", "batches")
     )
     return {
-        "Final errors": _table(_first(first)),
-        "The best warm-up": _table(_best(curves["cells"])),
-        "The error at the best warm-up": _table(_split(curves["cells"])),
-        "Rules": _table(_rules(rules)),
-        "Where the first rule freezes": _table(_cells(rules["rules"][0]["by cell"])),
-        "With small batches": _table(_batches(batches)),
+        "Final errors": table(_first(first)),
+        "The best warm-up": table(_best(curves["cells"])),
+        "The error at the best warm-up": table(_split(curves["cells"])),
+        "Rules": table(_rules(rules)),
+        "Where the first rule freezes": table(_cells(rules["rules"][0]["by cell"])),
+        "With small batches": table(_batches(batches)),
     }
 
 
-def _table(rows: Iterable[Sequence[object]]) -> str:
+def table(rows: Iterable[Sequence[object]]) -> str:
+    """Rows as Markdown; the first is the head."""
     head, *rest = rows
     lines = [head, ["---"] * len(head), *rest]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
@@ -56,9 +58,13 @@ def _best(cells: list[dict[str, Any]], rounds: int = 150) -> Iterator[list[objec
     steps = [cell["steps"] for cell in next(iter(levels.values()))]
     yield ["heterogeneity", *(f"{each} step{'s' * (each > 1)}" for each in steps)]
     for level, row in levels.items():
-        told = ["never" if c["best"] == rounds else str(c["best"]) for c in row]
-        gains = [f", {100 * c['gain']:.0f} %" if c["best"] < rounds else "" for c in row]
-        yield [f"{level:g}", *(t + g for t, g in zip(told, gains, strict=True))]
+        yield [f"{level:g}", *(_earliest(cell, rounds) for cell in row)]
+
+
+def _earliest(cell: dict[str, Any], rounds: int) -> str:
+    """The median over seeds of the best warm-up, and what the best one for all of them saves."""
+    middle = median(cell["best by seed"])
+    return "never" if middle == rounds else f"{middle:g}, {100 * cell['gain']:.0f} %"
 
 
 def _split(cells: list[dict[str, Any]]) -> Iterator[list[object]]:
@@ -78,13 +84,15 @@ def _split(cells: list[dict[str, Any]]) -> Iterator[list[object]]:
 
 
 def _rules(said: dict[str, Any]) -> Iterator[list[object]]:
-    head = ["rule", "freezes when", "mean excess", "median", "worst", "within 10 %"]
-    yield [*head, "never where clients agree"]
+    head = ["rule", "freezes when", "mean excess", "median", "worst", "cells within 10 %"]
+    yield [*head, "never where clients agree", "mean excess by seed"]
     for rule in said["rules"]:
         shares = (f"{100 * rule[f'{each} excess']:.1f} %" for each in ("mean", "median", "worst"))
         within = f"{rule['cells within 10 %']} of {rule['cells']}"
         agrees = "yes" if rule["never where clients agree"] else "no"
-        yield [rule["rule"], f"`{rule['formula']}`", *shares, within, agrees]
+        found = rule["mean excess by seed"]
+        seeds = f"{100 * min(found):.1f} to {100 * max(found):.1f} %"
+        yield [rule["rule"], f"`{rule['formula']}`", *shares, within, agrees, seeds]
 
 
 def _batches(said: dict[str, Any], rounds: int = 150) -> Iterator[list[object]]:
@@ -94,7 +102,7 @@ def _batches(said: dict[str, Any], rounds: int = 150) -> Iterator[list[object]]:
     yield ["heterogeneity", "local steps", "best fixed", *(f"error, {r['rule']}" for r in rules)]
     for same in zip(*(rule["by cell"] for rule in rules), strict=True):
         best = "never" if same[0]["best"] == rounds else f"{same[0]['best']}"
-        told = [f"{_short(cell['error'])} ({_when(cell, rounds)})" for cell in same[:-1]]
+        told = [f"{_short(cell['error'])} ({_about(cell, rounds)})" for cell in same[:-1]]
         fixed = f"{_short(same[0]['best error'])} ({best})"
         where = f"{same[0]['heterogeneity']:g}", same[0]["steps"]
         yield [*where, fixed, *told, _short(same[-1]["error"])]
@@ -104,6 +112,13 @@ def _when(cell: dict[str, Any], rounds: int) -> str:
     """After how many rounds a rule freezes, seed by seed."""
     when = ["never" if each == rounds else str(each) for each in cell["warm-ups"]]
     return when[0] if len(set(when)) == 1 else ", ".join(when)
+
+
+def _about(cell: dict[str, Any], rounds: int) -> str:
+    """From the earliest to the latest of all seeds."""
+    ends = min(cell["warm-ups"]), max(cell["warm-ups"])
+    told = ["never" if each == rounds else str(each) for each in ends]
+    return told[0] if told[0] == told[1] else " to ".join(told)
 
 
 def _cells(cells: list[dict[str, Any]], rounds: int = 150) -> Iterator[list[object]]:
@@ -131,9 +146,9 @@ def _short(number: float) -> str:
 
 def written(text: str, found: dict[str, str]) -> str:
     """A page with these tables under their headings, in the place of those that it has."""
-    for heading, table in found.items():
+    for heading, rows in found.items():
         place = rf"(?m)^(### {re.escape(heading)}\n\n(?:[^|#!\n].*\n\n)?)(?:\|.*\n)*\n?"
-        text, count = re.subn(place, "\\g<1>" + table + "\n\n", text)
+        text, count = re.subn(place, "\\g<1>" + rows + "\n\n", text)
         if count != 1:
             raise ValueError(f"the page has {count} headings {heading!r}: it needs one")
     return text
