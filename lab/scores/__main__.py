@@ -35,11 +35,12 @@ WARM = 100
 
 @dataclass(frozen=True)
 class Bench:
-    """A task of a seed, the model that it begins with, and the file of its results."""
+    """A task of a seed, the model that it begins with, its features, and the file of its results."""
 
     task: Task
     seed: int
     encoder: Encoder
+    below: tuple[Prefix, ...]
     asked: Question
     file: Path
 
@@ -61,9 +62,10 @@ def bench(name: str, seed: int, asked: Question, data: Path, file: Path) -> Benc
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task = task_named(name, seed, (how.rows, how.tests), how.tokens, tokenizer, data)
     new = Encoder(folder, task)
-    *_, top = prefixes(new, task)
+    below = tuple(prefixes(new, task))
     warm = replace(how, steps=how.warm, head_rate=how.warm_rate)
-    return Bench(task, seed, trained(new, frozenset(), task, top, warm, WARM + seed), asked, file)
+    begun = trained(new, frozenset(), task, below[-1], warm, WARM + seed)
+    return Bench(task, seed, begun, below, asked, file)
 
 
 def play(bench: Bench, kind: str, blocks: frozenset[int], prefix: Prefix) -> None:
@@ -90,20 +92,17 @@ def _which(kind: str, blocks: frozenset[int], count: int = 12) -> int:
 def alone(bench: Bench) -> None:
     """The head, and each block with the head."""
     count = len(bench.encoder.blocks)
-    for prefix in prefixes(bench.encoder, bench.task):
+    for prefix in bench.below:
         kind = "alone" if prefix.block < count else "head"
         play(bench, kind, frozenset({prefix.block} if prefix.block < count else ()), prefix)
 
 
 def without(bench: Bench) -> None:
     """All blocks, and all but each."""
-    every, prefix = (
-        frozenset(range(len(bench.encoder.blocks))),
-        next(prefixes(bench.encoder, bench.task)),
-    )
-    play(bench, "all", every, prefix)
+    every = frozenset(range(len(bench.encoder.blocks)))
+    play(bench, "all", every, bench.below[0])
     for block in sorted(every):
-        play(bench, "without", every - {block}, prefix)
+        play(bench, "without", every - {block}, bench.below[0])
 
 
 def look(bench: Bench, other: Rows, commit: str) -> None:
@@ -150,8 +149,7 @@ def readings_of(bench: Bench, other: Rows) -> Scores:
 
 def _changes(bench: Bench, rows: Rows, few: Training) -> Scores:
     every = frozenset(range(len(bench.encoder.blocks)))
-    begun = next(prefixes(bench.encoder, bench.task))
-    after = trained(bench.encoder, every, bench.task, begun, few, bench.seed)
+    after = trained(bench.encoder, every, bench.task, bench.below[0], few, bench.seed)
     return of_change(bench.encoder, after, rows)
 
 

@@ -29,7 +29,7 @@ def tables() -> dict[str, str]:
     found = read_results(asked)
     return {
         "What was played": table(_played(asked, found)),
-        "What a block is worth": table(_gains(asked, found)),
+        "What a block is worth, by task": table(_gains(asked, found)),
         "Readings and the gain of a block alone": table(_readings(asked, found, "alone")),
         "Readings and the cost of leaving a block out": table(_readings(asked, found, "without")),
     }
