@@ -23,7 +23,7 @@ the same in a terminal.
 | For all commands | |
 | --- | --- |
 | `--json` | One JSON document on stdout, and nothing else there. Errors and progress go to stderr. `status`, `logs` and `sweep` print a line of JSON for each thing, so that they can be followed. |
-| Exit code | 0: done. 1: it was looked at and is not sound (`verify`, `egress`, `propose`, `attack`, `site doctor`). 2: the question was wrong, and a message says what to mend. 130: stopped by Ctrl-C. |
+| Exit code | 0: done. 1: it was looked at and is not sound (`verify`, `egress`, `report` of a site, `propose`, `attack`, `site doctor`). 2: the question was wrong, and a message says what to mend. 130: stopped by Ctrl-C. |
 | Progress | `run` shows how many clients of the open round are done, and the time left, from the first client on. Where stdout is no terminal there is no bar: only the line of each round. |
 | `--version` | The version. |
 | Completion | `fedplan --install-completion` for bash, zsh, fish and PowerShell; then start a new shell. `--show-completion` prints the script instead. |

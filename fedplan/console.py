@@ -88,10 +88,11 @@ def finite(value: Any) -> Any:
 @contextmanager
 def told() -> Generator[None]:
     """An error of ours, or of the files that were named, is a message for a person, not a trace."""
+    code = FedplanError.exit
     try:
         yield
     except FedplanError as error:
-        words = str(error)
+        words, code = str(error), error.exit
     except BrokenPipeError:
         raise  # who reads has gone: there is nobody to tell
     except OSError as error:
@@ -103,4 +104,4 @@ def told() -> Generator[None]:
     else:
         return
     Console(stderr=True, soft_wrap=True).print(f"fedplan: {words}", markup=False, style="red")
-    raise typer.Exit(2)
+    raise typer.Exit(code)

@@ -9,10 +9,12 @@ from typing import Self
 class FedplanError(Exception):
     """Every error that fedplan raises on purpose.
 
-    Its text may tell of rows. `code` is one of `codes.py`: all of it that may leave a site.
+    Its text may tell of rows. `code` is one of `codes.py`: all of it that may leave a site. A
+    command ends in `exit`: 2, or 1 for what is a finding and no mistake of who asked.
     """
 
     code = "fault"
+    exit = 2
 
     def coded(self, code: str) -> Self:
         """The same error with a code of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,9 @@ from fedplan.errors import FedplanError
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Folders of runs; or the home of one site, for its officer."),
+        typer.Argument(
+            help="Folders of runs and sweeps; or the home of one site, for its officer."
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path(
         "report.html"
@@ -41,6 +44,8 @@ def report(
     from fedplan.sites.officer import is_home, officer_page
 
     with told():
+        if not isfinite(watch):
+            raise FedplanError(f"--watch is {watch}: say how many seconds, as --watch 10")
         if any(map(is_home, runs)):
             if len(runs) > 1:
                 raise FedplanError(f"{runs[0]} and others: a site's home is reported by itself")
@@ -60,7 +65,13 @@ def _report(
 ) -> None:
     from fedplan.reports.pages.reporting import report as reported
     from fedplan.reports.pages.reporting import watched
+    from fedplan.sweeps.records import is_sweep
+    from fedplan.sweeps.results import runs_in
 
+    if any(map(is_sweep, runs)):
+        runs, notes = runs_in(runs)
+        for note in notes:
+            Console(stderr=True, soft_wrap=True).print(f"Note: {note}.", markup=False)
     if not watch:
         reported(runs, output, csv=csv, png=png)
         return

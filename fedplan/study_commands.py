@@ -55,11 +55,12 @@ def data(
 ) -> None:
     """Draw who holds what: rows and labels of each client, and how unlike clients are."""
     from fedplan.reports.holdings import holdings_of
+    from fedplan.storage.files import put_file
 
     with told():
         found = holdings_of(study)
         if svg is not None:
-            svg.write_text(found.svg(), encoding="utf-8")
+            put_file(svg, found.drawn().svg(alone=True))
     if as_json:
         return print_json(found.json())
     # A table of clients is read whole, or not at all.

@@ -252,6 +252,12 @@ def test_the_tables_of_the_studies_are_those_of_their_result_files() -> None:
         assert f"### {table.strip()}" in told, table
 
 
+def test_the_errors_of_forecasts_are_those_of_their_result_file() -> None:
+    words = [sys.executable, str(ROOT / "lab" / "forecasts.py"), "--told"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout in (ROOT / "docs" / "sweeps.md").read_text()
+
+
 def test_every_command_has_a_function_with_a_documented_name() -> None:
     text = (ROOT / "docs" / "python.md").read_text()
     named = dict(re.findall(r"^\| `([a-z ]+)` \| `([\w.]+)` \|$", text, flags=re.M))

@@ -39,9 +39,9 @@ LENT = {
         same_bits scaler settled split_riders viewed whole_digest widest
     """,
     "storage": """
-        BrokenChain ChainFile Claim Entry Generation Head Process Read a_study_name
-        alone claimed client_names explained folder_named head_file home_of keep_file
-        make_folder mark_of_file now put_file reach read_chain read_lines synced
+        ChainFile Claim Entry Generation Head Process Read a_study_name alone claimed
+        client_names explained folder_named head_file home_of keep_file make_folder
+        mark_of_file now put_file reach read_chain read_head read_lines synced
         this_process
     """,
     "models": """
@@ -80,9 +80,9 @@ LENT = {
         AGREEMENT ANSWERS APPROVAL Account BEST Base Callback Closed DELTA Disclosure
         EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity KEY KINDS
         Kept LETTERS LIVE LOWER Limits METRICS Metrics Patience PlainSum RECORD ROLES
-        RULES RUN Record RecordError RunState RunStatus SMALL STUDY Scores Scoring Sent
-        SiteState SiteStatus Status UPDATE WORLD Warrant agreements_in announced
-        ask_to_stop base_of by_part by_senders caps_of changed_rows close_all
+        RULES RUN Record RecordError RunState RunStatus SMALL SPREADS STUDY Scores
+        Scoring Sent SiteState SiteStatus Status UPDATE WORLD Warrant agreements_in
+        announced ask_to_stop base_of by_part by_senders caps_of changed_rows close_all
         closed_faults code_of cut drifts_of emptied ended evaluate guard_of is_id joined
         journal_in keyed last_of last_told ledger_lines listed mark_of meant merge
         metrics_of newest_segment opened opening opening_faults other_versions
@@ -109,17 +109,17 @@ LENT = {
     "reports": """
         Balance Bar Dot Drawing Figure Forecast GridCell GridRow HUES Html Page
         PageSection Scale Segment Series Shape Shown SiteRecord Stroke Words asked badge
-        bar_chart byte_unit cell_grid drift_section duration facts_of follow_flower
-        foreseen_of foretold holdings_of in_order line_chart listed log_line mean_series
-        megabytes millions moment paragraphs parts_table report roles_section scaled
-        screen shortened spelled state stated table tag together told_of watched
-        width_of
+        bar_chart byte_unit cell_grid differing drift_section duration facts_of
+        follow_flower foreseen_of foretold holdings_of in_order line_chart listed
+        log_line mean_series megabytes millions moment paragraphs parts_table report
+        roles_section said_of_study scaled screen seed_groups shortened spelled state
+        stated table tag together told_of watched width_of
     """,
     "sites": """
         approvals_of examine is_home officer_page rejoin screen serve_site write_lock
     """,
     "sweeps": """
-        follow_sweep ground_of
+        follow_sweep ground_of is_sweep runs_in
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""

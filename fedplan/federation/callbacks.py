@@ -20,7 +20,8 @@ class Closed:
 
     `primary` names the score that the task is known by, in which the world and clients are
     compared, and `higher` says whether more of it is better, if that is known. `experiment` is the
-    study's name and seed, `run` the id of the run, and `folder` where it is kept.
+    study's name and seed, `run` the id of the run, and `folder` where it is kept. Where clients are
+    `hidden`, what some of them sent or scored is not for others.
     """
 
     rounds: int
@@ -31,6 +32,7 @@ class Closed:
     experiment: str = ""
     run: str = ""
     folder: Path | None = None
+    hidden: bool = False
     higher: bool | None = None
     primary: str = "loss"
 

@@ -286,7 +286,7 @@ class Server:
         metrics: Metrics,
     ) -> Closed:
         """A round as callbacks are told of it."""
-        where = self.agreement.experiment, self.identity.id, self.folder
+        where = self.agreement.experiment, self.identity.id, self.folder, self.aggregation.hides
         return Closed(self.rounds, whole, turns, scores, metrics, *where)
 
     def _let_go(self) -> None:

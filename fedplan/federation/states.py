@@ -81,7 +81,7 @@ class RunStatus:
     `asked` are the clients of the open round, and `answered` those of them who are done. `primary`
     is the score that the task is known by. `seconds` is the median of the last rounds, and `left`
     the seconds until the end at that pace. `spent` is the epsilon so far of what was `promised`,
-    where anything was.
+    where anything was. `ruled` is whether a rule or a callback ended it, and no person.
     """
 
     study: str = ""
@@ -91,6 +91,7 @@ class RunStatus:
     changed: str = ""
     state: str = RunState.WAITING
     why: str = ""
+    ruled: bool = False
     round: int = 0
     rounds: int = 0
     asked: int = 0

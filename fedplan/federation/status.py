@@ -230,6 +230,7 @@ class Status:
         """Why the run stops after this round, if it does: as was said, or as an operator asked."""
         asked = self.now.round < self.now.rounds and self._asked()
         self.stopped = reason or ("an operator asked for it: fedplan stop" if asked else "")
+        self._put(ruled=bool(reason))
         return self.stopped
 
     def tell(self, event: str, text: str, *, level: str = "warning", site: str = "") -> None:

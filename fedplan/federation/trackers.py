@@ -24,6 +24,8 @@ FOLDER = "trackers"
 """Where trackers write, in the folder of a run."""
 SINGLE = ("clients.", "sites.by.", "sites.silent.")
 """How the names of numbers of single clients begin: trackers are told of all together."""
+DRAWN = ("up", "down", "counted", "rejected", "personal.", "sites.")
+"""How the names of numbers begin that tell of those who were drawn."""
 
 
 class Tracker(ABC):
@@ -53,8 +55,12 @@ class Tracker(ABC):
 
 
 def numbers(closed: Closed) -> dict[str, float]:
-    """What a tracker is told of a round: its numbers of all clients together."""
-    return {k: float(v) for k, v in closed.row.items() if not k.startswith(SINGLE)}
+    """What a tracker is told of a round: its numbers of all clients together.
+
+    Where clients are hidden, nothing that tells how many were drawn, or how they scored.
+    """
+    left_out = (*SINGLE, *DRAWN) if closed.hidden else SINGLE
+    return {k: float(v) for k, v in closed.row.items() if not k.startswith(left_out)}
 
 
 def place_for(tracker: str, closed: Closed) -> Path:

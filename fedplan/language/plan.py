@@ -29,6 +29,11 @@ class Role(Enum):
     HOLD = "hold"
 
     @property
+    def word(self) -> str:
+        """What a param of this role is: shared, kept, frozen or held."""
+        return {"share": "shared", "keep": "kept", "freeze": "frozen", "hold": "held"}[self.value]
+
+    @property
     def trained(self) -> bool:
         """Whether the client trains it this turn."""
         return self in (Role.SHARE, Role.KEEP)

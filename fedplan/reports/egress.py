@@ -107,6 +107,17 @@ class Balance:
 
     folder: Path
 
+    @property
+    def answered(self) -> dict[str, bool]:
+        """The requests that were answered from it, and whether noise hides each."""
+        return {line["request"]: line["hidden"] for line in read_answers(self.folder)}
+
+    @property
+    def charged(self) -> set[str]:
+        """The requests whose noise was charged."""
+        spent = Budget(self.folder / CHARGES, delta=DELTA, unit="example")
+        return {each.about for each in spent.charges}
+
     def json(self) -> dict[str, Any]:
         """It as plain values."""
         lines = read_answers(self.folder)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fedplan.data.tables import label_order
+from fedplan.reports.figures.bars import Bar, bar_chart
+from fedplan.reports.figures.bubbles import bubble_chart
+from fedplan.reports.figures.drawing import Drawing
 from fedplan.studies.schema import Study, read_study
 from fedplan.studies.shares import division_of
 
@@ -29,8 +31,6 @@ DEGREES = (
     (0.6, "unlike: methods that keep a part at the client may pay"),
     (1.1, "very unlike: many clients see few labels"),
 )
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442", "#666666")
-"""Colours that the colour-blind tell apart (Okabe and Ito); in a figure they come again."""
 
 
 @dataclass(frozen=True)
@@ -108,32 +108,18 @@ class Holdings:
         )
         return Group(*parts, Text("\n" + "\n".join(filter(None, self.words()))))
 
-    def svg(self) -> str:
-        """A figure of the same: a bar for each client, its labels in colours."""
-        step, left, wide = 22, 150, 560
-        high = 60 + step * len(self.clients) + 20
-        largest = max((sum(c.labels.values()) or c.train for c in self.clients), default=1) or 1
-        marks = [f'<text x="10" y="24" class="title">{escape(self.study)}: who holds what</text>']
-        marks += list(_legend(self.labels))
-        for number, each in enumerate(self.clients):
-            top, at = 60 + step * number, float(left)
-            marks.append(f'<text x="10" y="{top + 14}">{escape(each.client[:20])}</text>')
-            for label, count in _stacked(each, self.labels):
-                size = wide * count / largest
-                colour = _colour(label, self.labels)
-                told = f"{each.client}, {label or 'rows'}: {count}"
-                marks.append(
-                    f'<rect x="{at:.1f}" y="{top}" width="{size:.1f}" height="16" fill="{colour}">'
-                    f"<title>{escape(told)}</title></rect>"
-                )
-                at += size
-            marks.append(f'<text x="{at + 6:.1f}" y="{top + 13}">{each.train + each.own}</text>')
-        style = "text{font:12px sans-serif;fill:currentColor}.title{font-weight:bold}"
-        size = f'viewBox="0 0 {left + wide + 60} {high}" width="{left + wide + 60}" height="{high}"'
-        inner = "\n".join(marks)
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{style}</style>\n{inner}\n'
-            "</svg>\n"
+    def drawn(self) -> Drawing:
+        """A figure of the same: a dot for each label of each client, as large as its rows are many.
+
+        Where there are no labels, a bar for each client.
+        """
+        title = f"{self.study}: who holds what"
+        sums = {each.client: each.train + each.own for each in self.clients}
+        if not self.labels:
+            return bar_chart(title, [Bar(*each) for each in sums.items()], unit="rows")
+        counts = {each.client: each.labels for each in self.clients}
+        return bubble_chart(
+            title, counts, columns=self.labels, sums=sums, row="client", column="label"
         )
 
 
@@ -177,20 +163,3 @@ def _sparks(own: Mapping[str, int], labels: Sequence[str]) -> str:
 def _some(labels: Sequence[str]) -> str:
     more = f" and {len(labels) - MANY} more" if len(labels) > MANY else ""
     return ", ".join(labels[:MANY]) + more
-
-
-def _stacked(each: Holding, labels: Sequence[str]) -> list[tuple[str, int]]:
-    if not labels:
-        return [("", each.train + each.own)]
-    return [(label, each.labels[label]) for label in labels if each.labels.get(label)]
-
-
-def _colour(label: str, labels: Sequence[str]) -> str:
-    return COLOURS[labels.index(label) % len(COLOURS) if label in labels else 0]
-
-
-def _legend(labels: Sequence[str]) -> Iterator[str]:
-    for place, label in enumerate(labels[: len(COLOURS)]):
-        at = 10 + 90 * place
-        yield f'<rect x="{at}" y="36" width="10" height="10" fill="{_colour(label, labels)}"/>'
-        yield f'<text x="{at + 14}" y="45">{escape(label[:12])}</text>'

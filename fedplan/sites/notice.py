@@ -29,7 +29,6 @@ from fedplan.studies.plain import flat
 from fedplan.studies.schema import Study
 from fedplan.studies.stage import outline_of
 
-WORDS = {Role.SHARE: "shared", Role.KEEP: "kept", Role.HOLD: "held", Role.FREEZE: "frozen"}
 MEANINGS = {
     "shared": "this site trains it, and its values leave",
     "kept": "this site trains its own, and nobody else sees it",
@@ -152,7 +151,7 @@ def _parts(found: Forecast) -> tuple[PartNotice, ...]:
 
     def notice(part: str, params: list[Param]) -> PartNotice:
         had = {stage.permitted[p] for stage in view.stages for p in params}
-        roles = " or ".join(word for role, word in WORDS.items() if role in had)
+        roles = " or ".join(role.word for role in Role if role in had)
         each = max(sent(params, stage) for stage in view.stages)
         total = sum(len(stage.rounds) * sent(params, stage) for stage in view.stages)
         return PartNotice(part, roles, each, total)

@@ -25,13 +25,15 @@ from fedplan.reports.pages.page import Page, PageSection, Shown
 from fedplan.reports.pages.verdict import badge
 from fedplan.reports.preview import stated
 from fedplan.reports.units import byte_unit, megabytes
-from fedplan.sites.approvals import APPROVALS, APPROVED, ASIDE
-from fedplan.storage.chain import head_file, read_chain
+from fedplan.sites.approvals import APPROVALS, APPROVED, ASIDE, BEGUN
+from fedplan.storage.chain import head_file, read_chain, read_head
 from fedplan.storage.logs import now
-from fedplan.studies.folder import agreement_in
+from fedplan.studies.folder import agreement_in, study_in
 
 MOST = 60
 """Answers of a run that a page lists; the record has all."""
+SAID = ("word", "time", "study", "name", "approver", "run")
+"""What every line of the approvals says."""
 LEGEND = {"share": "values of this part left in this round"}
 
 
@@ -42,6 +44,7 @@ class Departure:
     record: SiteRecord
     words: tuple[dict[str, Any], ...]
     folder: Path | None
+    balances: tuple[Balance, ...] = ()
 
     @property
     def name(self) -> str:
@@ -55,14 +58,36 @@ class Departure:
 
     @cached_property
     def agreement(self) -> Agreement | None:
-        """What the site agreed to, if its folder still tells."""
+        """What the site agreed to, if its folder still tells, and tells of this very study."""
         try:
-            return agreement_in(self.folder) if self.folder else None
+            if self.folder is None or study_in(self.folder).whole != self.record.study:
+                return None
+            return agreement_in(self.folder)
         except FedplanError:
             return None
 
     def faults(self) -> Iterator[str]:
         """What left without a word, or of a part that the plan does not share."""
+        yield from self.unapproved()
+        if not self.updates:
+            return
+        yield from self._uncounted()
+        if self.agreement is None:
+            yield (
+                f"{self.name}: the study that was approved is not what lies in its folder, so what "
+                "it shares cannot be checked"
+            )
+            return
+        plan, params = self.agreement.method.plan, self.agreement.params
+        if self.record.agreed["plan"] != plan.text:
+            yield f"{self.name}: its folder says another plan than that of the approved study"
+        shared = {str(p.kind) for p in touched(plan, params, Role.SHARE)}
+        for part in by_part(self.record.lines):
+            if part not in shared:
+                yield f"{self.name}: {part} left, and the plan shares none of it"
+
+    def unapproved(self) -> Iterator[str]:
+        """Updates that left without an approval of this run that stood by then."""
         for line in self.updates:
             if not self._is_approved(line):
                 who = line["approver"] or "nobody"
@@ -70,20 +95,31 @@ class Departure:
                     f"{self.name}, round {line['round']}: it left by the word of {who}, and no "
                     f"such approval stood in {APPROVALS} by then"
                 )
-        if self.agreement is None:
-            return
-        plan, params = self.agreement.method.plan, self.agreement.params
-        shared = {str(p.kind) for p in touched(plan, params, Role.SHARE)}
-        for part in by_part(self.record.lines):
-            if part not in shared:
-                yield f"{self.name}: {part} left, and the plan shares none of it"
+
+    def _uncounted(self) -> Iterator[str]:
+        """Updates that the accounts do not know, or that are called hidden without a charge."""
+        answered = {k: hidden for each in self.balances for k, hidden in each.answered.items()}
+        charged = {about for each in self.balances for about in each.charged}
+        guarded = self.agreement is not None and self.agreement.guarantee is not None
+        for line in self.updates:
+            where, request = f"{self.name}, round {line['round']}", line["request"]
+            if request not in answered:
+                yield f"{where}: no account of a dataset has a line of it"
+            elif answered[request] and not (guarded and request in charged):
+                yield f"{where}: its account says that noise hides it, and nothing was charged"
 
     def _is_approved(self, line: Mapping[str, Any]) -> bool:
-        """Whether the last word on the study, when an update left, was the approval it names."""
-        said = [each for each in self.words if each["word"] not in ASIDE]
-        before = [each for each in said if each["time"] <= line["time"]]
-        last = before[-1] if before else {"word": "", "approver": ""}
-        return last["word"] == APPROVED and last["approver"] == line["approver"]
+        """Whether the last word on the study, when an update left, was the approval it names.
+
+        An approval is of one run: the first that was begun by it.
+        """
+        before = [each for each in self.words if each["time"] <= line["time"]]
+        said = [each for each in before if each["word"] not in ASIDE]
+        last = said[-1] if said else {"word": "", "approver": ""}
+        if last["word"] != APPROVED or last["approver"] != line["approver"]:
+            return False
+        begun = [each["run"] for each in before[before.index(last) :] if each["word"] == BEGUN]
+        return begun[:1] == [self.record.run]
 
 
 def is_home(folder: Path) -> bool:
@@ -100,7 +136,10 @@ def officer_page(home: Path) -> Page:
     folders = _folders(home)
     departures = [
         Departure(
-            each, tuple(line for line in said if line["study"] == each.study), folders.get(each.run)
+            each,
+            tuple(line for line in said if line["study"] == each.study),
+            folders.get(each.run),
+            tuple(balances),
         )
         for each in records
     ]
@@ -110,7 +149,7 @@ def officer_page(home: Path) -> Page:
         f"What left {', '.join(sorted(sites)) or home.name}",
         tuple(_lead(departures, balances)),
         (
-            _verdict(departures, lines, len(said)),
+            _verdict(departures, lines, len(said), _heads(home)),
             *(_section(each, number) for number, each in enumerate(departures, 1)),
             _said(said),
         ),
@@ -121,7 +160,22 @@ def officer_page(home: Path) -> Page:
 def _approvals(home: Path) -> list[dict[str, Any]]:
     """All that was said to studies here, from a chain that is proved."""
     file = home / APPROVALS
-    return read_chain(file) if file.exists() or head_file(file).exists() else []
+    said = read_chain(file) if file.exists() or head_file(file).exists() else []
+    for number, line in enumerate(said, 1):
+        if lacking := [name for name in SAID if not isinstance(line.get(name), str)]:
+            raise FedplanError(f"line {number} of {file} has no {lacking[0]}: it was changed")
+    return said
+
+
+def _heads(home: Path) -> str:
+    """How far both chains go: whoever was told so earlier can compare."""
+    told = (
+        f"{name} {head.lines} lines, {head.sha256[:16]}"
+        for name in (RECORD, APPROVALS)
+        if head_file(home / name).exists()
+        for head in [read_head(home / name)]
+    )
+    return f"Heads: {'; '.join(told)}."
 
 
 def _folders(home: Path) -> dict[str, Path]:
@@ -160,17 +214,15 @@ def _lead(departures: Sequence[Departure], balances: Sequence[Balance]) -> Itera
         )
 
 
-def _verdict(departures: Sequence[Departure], lines: int, said: int) -> PageSection:
+def _verdict(departures: Sequence[Departure], lines: int, said: int, heads: str) -> PageSection:
     faults = [fault for each in departures for fault in each.faults()]
-    unread = [each.name for each in departures if each.updates and each.agreement is None]
     words = (
-        f"The record of {lines} answers and the {said} words on studies are each a whole chain: "
-        "no line was changed, taken out or put in. Every update left by an approval that stands "
-        "there, and of parts that its plan shares."
+        f"The record of {lines} answers and the {said} words on studies are each a whole chain. "
+        "Every update left by an approval of its run that stands there, of parts that its plan "
+        "shares, and is counted in an account. Whoever may write here could write another chain: "
+        "compare the heads below with those that others were told."
     )
-    if unread:
-        words += f" The plan of {', '.join(unread)} could not be read, and was not checked."
-    return PageSection("Verdict", (badge(faults, words),))
+    return PageSection("Verdict", (badge(faults, words), tag("p", heads, class_="faint")))
 
 
 def _section(departure: Departure, number: int) -> PageSection:

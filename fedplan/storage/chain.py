@@ -34,6 +34,7 @@ class BrokenChain(FedplanError):
     """Lines that do not follow from each other, or a file that is shorter than it once was."""
 
     code = "disk"
+    exit = 1
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 
 from fedplan.errors import StoreError
 from fedplan.storage.locks import synced
@@ -24,11 +25,16 @@ def make_folder(folder: Path) -> None:
 
 
 def put_file(file: Path, content: str | bytes, *, mode: int = 0o644) -> None:
-    """Have a file hold this and nothing else: written beside, synced, then renamed."""
+    """Have a file hold this and nothing else: written beside, synced, then renamed.
+
+    The name beside it is new each time: whoever may write into the folder cannot have it point
+    elsewhere.
+    """
     data = content.encode() if isinstance(content, str) else content
-    beside = file.with_name(f".{file.name}.tmp")
+    beside = file.with_name(f".{file.name}.{token_hex(8)}.tmp")
+    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
-        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as out:
+        with open(beside, "wb", opener=lambda name, _: os.open(name, new, mode)) as out:
             out.write(data)
             out.flush()
             os.fsync(out.fileno())
@@ -37,9 +43,16 @@ def put_file(file: Path, content: str | bytes, *, mode: int = 0o644) -> None:
     except OSError as error:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
-        raise StoreError(
-            f"{file} cannot be written: {error}; make room, then start again"
-        ) from error
+        raise StoreError(f"{file} cannot be written: {error}; {_remedy(file)}") from error
+
+
+def _remedy(file: Path) -> str:
+    """What helps where a file cannot be written."""
+    if file.is_dir():
+        return f"it is a folder: name a file in it, as {file / 'NAME'}"
+    if not file.parent.is_dir():
+        return f"there is no folder {file.parent}: make it, or name another"
+    return "make room, or see that you may write there, then start again"
 
 
 def keep_file(file: Path, content: str | bytes, *, mode: int = 0o644) -> None:

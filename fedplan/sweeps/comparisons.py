@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,12 +12,11 @@ from statistics import mean
 from typing import Any
 
 from fedplan.errors import FedplanError
+from fedplan.reports.groups import seed_groups
 from fedplan.sweeps.differences import (
     Faring,
-    differing,
     faring_of,
     role_words,
-    said_of_study,
     study_words,
 )
 from fedplan.sweeps.results import RunResult, result_of, runs_in, score_named
@@ -26,10 +24,6 @@ from fedplan.sweeps.statistics import Interval, holm, interval, p_value
 
 FEW = 5
 """Seeds below which an interval says little."""
-SETTINGS = "method.settings."
-"""How fields begin that stand beside the method's own name."""
-UNSAID: tuple[Any, ...] = (None, "", [], {})
-"""Values of a field that say nothing."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +112,12 @@ def compare(places: Sequence[Path | str], *, score: str = "") -> Comparison:
     """
     folders, notes = runs_in(places)
     results = list[RunResult]()
-    for each in map(result_of, folders):
+    for folder in folders:
+        try:
+            each = result_of(folder)
+        except FedplanError as error:  # as a kill in its first moments leaves it
+            notes.append(f"{folder} cannot be read ({error}): left out")
+            continue
         if each.over:
             results.append(each)
         else:
@@ -133,31 +132,18 @@ def compare(places: Sequence[Path | str], *, score: str = "") -> Comparison:
 
 def grouped(results: Sequence[RunResult]) -> list[RunGroup]:
     """Runs by all that they differ in but the seed, in the order in which they came."""
-    found = dict[str, dict[int, RunResult]]()
-    for each in results:
-        key = json.dumps(said_of_study(each.study), sort_keys=True)
-        held = found.setdefault(key, {})
-        if (before := held.get(each.study.seed)) is not None:
+    told = seed_groups(results, lambda each: (each.study, each.plan, each.folder))
+    return [RunGroup(label, _by_seed(runs)) for label, runs in told]
+
+
+def _by_seed(runs: Sequence[RunResult]) -> dict[int, RunResult]:
+    held = dict[int, RunResult]()
+    for each in runs:
+        if (before := held.setdefault(each.study.seed, each)) is not each:
             raise FedplanError(
                 f"{each.folder} and {before.folder} are one study with one seed: name one of them"
             )
-        held[each.study.seed] = each
-    firsts = [held[min(held)].study for held in found.values()]
-    fields = differing(firsts)
-    labels = [_label(said_of_study(study), fields) or study.name for study in firsts]
-    if len(set(labels)) < len(labels):
-        labels = [f"{label} ({number})" for number, label in enumerate(labels, 1)]
-    return [RunGroup(*each) for each in zip(labels, found.values(), strict=True)]
-
-
-def _label(said: Mapping[str, Any], fields: Sequence[str]) -> str:
-    """A group by what differs: the value alone where that is one field."""
-    if len(fields) == 1:
-        return str(said.get(fields[0], "unsaid"))
-    told = [name for name in fields if said.get(name) not in UNSAID]
-    named = [name for name in ("method.name", "method.plan") if name in told]
-    rest = [f"{name.removeprefix(SETTINGS)}={said[name]}" for name in told if name not in named]
-    return ", ".join([*(str(said[name]) for name in named), *rest])
+    return held
 
 
 def contrasted(groups: Sequence[RunGroup], score: str, notes: Sequence[str] = ()) -> Comparison:
@@ -209,7 +195,8 @@ class _Words:
 
 def _cautions(rows: Sequence[Contrast]) -> list[str]:
     """What a reader must know of so few seeds, or of seeds that do not pair."""
-    found, counts = list[str](), [r.score.count for r in rows]
+    found = list[str]()
+    counts = [rows[0].score.count, *(r.difference.count for r in rows[1:] if r.difference)]
     if min(counts) == 1:
         found.append(
             "one seed: there is no interval, and a difference may be chance; run more seeds"

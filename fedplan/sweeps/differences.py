@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,37 +11,14 @@ from typing import Any
 from fedplan.federation.record import ROLES, TurnRecord, read_record
 from fedplan.language.plan import Role
 from fedplan.models.params import Kind
+from fedplan.reports.groups import differing, said_of_study
 from fedplan.reports.units import millions
-from fedplan.studies.plain import flat
 from fedplan.studies.run import Run, looked_at
 from fedplan.studies.schema import Study
 
-ASIDE: dict[str, Any] = {
-    **dict.fromkeys(("seed", "name", "threads", "device", "deterministic", "patience"), True),
-    "train": {"cache"},
-}
-"""What two runs of one group may differ in: the seed, a name, and each machine's own."""
-WORDS = {
-    Role.SHARE: "shared",
-    Role.KEEP: "kept",
-    Role.FREEZE: "frozen",
-    Role.HOLD: "held",
-}
 ABSENT = "not there"
 
 Sides = tuple[str, str]
-
-
-def said_of_study(study: Study) -> dict[str, Any]:
-    """All fields of a study by their dotted names, but for those that are no difference."""
-    return flat(study.model_dump(mode="json", exclude=ASIDE))
-
-
-def differing(studies: Iterable[Study]) -> list[str]:
-    """The fields in which some studies are not all the same."""
-    said = [said_of_study(each) for each in studies]
-    names = dict.fromkeys(name for each in said for name in each)
-    return [name for name in names if any(each.get(name) != said[0].get(name) for each in said)]
 
 
 def study_words(base: Study, other: Study) -> list[str]:
@@ -117,7 +94,7 @@ def _faring(run: Run) -> Faring:
 
 
 def _role(roles: set[Role]) -> str:
-    words = [WORDS[role] for role in Role if role in roles]
+    words = [role.word for role in Role if role in roles]
     return words[0] if len(words) == 1 else " and ".join(f"partly {word}" for word in words)
 
 

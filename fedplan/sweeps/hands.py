@@ -61,7 +61,7 @@ class ThisProcess:
 class OwnProcess:
     """A process of its own plays: one that dies takes no other run with it."""
 
-    command: tuple[str, ...] = (sys.executable, "-m", "fedplan.sweeps.child")
+    command: tuple[str, ...] = (sys.executable, "-P", "-m", "fedplan.sweeps.child")
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

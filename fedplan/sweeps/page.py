@@ -32,7 +32,7 @@ CURVES = {
     "sites.spread.own.worst": "The worst client's own model",
 }
 """Numbers of a round that are drawn beside the score, where all groups have them."""
-BAND = "The line is the mean over seeds, the band reaches from the lowest to the highest of them."
+BAND = "A line is the mean over seeds, its band reaches from the lowest to the highest of them."
 
 
 def page(found: Comparison) -> str:
@@ -79,8 +79,10 @@ def _curves(found: Comparison) -> Iterator[Shown]:
     for name, title in {found.score: f"Score: {found.score}", **beside}.items():
         series = [_curve(row, name) for row in found.rows]
         if all(each.points for each in series):
-            drawn = line_chart(title, series, y=name)
-            yield Shown(name, drawn, BAND if any(each.band for each in series) else "")
+            banded = any(each.band for each in series)
+            # Said once: it is so of all of them.
+            told = BAND if banded and name == found.score else ""
+            yield Shown(name, line_chart(title, series, y=name), told)
 
 
 def _curve(row: Contrast, name: str) -> Series:

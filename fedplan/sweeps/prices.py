@@ -49,13 +49,14 @@ class Measured:
     """What a short run on this machine gave.
 
     `step` is the time of a step with all that goes with it, but for scoring; `longest` are the
-    steps of the longest turn.
+    steps of the longest turn. Where steps are not `told`, a turn counts as one.
     """
 
     played: int
     score: float | None
     step: float
     longest: int
+    told: bool
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,11 @@ class Rehearsal:
                 "second; scoring is not in it"
             )
         for each in known:
+            if each.measured and not each.measured.told:
+                found.append(
+                    f"{each.method}: the study hides how many steps a client takes, so the time is "
+                    "that of a mean client; one with more rows takes longer"
+                )
             if each.forecast and each.forecast.stages > 1:
                 found.append(
                     f"{each.method} has {each.forecast.stages} stages: the time is that of the "
@@ -193,4 +198,10 @@ def _measured(study: Study, folder: Path, rounds: int) -> tuple[Measured, str]:
     turns = [turn for each in closed for turn in each.turns]
     # Where steps are hidden, a turn is one.
     steps = [max(1, turn.steps) for turn in turns] or [1]
-    return Measured(len(closed), result.score(score), took / sum(steps), max(steps)), score
+    return Measured(
+        played=len(closed),
+        score=result.score(score),
+        step=took / sum(steps),
+        longest=max(steps),
+        told=all(turn.steps for turn in turns),
+    ), score

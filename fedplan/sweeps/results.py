@@ -10,7 +10,7 @@ from pathlib import Path
 from fedplan.data.own import OWN, Own
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
-from fedplan.federation.callbacks import LOWER
+from fedplan.federation.callbacks import LOWER, SPREADS
 from fedplan.federation.history import Metrics
 from fedplan.federation.states import RunState, read_status
 from fedplan.reports.preview import stated
@@ -37,16 +37,24 @@ class RunResult:
     metrics: Metrics
     seconds: float | None
     epsilon: float | None
+    told: str = ""
 
     @property
-    def up(self) -> int:
+    def up(self) -> int | None:
         """The bytes that all clients sent."""
-        return int(sum(row["up"] for row in self.metrics))
+        return self._sum("up")
 
     @property
-    def down(self) -> int:
+    def down(self) -> int | None:
         """The bytes that all clients received."""
-        return int(sum(row["down"] for row in self.metrics))
+        return self._sum("down")
+
+    def _sum(self, way: str) -> int | None:
+        """Bytes of all; where clients are hidden they would tell how many were drawn."""
+        private = self.study.privacy
+        if private is not None and private.unit == "client":
+            return None
+        return int(sum(row[way] for row in self.metrics))
 
     def score(self, name: str) -> float | None:
         """A number of the last round that has it."""
@@ -58,16 +66,16 @@ class RunResult:
 
     @property
     def primary(self) -> str:
-        """The name of the score that its task is known by."""
+        """The name of the score that its task is known by, as the run told it."""
         kind = self.study.task.kind
-        return Own.primary if kind == OWN else task_class(kind).primary
+        return self.told or (Own.primary if kind == OWN else task_class(kind).primary)
 
     def higher(self, name: str) -> bool:
-        """Whether more of a score is better."""
+        """Whether more of a score is better; how clients lie is told in the task's own score."""
+        if not name.startswith(SPREADS):
+            return not name.endswith(LOWER)
         kind = self.study.task.kind
-        if name in OF_CLIENTS and kind != OWN:
-            return task_class(kind).higher
-        return not name.endswith(LOWER)
+        return not self.primary.endswith(LOWER) if kind == OWN else task_class(kind).higher
 
 
 def result_of(folder: Path) -> RunResult:
@@ -78,8 +86,8 @@ def result_of(folder: Path) -> RunResult:
 def _result(run: Run) -> RunResult:
     told = read_status(run.folder)
     seconds = told.seconds * run.round if told and told.seconds is not None else None
-    stop, stopped = run.study.stop, told is not None and told.state == RunState.STOPPED
-    early = stop is not None and told is not None and stopped and told.why.startswith(stop.metric)
+    # A rule or a callback that ended it, and no person, no signal and no fault.
+    early = told is not None and told.state == RunState.STOPPED and told.ruled
     return RunResult(
         folder=run.folder,
         study=run.study,
@@ -88,6 +96,7 @@ def _result(run: Run) -> RunResult:
         over=run.round >= run.study.train.rounds or early,
         metrics=run.metrics,
         seconds=seconds,
+        told=told.primary if told else "",
         epsilon=stated(run.folder).spent if run.study.privacy and run.study.gathered else None,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, nan, sqrt
+from math import isfinite, nan, sqrt
 from statistics import mean, stdev
 from typing import cast
 
@@ -64,15 +64,17 @@ def quantile(freedom: int) -> float:
 def p_value(differences: Sequence[float]) -> float | None:
     """How often differences as large as these come about if there is none: the paired t test.
 
-    Of one difference, or of one that is no number, nobody knows. Where all are the same there is
-    no spread to judge by: then it is 0, or 1 if they are all zero.
+    Of one difference, or of one that is no number, nobody knows. Nor where all are the same: there
+    is no spread to judge by. If they are all zero it is 1.
     """
     from scipy.special import stdtr  # pyright: ignore[reportUnknownVariableType]
 
     if len(differences) < 2 or not all(map(isfinite, differences)):
         return None
     middle, error = mean(differences), stdev(differences) / sqrt(len(differences))
-    far = abs(middle) / error if error else (inf if middle else 0.0)
+    if not error and middle:
+        return None
+    far = abs(middle) / error if error else 0.0
     return 2 * float(cast("float", stdtr(len(differences) - 1, -far)))
 
 

@@ -19,7 +19,7 @@ from fedplan.storage.errors import explained
 from fedplan.storage.locks import alone
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.sweeps.hands import OwnProcess, Runs, ThisProcess
-from fedplan.sweeps.records import End, asked_of, begin, read_ends, write_ends
+from fedplan.sweeps.records import Asked, End, asked_of, begin, read_ends, write_ends
 from fedplan.sweeps.settings import seeds_of, settings_of
 from fedplan.sweeps.trials import Trial, ground_of, trials_of
 
@@ -128,22 +128,27 @@ def sweep(
     ground, varied = ground_of(study), settings_of(settings)
     numbers = seeds_of(seeds, ground.seed)
     trials = trials_of(ground, varied, numbers)
-    place = Path(folder)
-    begin(place, asked_of(varied, numbers, trials))
-    return played(place, trials, parallel=parallel, tell=tell, watch=watch)
+    asked = asked_of(varied, numbers, trials)
+    return played(Path(folder), trials, asked=asked, parallel=parallel, tell=tell, watch=watch)
 
 
 def played(
     folder: Path,
     trials: Sequence[Trial],
     *,
+    asked: Asked | None = None,
     parallel: int = 1,
     tell: Callable[[News], None] = lambda _: None,
     watch: Callable[[Course], None] = lambda _: None,
 ) -> Sweep:
-    """Play all trials that have not ended, each in a folder under its name."""
+    """Play all trials that have not ended, each in a folder under its name.
+
+    What was `asked` is written down once no other sweep is at the folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with _claimed(folder):
+        if asked is not None:
+            begin(folder, asked)
         # Whoever removed a run's folder wants it anew.
         ends = {n: end for n, end in read_ends(folder).items() if (folder / n).is_dir()}
         todo = [trial for trial in trials if trial.name not in ends]

@@ -62,8 +62,8 @@ def cells(found: Comparison, row: Contrast) -> list[str]:
         str(row.score.count),
         row.score.text(),
         *(paired if several else []),
-        megabytes(int(up or 0)),
-        megabytes(int(down or 0)),
+        megabytes(int(up)) if up is not None else NONE,
+        megabytes(int(down)) if down is not None else NONE,
         *([f"{epsilon:.3g}" if epsilon is not None else NONE] if _private(found) else []),
         f"{rounds:g}",
         duration(seconds) if seconds is not None else NONE,
@@ -87,8 +87,8 @@ def p_text(value: float | None) -> str:
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells as a table of Markdown; a bar within a cell stays one."""
-    lines = [[each.replace("|", "\\|") for each in row] for row in (names, *rows)]
+    """Cells as a table of Markdown; a bar within a cell stays one, and so does a line."""
+    lines = [[" ".join(each.replace("|", "\\|").split()) for each in row] for row in (names, *rows)]
     said = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([said[0], "|---" * len(names) + "|", *said[1:], ""])
 

@@ -223,7 +223,8 @@ def test_the_command_says_all_of_it_in_words_and_in_json(monkeypatch: pytest.Mon
 
 
 def test_a_claim_that_does_not_stand_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Leaks([Audited("zero", 1.0, 0.5, 1.5)], choices(12, 250), rows(2))
+    told_of = [Recovered("m", "DP-SGD", (Read("embed", sent=True, recovered=0.5),))]
+    wrong = Leaks([Audited("zero", 1.0, 0.5, 1.5)], [], told_of)
     monkeypatch.setattr(leaks, "attack", lambda *_: wrong)
     code, told = run("attack")
     assert code == 1 and "ABOVE THE CLAIM" in told

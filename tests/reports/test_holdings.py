@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -63,3 +64,11 @@ def test_the_command_draws_and_the_figure_is_sound(here: Path) -> None:
     assert sum(int(each.text.rpartition(": ")[2]) for each in drawn if each.text) == sum(
         c["train"] + c["own"] for c in said["clients"]
     )
+
+
+def test_any_number_of_labels_is_drawn_and_named() -> None:
+    labels = {f"a label of some length {number}": number for number in range(1, 31)}
+    few = dict(list(labels.items())[:9])
+    drawn = replace(of(labels, few), labels=tuple(labels)).drawn()
+    assert len(drawn.rows) == 39 and all(f"some length {n}" in drawn.svg() for n in range(1, 31))
+    assert len(replace(of({}, {}), labels=()).drawn().rows) == 2

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from commands import run
@@ -14,9 +17,11 @@ from fedplan.federation.endpoint import HELLO, TRAIN
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import push
 from fedplan.language.turn import Turn
+from fedplan.reports.egress import SiteRecord, told_of
 from fedplan.sites.approvals import Approvals, user
 from fedplan.sites.desk import Approver, Desk
-from fedplan.sites.officer import is_home, officer_page
+from fedplan.sites.officer import Departure, is_home, officer_page
+from fedplan.storage.chain import read_chain
 from fedplan.studies.plain import read_toml
 from fedplan.studies.schema import study_of
 from fedplan.tensors.serialization import unpacked
@@ -78,7 +83,7 @@ def test_a_broken_chain_is_told_and_nothing_else_is(tmp_path: Path) -> None:
     record = home / "outgoing.jsonl"
     record.write_text(record.read_text().replace('"round": 2', '"round": 1'))
     code, said = run("report", str(home), "-o", str(tmp_path / "x.html"))
-    assert code == 2 and "outgoing.jsonl" in said and not (tmp_path / "x.html").exists()
+    assert code == 1 and "outgoing.jsonl" in said and not (tmp_path / "x.html").exists()
 
 
 def test_a_home_is_reported_by_itself(home: Path, tmp_path: Path) -> None:
@@ -87,3 +92,59 @@ def test_a_home_is_reported_by_itself(home: Path, tmp_path: Path) -> None:
         code, said = run("report", *words, "-o", str(tmp_path / "x.html"))
         assert code == 2 and str(home) in said
     assert not list(tmp_path.iterdir())
+
+
+def _turned(file: str, before: str, after: str) -> Callable[[Path], None]:
+    def change(home: Path) -> None:
+        (found,) = home.rglob(file)
+        assert before in found.read_text()
+        found.write_text(found.read_text().replace(before, after))
+
+    return change
+
+
+def _gone(file: str) -> Callable[[Path], None]:
+    return lambda home: next(iter(home.rglob(f"*/{RUN}/{file}"))).unlink()
+
+
+def _unaccounted(home: Path) -> None:
+    next(iter(home.rglob("answers.jsonl"))).unlink()
+
+
+def _other_plan(home: Path) -> None:
+    file = next(iter(home.rglob(f"*/{RUN}/agreed.json")))
+    file.write_text(file.read_text().replace("chain(share(), keep(head))", "share(norm)"))
+
+
+def _other_study(home: Path) -> None:
+    file = next(iter(home.rglob(f"*/{RUN}/study.json")))
+    file.write_text(file.read_text().replace("chain(share(), keep(head))", "share()"))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_turned("answers.jsonl", '"hidden": false', '"hidden": true'), "nothing was charged"),
+        (_unaccounted, "no account of a dataset has a line of it"),
+        (_other_plan, "its folder says another plan"),
+        (_other_study, "is not what lies in its folder"),
+        (_gone("manifest.json"), "is not what lies in its folder"),
+    ],
+    ids=["hidden", "no account", "plan", "study", "manifest"],
+)
+def test_whatever_lies_beside_the_chains_is_held_to_them(
+    change: Callable[[Path], None], told: str, home: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "home"
+    copytree(home, copy)
+    change(copy)
+    text = officer_page(copy).html()
+    assert told in text and "verified<" not in text
+
+
+def test_a_second_run_of_an_approved_study_is_a_fault(home: Path) -> None:
+    (first,) = (each for each in told_of(home) if isinstance(each, SiteRecord))
+    words = tuple(read_chain(home / "approvals.jsonl"))
+    other = replace(first, run="f" * 16)
+    assert not list(Departure(first, words, None).unapproved())
+    assert len(list(Departure(other, words, None).unapproved())) == 2

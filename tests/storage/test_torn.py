@@ -222,6 +222,23 @@ def test_a_small_file_is_there_whole_or_not_at_all(
     assert file.read_text() == "one" and os.listdir(tmp_path) == ["small"]
 
 
+def test_a_file_is_never_written_through_a_name_that_was_laid_out(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("mine")
+    (tmp_path / ".small.tmp").symlink_to(tmp_path / "target")
+    (tmp_path / "small").symlink_to(tmp_path / "target")
+    put_file(tmp_path / "small", "other")
+    assert (tmp_path / "target").read_text() == "mine"
+    assert (tmp_path / "small").read_text() == "other" and not (tmp_path / "small").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [(".", "it is a folder"), ("nowhere/x", "there is no folder")]
+)
+def test_the_remedy_is_of_what_is_wrong(tmp_path: Path, name: str, remedy: str) -> None:
+    with pytest.raises(StoreError, match=remedy):
+        put_file(tmp_path / name, "")
+
+
 def test_a_sites_record_cut_at_any_byte_is_read_and_goes_on(tmp_path: Path) -> None:
     """As a kill cuts it: the line was not whole, so its head was not written."""
     egress, beside = Egress(tmp_path), head_file(tmp_path / RECORD)

@@ -13,11 +13,17 @@ from pathlib import Path
 import pytest
 from commands import run
 from scipy import stats
+from sweeps import small_study
 
+from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.history import Metrics
+from fedplan.federation.states import ask_to_stop
+from fedplan.language.parser import parse
+from fedplan.runners.door import run_study
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.run import open_run
+from fedplan.studies.schema import read_study
 from fedplan.sweeps.comparisons import compare, contrasted, grouped
 from fedplan.sweeps.results import RunResult, result_of
 from fedplan.sweeps.sweeping import Sweep
@@ -86,6 +92,7 @@ def test_only_seeds_of_both_groups_are_paired(swept: Sweep) -> None:
     found = compare([p for p in swept.folders if p.name != "method.name=fedavg,seed=1"])
     difference = found.rows[1].difference
     assert difference is not None and difference.count == 2
+    assert any(note.startswith("two seeds") for note in found.notes), "an interval is of the pairs"
     assert any("2 of 3 seeds stand in the first group too" in note for note in found.notes)
 
 
@@ -102,6 +109,51 @@ def test_a_run_that_goes_on_is_left_out_and_one_study_is_not_counted_twice(
     shutil.copytree(first, tmp_path / "copy")
     with pytest.raises(FedplanError, match="one study with one seed: name one of them"):
         compare([first, tmp_path / "copy"])
+
+
+def test_a_run_that_a_rule_ended_counts_and_one_that_a_person_stopped_does_not(
+    tmp_path: Path,
+) -> None:
+    study = read_study(small_study(tmp_path), ["train.rounds=3"])
+    run_study(study, tmp_path / "ruled", callbacks=[lambda _: "good enough"])
+    found = compare([tmp_path / "ruled"])
+    assert not any("left out" in note for note in found.notes) and found.base.number("rounds") == 1
+    run_study(study, tmp_path / "asked", callbacks=[lambda _: ask_to_stop(tmp_path / "asked")])
+    with pytest.raises(FedplanError, match="is at round 1 of 3: left out"):
+        compare([tmp_path / "asked"])
+
+
+def test_a_folder_that_cannot_be_read_is_noted_and_the_others_are_compared(
+    swept: Sweep, tmp_path: Path
+) -> None:
+    shutil.copytree(swept.folder, tmp_path / "sweep")
+    broken = tmp_path / "sweep" / "method.name=fedper,seed=2"
+    (broken / "study.json").write_text("{")
+    found = compare([tmp_path / "sweep"])
+    assert [row.score.count for row in found.rows] == [3, 2]
+    assert any(str(broken) in note and "left out" in note for note in found.notes)
+
+
+def test_of_hidden_clients_no_bytes_are_told(tmp_path: Path) -> None:
+    file = small_study(tmp_path)
+    file.write_text(file.read_text() + '[privacy]\nunit = "client"\nepsilon = 8.0\n')
+    run_study(read_study(file), tmp_path / "run")
+    found = compare([tmp_path / "run"])
+    (group,) = found.json()["groups"]
+    assert group["bytes_up"] is None and group["bytes_down"] is None
+    assert next(csv.DictReader(StringIO(found.csv())))["bytes_up"] == ""
+    assert "Sent by all clients" not in found.html()
+
+
+def test_less_is_better_of_a_loss_and_of_clients_of_a_task_that_is_scored_by_one(
+    swept: Sweep,
+) -> None:
+    first = result_of(swept.folders[0])
+    assert first.higher("personal.worst") and not first.higher("world.loss")
+    spoken = first.study.model_copy(
+        update={"task": first.study.task.model_copy(update={"kind": "causal-lm"})}
+    )
+    assert replace(first, study=spoken).higher("personal.worst") is task_class("causal-lm").higher
 
 
 def test_the_command_prints_markdown_csv_and_json(swept: Sweep, tmp_path: Path) -> None:
@@ -162,3 +214,15 @@ def test_groups_are_named_by_what_tells_them_apart(swept: Sweep) -> None:
         first, study=first.study.model_copy(update={"seed": 5, "threads": 2, "name": "x"})
     )
     assert len(grouped([first, again])) == 1
+    plans = ["chain(share(),\n  keep(head))", "share()"]
+    told = [
+        replace(
+            first,
+            plan=parse(plan).text,
+            study=first.study.model_copy(
+                update={"method": first.study.method.model_copy(update={"name": "", "plan": plan})}
+            ),
+        )
+        for plan in plans
+    ]
+    assert [g.label for g in grouped(told)] == ["chain(share(), keep(head))", "share()"]

@@ -51,6 +51,7 @@ def test_epsilon_is_that_of_all_rounds_and_a_method_that_fails_is_said(tmp_path:
     assert price["forecast"]["epsilon"] == promised.guarantee.forecast(30) <= 8.0
     assert price["measured"]["played"] == 1 and price["forecast"]["rounds"] == 30
     assert any("promptfl failed" in note for note in told["notes"])
+    assert any("fedavg: the study hides how many steps" in note for note in told["notes"])
     assert {each.name for each in tmp_path.iterdir()} == {"study.toml", "digits.npz"}
 
 
@@ -58,7 +59,7 @@ def test_time_is_computing_and_travel(tmp_path: Path) -> None:
     price = Price(
         "m",
         Forecasted("share()", 10, 3_000_000, 2_000_000, None, None, 1),
-        Measured(2, 0.5, 0.2, 6),
+        Measured(2, 0.5, 0.2, 6, told=True),
     )
     assert price.compute == pytest.approx(10 * 6 * 0.2)
     assert price.travel(bits_of("8Mbit")) == pytest.approx(5.0)

@@ -37,7 +37,7 @@ def test_one_seed_has_no_interval_and_no_p_value() -> None:
 
 
 def test_where_all_seeds_agree_there_is_no_spread() -> None:
-    assert p_value([0.0, 0.0]) == 1.0 and p_value([0.5, 0.5]) == 0.0
+    assert p_value([0.0, 0.0]) == 1.0 and p_value([0.5, 0.5]) is None
     assert interval([0.5, 0.5]).half == 0.0
 
 

@@ -16,8 +16,10 @@ import pytest
 from commands import run
 from sweeps import ASKED_OF, METHODS, bits, small_study
 
+from fedplan.errors import FedplanError
 from fedplan.runners.door import run_study
 from fedplan.runners.simulation import Simulation
+from fedplan.storage.locks import alone
 from fedplan.studies.run import open_run
 from fedplan.studies.schema import ConfigError, read_study
 from fedplan.sweeps.hands import OwnProcess
@@ -84,6 +86,14 @@ def test_more_seeds_and_values_may_be_added_and_none_taken_away(swept: Sweep, mi
     changed.write_text(study.read_text().replace("batch = 8", "batch = 4"))
     with pytest.raises(ConfigError, match=r"a sweep of another study.*take the change back"):
         sweep(changed, METHODS, folder=mine, seeds=4)
+
+
+def test_a_second_sweep_that_is_refused_changes_nothing(swept: Sweep, mine: Path) -> None:
+    before = {file: file.read_bytes() for file in mine.rglob("*") if file.is_file()}
+    study = mine.parent / "study.toml"
+    with alone(mine), pytest.raises(FedplanError):
+        sweep(study, METHODS, folder=mine, seeds=4)
+    assert {file: file.read_bytes() for file in mine.rglob("*") if file in before} == before
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:

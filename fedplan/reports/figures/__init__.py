@@ -7,6 +7,7 @@ from fedplan.faces import face
 
 if TYPE_CHECKING:
     from fedplan.reports.figures.bars import Bar, bar_chart
+    from fedplan.reports.figures.bubbles import bubble_chart
     from fedplan.reports.figures.drawing import Drawing
     from fedplan.reports.figures.grids import GridCell, GridRow, cell_grid
     from fedplan.reports.figures.lines import line_chart
@@ -22,6 +23,7 @@ __all__ = [
     "GridRow",
     "Series",
     "bar_chart",
+    "bubble_chart",
     "cell_grid",
     "colours",
     "line_chart",
@@ -34,6 +36,7 @@ __getattr__, __dir__ = face(
     __name__,
     {
         "bars": "Bar bar_chart",
+        "bubbles": "bubble_chart",
         "drawing": "Drawing",
         "grids": "GridCell GridRow cell_grid",
         "lines": "line_chart",

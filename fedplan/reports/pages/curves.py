@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fedplan.reports.figures.lines import line_chart
 from fedplan.reports.figures.series import Series, mean_series
+from fedplan.reports.groups import seed_groups
 from fedplan.reports.pages.facts import RunFacts
 from fedplan.reports.pages.page import PageSection, Shown
 
@@ -26,31 +27,10 @@ class SeedGroup:
 
 def groups_of(runs: Sequence[RunFacts]) -> list[SeedGroup]:
     """Runs put together that differ by their seed alone, under names that tell them apart."""
-    held = dict[str, list[RunFacts]]()
-    for each in runs:
-        said = each.study.model_copy(update={"seed": 0})
-        held.setdefault(f"{said.digest} {each.study.train.rounds}", []).append(each)
-    groups = list(held.values())
-    return [
-        SeedGroup(name, tuple(group)) for name, group in zip(_names(groups), groups, strict=True)
-    ]
-
-
-def _names(groups: Sequence[Sequence[RunFacts]]) -> list[str]:
-    """The shortest words that tell groups apart."""
-    ways: tuple[Callable[[RunFacts], str], ...] = (
-        lambda each: each.study.method.name,
-        lambda each: each.study.name,
-        lambda each: each.run.folder.name,
-        lambda each: str(each.run.folder),
+    told = seed_groups(
+        runs, lambda each: (each.study, each.run.agreement.method.plan.text, each.run.folder)
     )
-    for way in ways:
-        names = [way(group[0]) for group in groups]
-        if all(names) and len(set(names)) == len(names):
-            break
-    else:
-        names = [f"{group[0].study.name} {number}" for number, group in enumerate(groups, 1)]
-    return names
+    return [SeedGroup(name, tuple(group)) for name, group in told]
 
 
 def run_names(runs: Sequence[RunFacts]) -> list[str]:

@@ -172,7 +172,7 @@ def _privacy(facts: RunFacts) -> str:
 
 def _machine(facts: RunFacts) -> Html:
     device = facts.study.device
-    on = "any device that is there" if device == AUTO else f"the device {device}"
+    on = "the best device that is there" if device == AUTO else f"the device {device}"
     run = f", run {facts.run.identity.id}" if facts.run.round else ""
     folder = tag("code", str(facts.run.folder))
     return together(f"It trains on {on}. It is kept in ", folder, f"{run}.")

@@ -18,7 +18,6 @@ from fedplan.reports.pages.facts import RunFacts
 from fedplan.reports.pages.page import PageSection, Shown
 from fedplan.reports.units import millions
 
-WORDS = {Role.SHARE: "shared", Role.KEEP: "kept", Role.FREEZE: "frozen", Role.HOLD: "held"}
 PAINTS = {role: role.name.lower() for role in Role}
 LEGEND = {
     "share": "S shared: trained, and sent",
@@ -134,9 +133,9 @@ def _cells(part: _Part, params: Params, said: dict[int, Counter[str]]) -> Iterat
     alike = groupby(enumerate(told), key=lambda each: (each[1][1], each[1][0] - each[0]))
     for (shares, _), found in alike:
         held = [number for _, (number, _) in found]
-        words = " and ".join(WORDS[role] for role, _ in shares)
+        words = " and ".join(role.word for role, _ in shares)
         letters = "".join(LETTERS[role] for role, _ in shares)
-        tip = ", ".join(f"{share:.0%} {WORDS[role]}" for role, share in shares)
+        tip = ", ".join(f"{share:.0%} {role.word}" for role, share in shares)
         paints = tuple((PAINTS[role], max(share, 0.15)) for role, share in shares)
         yield GridCell(held[0], held[-1], paints, words, letters, tip)
 

@@ -203,5 +203,5 @@ def _kept_to(facts: RunFacts) -> str:
         if not band[record.round - 1][0] <= turn.up <= band[record.round - 1][1]
     ]
     if not out:
-        return "Each turn sent what was forecast before the run."
-    return f"{len(out)} turns sent other than was forecast."
+        return "What each turn sent lies within the forecast."
+    return f"{len(out)} turns sent more or less than was forecast."
