@@ -11,9 +11,12 @@ from lab.kernel.page import table, written
 from lab.scores.question import Question, read_question
 from lab.scores.results import (
     BLOCKS,
+    CONTROLS,
     Correlation,
     Found,
+    Verdict,
     agreement,
+    constant,
     correlations,
     read_results,
     verdicts,
@@ -76,22 +79,25 @@ def _gains(asked: Question, found: Sequence[Found]) -> Iterator[list[object]]:
 
 def _readings(asked: Question, found: Sequence[Found], oracle: str) -> Iterator[list[object]]:
     told = list(correlations(found, oracle))
-    names = list(dict.fromkeys(name for each in found for name in each.readings))
     judged = {each.reading: each for each in verdicts(asked, found)}
     ends = ["mean"] if oracle == "without" else ["mean", "informs on", "criterion"]
     yield ["reading", *(TITLES[task] for task in asked.tasks), *ends]
+    played = [each for each in found if oracle in each.gains]
+    names = dict.fromkeys(name for each in played for name in each.readings)
     for name in sorted(names, key=lambda name: -_mean(told, name)):
-        here = {each.task: each for each in told if each.reading == name}
-        cells = [_cell(here.get(task)) for task in asked.tasks]
-        mean = f"{_mean(told, name):.2f}" if here else "constant"
-        rest = list[object]()
-        if oracle == "alone":
-            found_out = judged.get(name)
-            rest = [
-                f"{len(found_out.informs)} of {len(asked.tasks)}" if found_out else "-",
-                "met" if found_out and found_out.default else "missed",
-            ]
+        cells = [_cell(told, played, name, task) for task in asked.tasks]
+        known = any(each.reading == name for each in told)
+        mean = f"{_mean(told, name):.2f}" if known else "-"
+        rest = _judged(judged.get(name), name, len(asked.tasks)) if oracle == "alone" else []
         yield [name, *cells, mean, *rest]
+    if not played:
+        yield ["not played yet", *("-" for _ in (*asked.tasks, *ends))]
+
+
+def _judged(found: Verdict | None, name: str, tasks: int) -> list[object]:
+    if name in CONTROLS:
+        return ["control", "-"]
+    return [f"{len(found.informs)} of {tasks}", found.word] if found else ["-", "missed"]
 
 
 def _mean(told: Sequence[Correlation], name: str) -> float:
@@ -99,12 +105,15 @@ def _mean(told: Sequence[Correlation], name: str) -> float:
     return fmean(held) if held else -2.0
 
 
-def _cell(each: Correlation | None) -> str:
-    if each is None:
-        return "-"
-    if len(each.by_seed) == 1:
-        return f"{each.mean:.2f}"
-    return f"{each.mean:.2f} ({min(each.by_seed):.2f} to {max(each.by_seed):.2f})"
+def _cell(told: Sequence[Correlation], played: Sequence[Found], name: str, task: str) -> str:
+    """A correlation with its lowest and highest seed, or why there is none."""
+    found = [each for each in told if (each.reading, each.task) == (name, task)]
+    if not found:
+        here = [each for each in played if each.task == task]
+        return "constant" if any(constant(each.readings[name]) for each in here) else "-"
+    seeds = found[0].by_seed
+    ends = f" ({min(seeds):.2f} to {max(seeds):.2f})" if len(seeds) > 1 else ""
+    return f"{found[0].mean:.2f}{ends}"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from lab.scores.question import Question
 
@@ -37,7 +38,7 @@ def read_results(asked: Question, folder: Path = OUT) -> list[Found]:
     return [_found(each) for each in said if each["question"] == asked.digest]
 
 
-def _found(said: dict[str, dict[str, dict[str, float]]]) -> Found:
+def _found(said: dict[str, Any]) -> Found:
     runs = said["runs"]
     gains = {
         "alone": _gains(runs, "head", "alone", -1),
@@ -46,7 +47,7 @@ def _found(said: dict[str, dict[str, dict[str, float]]]) -> Found:
     readings = {**said["readings"], **of_place()}
     told = {name: (run["loss"], run["score"]) for name, run in runs.items()}
     held = {name: each for name, each in gains.items() if each}
-    return Found(str(said["task"]), int(str(said["seed"])), readings, held, told)  # type: ignore[arg-type]
+    return Found(said["task"], said["seed"], readings, held, told)
 
 
 def _gains(runs: Mapping[str, Mapping[str, float]], base: str, kind: str, sign: int) -> list[float]:
@@ -71,7 +72,7 @@ def of_place() -> dict[str, list[float]]:
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
     """Spearman's; none where scores are all the same."""
-    if any(_constant(each) for each in (one, other)):
+    if any(constant(each) for each in (one, other)):
         return None
     first, second = _ranks(one), _ranks(other)
     middle = (len(one) - 1) / 2
@@ -80,7 +81,8 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | No
     return both / (sizes[0] * sizes[1]) ** 0.5
 
 
-def _constant(scores: Sequence[float]) -> bool:
+def constant(scores: Sequence[float]) -> bool:
+    """Whether a reading tells no block from another."""
     return max(scores) - min(scores) <= CONSTANT * max(map(abs, scores))
 
 
@@ -127,22 +129,17 @@ def agreement(found: Sequence[Found], task: str, oracle: str) -> float | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A reading under the criterion: the tasks on which it informs, its mean, and the lead."""
+    """A reading under the criterion: on which tasks it informs, and `met`, `missed`, `undecided`."""
 
     reading: str
     mean: float
     informs: tuple[str, ...]
-    lead: float
-    default: bool
+    word: str
 
 
 def verdicts(asked: Question, found: Sequence[Found]) -> list[Verdict]:
-    """Each reading, the best first."""
+    """Each reading, the best first; nothing is decided before every seed of every task is there."""
     told = list(correlations(found, "alone"))
-    sure = [
-        task for task in asked.tasks
-        if (agreement(found, task, "alone") or -1.0) >= asked.criterion.least
-    ]  # fmt: skip
     means = {
         name: fmean(each.mean for each in told if each.reading == name)
         for name in dict.fromkeys(each.reading for each in told)
@@ -151,12 +148,21 @@ def verdicts(asked: Question, found: Sequence[Found]) -> list[Verdict]:
     made = list[Verdict]()
     for name, mean in means.items():
         informs = tuple(
-            each.task
-            for each in told
-            if each.reading == name and each.task in sure
-            and each.mean >= asked.criterion.least and min(each.by_seed) > 0
-        )  # fmt: skip
-        lead = mean - control
-        chosen = informs == asked.tasks and lead >= asked.criterion.margin
-        made.append(Verdict(name, mean, informs, lead, chosen and name not in CONTROLS))
+            each.task for each in told if each.reading == name and _informs(asked, found, each)
+        )
+        leads = mean - control >= asked.criterion.margin
+        word = "met" if informs == asked.tasks and leads else "missed"
+        made.append(Verdict(name, mean, informs, word if _whole(asked, found) else "undecided"))
     return sorted(made, key=lambda each: -each.mean)
+
+
+def _whole(asked: Question, found: Sequence[Found]) -> bool:
+    played = [each for each in found if "alone" in each.gains]
+    return len(played) == len(asked.tasks) * len(asked.seeds)
+
+
+def _informs(asked: Question, found: Sequence[Found], each: Correlation) -> bool:
+    """Whether a reading carries information on a task, all of whose seeds are there and agree."""
+    least, agreed = asked.criterion.least, agreement(found, each.task, "alone")
+    whole = len(each.by_seed) == len(asked.seeds) and agreed is not None and agreed >= least
+    return whole and each.mean >= least and min(each.by_seed) > 0
