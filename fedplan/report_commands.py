@@ -46,23 +46,30 @@ def report(
     with told():
         if not isfinite(watch):
             raise FedplanError(f"--watch is {watch}: say how many seconds, as --watch 10")
+        faults: tuple[str, ...] = ()
         if any(map(is_home, runs)):
             if len(runs) > 1:
                 raise FedplanError(f"{runs[0]} and others: a site's home is reported by itself")
             if watch:
                 raise FedplanError(f"--watch is for runs, and {runs[0]} is a site's home")
-            officer_page(runs[0]).write(output, csv=csv, png=png)
+            page = officer_page(runs[0])
+            page.write(output, csv=csv, png=png)
+            faults = page.faults
         else:
             _report(runs, output, watch, csv, png)
     if as_json:
-        print(json.dumps({"written": str(output)}))
+        print(json.dumps({"written": str(output), "faults": len(faults)}))
     else:
-        Console(soft_wrap=True, highlight=False).print(f"Written: {output}", markup=False)
+        told_of = f"; {len(faults)} faults are told in it" if faults else ""
+        Console(soft_wrap=True, highlight=False).print(f"Written: {output}{told_of}", markup=False)
+    if faults:
+        raise typer.Exit(1)
 
 
 def _report(
     runs: Sequence[Path], output: Path, watch: float, csv: Path | None, png: Path | None
 ) -> None:
+    from fedplan.reports.figures.drawing import printable
     from fedplan.reports.pages.reporting import report as reported
     from fedplan.reports.pages.reporting import watched
     from fedplan.sweeps.records import is_sweep
@@ -71,7 +78,7 @@ def _report(
     if any(map(is_sweep, runs)):
         runs, notes = runs_in(runs)
         for note in notes:
-            Console(stderr=True, soft_wrap=True).print(f"Note: {note}.", markup=False)
+            Console(stderr=True, soft_wrap=True).print(f"Note: {printable(note)}.", markup=False)
     if not watch:
         reported(runs, output, csv=csv, png=png)
         return

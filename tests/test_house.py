@@ -39,10 +39,10 @@ LENT = {
         same_bits scaler settled split_riders viewed whole_digest widest
     """,
     "storage": """
-        ChainFile Claim Entry Generation Head Process Read a_study_name alone claimed
-        client_names explained folder_named head_file home_of keep_file make_folder
-        mark_of_file now put_file reach read_chain read_head read_lines synced
-        this_process
+        BrokenChain ChainFile Claim Entry Generation Head Process Read a_study_name
+        alone claimed client_names explained folder_named head_file home_of keep_file
+        make_folder mark_of_file now put_file reach read_chain read_head read_lines
+        synced this_process
     """,
     "models": """
         CONFIG ITEMSIZE LowRank Preprocessing QUANTISED SETTINGS SHORT TASKS TEMPLATE
@@ -77,21 +77,21 @@ LENT = {
         capped counted derived needed read_secret require_pace secret_of
     """,
     "federation": """
-        AGREEMENT ANSWERS APPROVAL Account BEST Base Callback Closed DELTA Disclosure
-        EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity KEY KINDS
-        Kept LETTERS LIVE LOWER Limits METRICS Metrics Patience PlainSum RECORD ROLES
-        RULES RUN Record RecordError RunState RunStatus SMALL SPREADS STUDY Scores
-        Scoring Sent SiteState SiteStatus Status UPDATE WORLD Warrant agreements_in
-        announced ask_to_stop base_of by_part by_senders caps_of changed_rows close_all
-        closed_faults code_of cut drifts_of emptied ended evaluate guard_of is_id joined
-        journal_in keyed last_of last_told ledger_lines listed mark_of meant merge
-        metrics_of newest_segment opened opening opening_faults other_versions
-        own_values own_versions parsed parted personal_values place_of private_folder
-        question read_agreement read_answers read_asked read_egress read_faults
-        read_identity read_record read_status read_turn request_header request_message
-        require_sound run_of said_of scored scores_of segment_number sent state_said
-        stopping together told tracker_named understood unlike_versions update_of
-        warnings_of world_values
+        AGREEMENT ANSWERS APPROVAL Account BEST Base Callback Closed DELTA DRAWN
+        Disclosure EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity
+        KEY KINDS Kept LETTERS LIVE LOWER Limits METRICS Metrics Patience PlainSum
+        RECORD ROLES RULES RUN Record RecordError RunState RunStatus SCORES SINGLE SMALL
+        SPREADS STUDY Scores Scoring Sent SiteState SiteStatus Status UPDATE WORLD
+        Warrant agreements_in announced ask_to_stop base_of by_part by_senders caps_of
+        changed_rows close_all closed_faults code_of cut drifts_of emptied ended
+        evaluate guard_of is_id joined journal_in keyed last_of last_told ledger_lines
+        listed mark_of meant merge metrics_of newest_segment opened opening
+        opening_faults other_versions own_values own_versions parsed parted
+        personal_values place_of private_folder question read_agreement read_answers
+        read_asked read_egress read_faults read_identity read_record read_status
+        read_turn request_header request_message require_sound run_of said_of scored
+        scores_of segment_number sent state_said stopping together told tracker_named
+        understood unlike_versions update_of warnings_of world_values
     """,
     "studies": """
         Count DeviceName Given MethodSection Section Wanted WentOn agreed_run
@@ -110,10 +110,11 @@ LENT = {
         Balance Bar Dot Drawing Figure Forecast GridCell GridRow HUES Html Page
         PageSection Scale Segment Series Shape Shown SiteRecord Stroke Words asked badge
         bar_chart byte_unit cell_grid differing drift_section duration facts_of
-        follow_flower foreseen_of foretold holdings_of in_order line_chart listed
-        log_line mean_series megabytes millions moment paragraphs parts_table report
-        roles_section said_of_study scaled screen seed_groups shortened spelled state
-        stated table tag together told_of watched width_of
+        follow_flower foreseen_of foretold harmless holdings_of in_order limits_said
+        line_chart listed log_line mean_series megabytes millions moment paragraphs
+        parts_table printable report roles_section said_of_study scaled screen
+        seed_groups shortened spelled state stated table tag together told_of watched
+        width_of
     """,
     "sites": """
         approvals_of examine is_home officer_page rejoin screen serve_site write_lock

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedplan.audits.ledger import verify_lines
-from fedplan.errors import FedplanError, StoreError
+from fedplan.errors import FedplanError
 from fedplan.federation.client import KEY
 from fedplan.federation.identity import changed_rows
 from fedplan.federation.marks import keyed
@@ -167,7 +167,7 @@ def _home_faults(run: Run, last: Mapping[str, TurnRecord]) -> list[str]:
         try:
             faults += [f"{client}'s home, {each}" for each in journal.faults()]
             faults += _kept_faults(run, journal, turn)
-        except StoreError as error:  # one home that cannot be read hides no fault of the others
+        except FedplanError as error:  # one home that cannot be read hides no fault of the others
             faults.append(f"{client}'s home: {error}")
     return faults
 

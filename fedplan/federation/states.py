@@ -124,11 +124,28 @@ def read_status(folder: Path) -> RunStatus | None:
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
         sites = {name: SiteStatus(**each) for name, each in said.pop("sites").items()}
-        return RunStatus(driver=Process(**said.pop("driver")), sites=sites, **said)
+        return _sound(RunStatus(driver=Process(**said.pop("driver")), sites=sites, **said))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise FedplanError(f"{file} cannot be read: {error!r}; the run writes it anew") from error
+
+
+def _sound(status: RunStatus) -> RunStatus:
+    """A status whose fields are of their kinds; raises otherwise."""
+    texts = (status.study, status.run, status.state, status.why, status.primary)
+    numbers = (status.loss, status.seconds, status.left, status.spent, status.promised)
+    counts = (status.round, status.rounds, status.asked, status.answered)
+    sound = (
+        all(type(each) is str for each in texts)
+        and all(each is None or type(each) in (int, float) for each in numbers)
+        and all(type(each) is int for each in counts)
+        and type(status.ruled) is bool
+        and (status.seconds is None or status.seconds >= 0)
+    )
+    if not sound:
+        raise TypeError("a field of it is of another kind")
+    return status
 
 
 def ask_to_stop(folder: Path, *, at_once: bool = False) -> None:

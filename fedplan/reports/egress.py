@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,8 @@ from fedplan.errors import FedplanError
 from fedplan.federation.account import ANSWERS, DELTA, read_answers
 from fedplan.federation.egress import (
     AGREEMENT,
+    SCORES,
+    UPDATE,
     agreements_in,
     by_part,
     read_agreement,
@@ -23,6 +26,7 @@ from fedplan.federation.egress import (
 )
 from fedplan.privacy.accounting.budget import Budget
 from fedplan.privacy.guard import CHARGES
+from fedplan.storage.chain import BrokenChain
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,11 @@ class SiteRecord:
         agreed = self.agreed
         if not agreed:
             return [Text("nothing was agreed to", style="bold"), of]
-        said = agreed["limits"]
-        left = "" if said.get("epsilon") else "delta"  # a delta is of an epsilon
-        limits = ", ".join(f"{w} {count}" for w, count in said.items() if count and w != left)
         return [
             Text(f"{agreed['site']} in {agreed['experiment']}", style="bold"),
             of,
             Text(f"agreed to {agreed['plan']} ({agreed['fingerprint']}), model {agreed['model']}"),
-            Text(f"limits: {limits or 'none'}"),
+            Text(f"limits: {limits_said(agreed)}"),
         ]
 
     def _words(self) -> str:
@@ -107,12 +108,24 @@ class Balance:
 
     folder: Path
 
-    @property
-    def answered(self) -> dict[str, bool]:
-        """The requests that were answered from it, and whether noise hides each."""
-        return {line["request"]: line["hidden"] for line in read_answers(self.folder)}
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """Its lines, each of them what a site writes."""
+        found = read_answers(self.folder)
+        for number, line in enumerate(found, 1):
+            if not _fits(line, ANSWERED):
+                raise BrokenChain(f"line {number} of {self.folder / ANSWERS} was changed")
+        return found
 
     @property
+    def answered(self) -> dict[str, bool]:
+        """The updates that were answered from it by their requests, and whether noise hides each.
+
+        A poll may have been answered under the same request: it is no update.
+        """
+        return {x["request"]: x["hidden"] for x in self.lines if x["answer"] == UPDATE}
+
+    @cached_property
     def charged(self) -> set[str]:
         """The requests whose noise was charged."""
         spent = Budget(self.folder / CHARGES, delta=DELTA, unit="example")
@@ -120,8 +133,8 @@ class Balance:
 
     def json(self) -> dict[str, Any]:
         """It as plain values."""
-        lines = read_answers(self.folder)
-        kinds = {"turns": "update", "polls": "scores"}
+        lines = self.lines
+        kinds = {"turns": UPDATE, "polls": SCORES}
         distinct = {n: {x["content"] for x in lines if x["answer"] == k} for n, k in kinds.items()}
         spent = Budget(self.folder / CHARGES, delta=DELTA, unit="example")
         return {
@@ -158,6 +171,11 @@ def told_of(home: Path) -> list[SiteRecord | Balance]:
 
 
 AGREED: dict[str, type] = dict.fromkeys(("site", "experiment", "plan", "fingerprint", "model"), str)
+ANSWERED: dict[str, type] = {
+    **dict.fromkeys(("request", "answer", "content"), str),
+    "bytes": int,
+    "hidden": bool,
+}
 COUNTS: dict[str, type] = dict.fromkeys(("round", "up", "said", "down", "times"), int)
 WORDS: dict[str, type] = dict.fromkeys(
     ("kind", "time", "request", "run", "study", "experiment", "code", "server", "approver"), str
@@ -168,7 +186,7 @@ def _records(home: Path) -> Iterator[SiteRecord]:
     groups = dict[tuple[str, str], list[dict[str, Any]]]()
     for number, line in enumerate(read_egress(home), 1):
         if not _fits(line, WORDS | COUNTS) or not _counts(line.get("parts"), int):
-            raise FedplanError(f"line {number} of the record in {home} was changed: {line!s:.60}")
+            raise BrokenChain(f"line {number} of the record in {home} was changed: {line!s:.60}")
         groups.setdefault((line["study"], line["run"]), []).append(line)
     agreed = _agreements(home)
     for (study, run), lines in groups.items():
@@ -188,11 +206,16 @@ def _agreements(home: Path) -> dict[tuple[str, str], dict[str, Any]]:
     for folder in agreements_in(home):
         agreed = read_agreement(folder)
         if not (_fits(agreed, AGREED) and _counts(agreed.get("limits"), float)):
-            raise FedplanError(
-                f"{folder} does not hold what a site agreed to: its file was changed"
-            )
+            raise BrokenChain(f"{folder} does not hold what a site agreed to: its file was changed")
         found[agreed["experiment"], str(agreed.get("run", ""))] = agreed
     return found
+
+
+def limits_said(agreed: Mapping[str, Any]) -> str:
+    """A site's own limits in words."""
+    said = agreed["limits"]
+    left = "" if said.get("epsilon") else "delta"  # a delta is of an epsilon
+    return ", ".join(f"{w} {count:g}" for w, count in said.items() if count and w != left) or "none"
 
 
 def _sum(lines: list[dict[str, Any]], what: str) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fedplan.reports.figures.drawing import printable
 from fedplan.studies.plain import flat
 from fedplan.studies.schema import Study
 
@@ -59,12 +60,13 @@ def _names(firsts: Sequence[Member]) -> list[str]:
     ways: tuple[Callable[[Member], str], ...] = (
         lambda each: _label(said_of_study(each[0]), each[1], fields) or each[0].name,
         lambda each: each[0].name,
-        lambda each: each[2].name,
+        lambda each: each[2].name.rpartition(",seed=")[0] or each[2].name,
         lambda each: str(each[2]),
     )
     for way in ways:
-        names = [way(each) for each in firsts]
-        if all(names) and len(set(names)) == len(names) and max(map(len, names)) <= LONG:
+        told = [printable(way(each)) for each in firsts]
+        names = [name if len(name) <= LONG else f"{name[: LONG - 1]}…" for name in told]
+        if all(names) and len(set(names)) == len(names):
             return names
     return [f"{study.name} ({number})" for number, (study, _, _) in enumerate(firsts, 1)]
 
@@ -73,7 +75,8 @@ def _label(said: Mapping[str, Any], plan: str, fields: Sequence[str]) -> str:
     """A group by what differs: the value alone where that is one field."""
     values = {**said, **{name: plan for name in PLANS if said.get(name) not in UNSAID}}
     if len(fields) == 1:
-        return str(values.get(fields[0], "unsaid"))
+        value = values.get(fields[0])
+        return "unsaid" if value in UNSAID else str(value)
     told = [name for name in fields if values.get(name) not in UNSAID]
     named = [name for name in ("method.name", *PLANS) if name in told]
     rest = [f"{name.removeprefix(SETTINGS)}={values[name]}" for name in told if name not in named]

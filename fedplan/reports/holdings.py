@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holdings: who holds what of a study's rows, drawn as bars, and how unlike the clients are."""
+"""Holdings: who holds what of a study's rows, drawn, and how unlike the clients are."""
 
 from __future__ import annotations
 

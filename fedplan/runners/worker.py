@@ -131,7 +131,7 @@ def _carry_over(worker: Worker, journal: Journal) -> None:
 def _traits(study: Study, site: Site) -> dict[str, str]:
     """What is said of a site: by the study, and by itself where that does not tell it is there."""
     own, name = site.traits, site.name
-    if own and study.privacy and study.privacy.unit == "client":
+    if own and study.hides_clients:
         raise ConfigError(
             f"the site {name!r} says {', '.join(own)} of itself: this study hides its clients, so "
             f"traits are public and stand in the study, in clients.traits.{name}"

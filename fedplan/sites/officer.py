@@ -15,7 +15,8 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.egress import RECORD, UPDATE, agreements_in, by_part
 from fedplan.language.plan import Role
 from fedplan.language.resolution import touched
-from fedplan.reports.egress import Balance, SiteRecord, told_of
+from fedplan.naming import allowing
+from fedplan.reports.egress import Balance, SiteRecord, limits_said, told_of
 from fedplan.reports.explanation import in_order
 from fedplan.reports.figures.bars import Bar, bar_chart
 from fedplan.reports.figures.drawing import Drawing
@@ -26,7 +27,8 @@ from fedplan.reports.pages.verdict import badge
 from fedplan.reports.preview import stated
 from fedplan.reports.units import byte_unit, megabytes
 from fedplan.sites.approvals import APPROVALS, APPROVED, ASIDE, BEGUN
-from fedplan.storage.chain import head_file, read_chain, read_head
+from fedplan.sites.inbox import Inbox
+from fedplan.storage.chain import BrokenChain, head_file, read_chain, read_head
 from fedplan.storage.logs import now
 from fedplan.studies.folder import agreement_in, study_in
 
@@ -43,8 +45,10 @@ class Departure:
 
     record: SiteRecord
     words: tuple[dict[str, Any], ...]
+    home: Path
     folder: Path | None
     balances: tuple[Balance, ...] = ()
+    approved: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -56,15 +60,29 @@ class Departure:
         """The answers in which values left."""
         return [line for line in self.record.lines if line["kind"] == UPDATE]
 
-    @cached_property
+    @property
     def agreement(self) -> Agreement | None:
-        """What the site agreed to, if its folder still tells, and tells of this very study."""
+        """What the site agreed to, by the study as it came, if that is still here."""
+        return None if isinstance(self._found, str) else self._found
+
+    @cached_property
+    def _found(self) -> Agreement | str:
+        """The same, or why it cannot be told. Code that a study names is not run for a page."""
+        if self.folder is None:
+            return f"{self.home} has no folder of it"
         try:
-            if self.folder is None or study_in(self.folder).whole != self.record.study:
-                return None
-            return agreement_in(self.folder)
+            study = Inbox(self.home).read(self.record.study).study
+            return agreement_in(self.folder, study)
+        except FedplanError as error:
+            return str(error)
+
+    def _is_of_an_approved_study(self) -> bool:
+        """Whether its folder, which keeps the last of a run's studies, has one of those."""
+        try:
+            with allowing(()):
+                return self.folder is not None and study_in(self.folder).whole in self.approved
         except FedplanError:
-            return None
+            return False
 
     def faults(self) -> Iterator[str]:
         """What left without a word, or of a part that the plan does not share."""
@@ -73,11 +91,10 @@ class Departure:
             return
         yield from self._uncounted()
         if self.agreement is None:
-            yield (
-                f"{self.name}: the study that was approved is not what lies in its folder, so what "
-                "it shares cannot be checked"
-            )
+            yield f"{self.name}: what its plan shares cannot be checked: {self._found}"
             return
+        if not self._is_of_an_approved_study():
+            yield f"{self.name}: what lies in its folder is no study that was approved here"
         plan, params = self.agreement.method.plan, self.agreement.params
         if self.record.agreed["plan"] != plan.text:
             yield f"{self.name}: its folder says another plan than that of the approved study"
@@ -134,26 +151,31 @@ def officer_page(home: Path) -> Page:
     balances = [each for each in found if isinstance(each, Balance)]
     said = _approvals(home)
     folders = _folders(home)
+    approved = frozenset(line["study"] for line in said if line["word"] == APPROVED)
     departures = [
         Departure(
             each,
             tuple(line for line in said if line["study"] == each.study),
+            home,
             folders.get(each.run),
             tuple(balances),
+            approved,
         )
         for each in records
     ]
     sites = {str(each.agreed["site"]) for each in records if each.agreed}
     lines = sum(len(each.lines) for each in records)
+    faults = tuple(fault for each in departures for fault in each.faults())
     return Page(
         f"What left {', '.join(sorted(sites)) or home.name}",
         tuple(_lead(departures, balances)),
         (
-            _verdict(departures, lines, len(said), _heads(home)),
+            _verdict(faults, lines, len(said), _heads(home)),
             *(_section(each, number) for number, each in enumerate(departures, 1)),
             _said(said),
         ),
         f"Written by fedplan {now()[:16].replace('T', ' ')} UTC from the record in {home}.",
+        faults=faults,
     )
 
 
@@ -163,7 +185,7 @@ def _approvals(home: Path) -> list[dict[str, Any]]:
     said = read_chain(file) if file.exists() or head_file(file).exists() else []
     for number, line in enumerate(said, 1):
         if lacking := [name for name in SAID if not isinstance(line.get(name), str)]:
-            raise FedplanError(f"line {number} of {file} has no {lacking[0]}: it was changed")
+            raise BrokenChain(f"line {number} of {file} has no {lacking[0]}: it was changed")
     return said
 
 
@@ -214,15 +236,17 @@ def _lead(departures: Sequence[Departure], balances: Sequence[Balance]) -> Itera
         )
 
 
-def _verdict(departures: Sequence[Departure], lines: int, said: int, heads: str) -> PageSection:
-    faults = [fault for each in departures for fault in each.faults()]
+def _verdict(faults: Sequence[str], lines: int, said: int, heads: str) -> PageSection:
     words = (
         f"The record of {lines} answers and the {said} words on studies are each a whole chain. "
         "Every update left by an approval of its run that stands there, of parts that its plan "
-        "shares, and is counted in an account. Whoever may write here could write another chain: "
-        "compare the heads below with those that others were told."
+        "shares, and is counted in an account. Scores and other words are listed below, and not "
+        "checked. Whoever may write here could write another chain: compare the heads below with "
+        "those that others were told."
     )
-    return PageSection("Verdict", (badge(faults, words), tag("p", heads, class_="faint")))
+    return PageSection(
+        "Verdict", (badge(faults, words, "What left this site"), tag("p", heads, class_="faint"))
+    )
 
 
 def _section(departure: Departure, number: int) -> PageSection:
@@ -249,12 +273,9 @@ ROUNDS = "A row is a part of the model; of a row without a mark nothing has left
 def _agreed(agreed: Mapping[str, Any]) -> str:
     if not agreed:
         return "Nothing was agreed to in it."
-    said = agreed["limits"]
-    left = "" if said.get("epsilon") else "delta"  # a delta is of an epsilon
-    limits = ", ".join(f"{word} {each:g}" for word, each in said.items() if each and word != left)
     return (
         f"The site agreed to the plan {agreed['plan']} ({agreed['fingerprint']}) for the model "
-        f"{agreed['model']}. Its own limits: {limits or 'none'}."
+        f"{agreed['model']}. Its own limits: {limits_said(agreed)}."
     )
 
 

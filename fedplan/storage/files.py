@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 from secrets import token_hex
 
 from fedplan.errors import StoreError
 from fedplan.storage.locks import synced
+
+STALE = 3600.0
+"""Seconds after which nobody writes a small file any more."""
 
 
 def make_folder(folder: Path) -> None:
@@ -31,6 +36,9 @@ def put_file(file: Path, content: str | bytes, *, mode: int = 0o644) -> None:
     elsewhere.
     """
     data = content.encode() if isinstance(content, str) else content
+    if not file.name or (file.exists() and not file.is_file()):
+        what = "it is a folder" if file.is_dir() else "it is no plain file"
+        raise StoreError(f"{file} cannot be written: {what}; name a file")
     beside = file.with_name(f".{file.name}.{token_hex(8)}.tmp")
     new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
@@ -39,6 +47,7 @@ def put_file(file: Path, content: str | bytes, *, mode: int = 0o644) -> None:
             out.flush()
             os.fsync(out.fileno())
         beside.replace(file)
+        _swept(file)
         synced(file.parent)
     except OSError as error:
         with suppress(OSError):
@@ -46,10 +55,16 @@ def put_file(file: Path, content: str | bytes, *, mode: int = 0o644) -> None:
         raise StoreError(f"{file} cannot be written: {error}; {_remedy(file)}") from error
 
 
+def _swept(file: Path) -> None:
+    """Take away what kills have left beside a file, unless it may still be in writing."""
+    for left in file.parent.glob(f".{escape(file.name)}.*.tmp"):
+        with suppress(OSError):
+            if time.time() - left.lstat().st_mtime > STALE:
+                left.unlink()
+
+
 def _remedy(file: Path) -> str:
     """What helps where a file cannot be written."""
-    if file.is_dir():
-        return f"it is a folder: name a file in it, as {file / 'NAME'}"
     if not file.parent.is_dir():
         return f"there is no folder {file.parent}: make it, or name another"
     return "make room, or see that you may write there, then start again"

@@ -81,6 +81,6 @@ def study_in(folder: Path) -> Study:
         raise ConfigError(f"{folder} is not the folder of a run: {STUDY}: {error}") from error
 
 
-def agreement_in(folder: Path) -> Agreement:
-    """The agreement of a run, as its folder tells it."""
-    return agreement_of(study_in(folder), read(folder / MANIFEST))
+def agreement_in(folder: Path, study: Study | None = None) -> Agreement:
+    """The agreement of a run, as its folder tells it; or by a study of its own that is known."""
+    return agreement_of(study or study_in(folder), read(folder / MANIFEST))

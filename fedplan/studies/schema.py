@@ -104,6 +104,11 @@ class Study(Section):
         return hashlib.sha256(told.encode()).hexdigest()[:32]
 
     @property
+    def hides_clients(self) -> bool:
+        """Whether it hides that a client took part."""
+        return self.privacy is not None and self.privacy.unit == "client"
+
+    @property
     def whole(self) -> str:
         """Tells two studies apart by every word in them: what a site approves."""
         told = json.dumps(self.model_dump(mode="json"), sort_keys=True)
@@ -113,14 +118,14 @@ class Study(Section):
     @model_validator(mode="after")
     def _private(self) -> Study:
         said = self.privacy
-        if said and said.unit == "client" and (self.clients.dropped or self.clients.late):
+        if self.hides_clients and (self.clients.dropped or self.clients.late):
             raise ValueError("privacy draws its own cohorts: no clients.dropped or clients.late")
-        if said and said.unit == "client" and self.clients.quorum > 1:
+        if self.hides_clients and self.clients.quorum > 1:
             raise ValueError(
                 f"clients.quorum is {self.clients.quorum}: where clients are hidden, a round that "
                 "stops for want of answers would tell who was away; leave it out"
             )
-        if said and said.unit == "client" and self.data.by == "column" and not self.clients.names:
+        if self.hides_clients and self.data.by == "column" and not self.clients.names:
             raise ValueError(
                 "to hide clients that a column names, say all that there may be in clients.names: "
                 "a roster read off the rows would tell who is in it"

@@ -187,8 +187,7 @@ class _Words:
         if other.plan == base.plan:
             return said
         said.append(f"the plan is {other.plan}, not {base.plan}")
-        hidden = (each.study.privacy for each in (base, other))
-        if any(each is not None and each.unit == "client" for each in hidden):
+        if base.study.hides_clients or other.study.hides_clients:
             return said  # what single clients did is told of nobody who is hidden
         return said + role_words(self._faring, faring_of(other.folder))
 

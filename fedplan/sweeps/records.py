@@ -68,7 +68,11 @@ def begin(folder: Path, asked: Asked) -> None:
 
     Values and seeds may be added to a sweep: all that ran before is still in it.
     """
-    if folder.is_dir() and not is_sweep(folder) and any(folder.iterdir()):
+    if (
+        folder.is_dir()
+        and not is_sweep(folder)
+        and any(each.suffix != ".tmp" for each in folder.iterdir())
+    ):
         raise ConfigError(f"{folder} is not empty and holds no sweep: name another folder")
     if is_sweep(folder):
         _require_within(folder, read_asked_for(folder), asked)
@@ -94,8 +98,10 @@ def read_asked_for(folder: Path) -> Asked:
     """What the sweep in a folder was asked for."""
     said = _read(folder / SWEEP)
     try:
+        if any(type(mark) is not str for mark in dict(said["runs"]).values()):
+            raise TypeError("runs are names, each with a digest")
         return Asked(**said)
-    except TypeError as error:
+    except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"{folder / SWEEP} cannot be read: {error}") from error
 
 

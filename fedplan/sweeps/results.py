@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from fedplan.data.own import OWN, Own
@@ -12,7 +13,9 @@ from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.callbacks import LOWER, SPREADS
 from fedplan.federation.history import Metrics
+from fedplan.federation.server import STUDY
 from fedplan.federation.states import RunState, read_status
+from fedplan.federation.trackers import DRAWN, SINGLE
 from fedplan.reports.preview import stated
 from fedplan.studies.run import Run, looked_at, open_run
 from fedplan.studies.schema import Study
@@ -51,18 +54,23 @@ class RunResult:
 
     def _sum(self, way: str) -> int | None:
         """Bytes of all; where clients are hidden they would tell how many were drawn."""
-        private = self.study.privacy
-        if private is not None and private.unit == "client":
-            return None
-        return int(sum(row[way] for row in self.metrics))
+        return None if self.study.hides_clients else int(sum(row[way] for row in self.metrics))
+
+    @cached_property
+    def told_of(self) -> list[dict[str, float]]:
+        """The numbers of each round that may be told: where clients are hidden, none of theirs."""
+        if not self.study.privacy:
+            return list(self.metrics)
+        aside = (*SINGLE, *DRAWN) if self.study.hides_clients else SINGLE
+        return [{k: v for k, v in row.items() if not k.startswith(aside)} for row in self.metrics]
 
     def score(self, name: str) -> float | None:
         """A number of the last round that has it."""
-        return next((row[name] for row in reversed(self.metrics) if name in row), None)
+        return next((row[name] for row in reversed(self.told_of) if name in row), None)
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """A number by round, of those that have it."""
-        return [(int(row["round"]), row[name]) for row in self.metrics if name in row]
+        return [(int(row["round"]), row[name]) for row in self.told_of if name in row]
 
     @property
     def primary(self) -> str:
@@ -109,7 +117,8 @@ def runs_in(places: Sequence[Path | str]) -> tuple[list[Path], list[str]]:
             found.append(open_run(place).folder)
             continue
         names, failed = read_asked_for(place).runs, read_failures(place)
-        begun = [place / name for name in names if name not in failed and (place / name).is_dir()]
+        there = [name for name in names if (place / name / STUDY).is_file()]
+        begun = [place / name for name in there if name not in failed]
         found += begun
         if failed:
             notes.append(f"{len(failed)} of {len(names)} runs of {place} failed: left out")
@@ -127,7 +136,7 @@ def score_named(name: str, results: Sequence[RunResult]) -> str:
         if all(result.score(each) is not None for result in results):
             return each
     lacking = next((r for r in results if all(r.score(w) is None for w in wanted)), results[0])
-    there = sorted({key for row in lacking.metrics for key in row})
+    there = sorted({key for row in lacking.told_of for key in row})
     raise FedplanError(
         f"not all runs have {name or 'one score'}: {lacking.folder} has "
         f"{', '.join(there) or 'no round yet'}; name one that all have by --score"

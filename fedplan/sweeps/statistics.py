@@ -11,6 +11,8 @@ from typing import cast
 
 LEVEL = 0.95
 """How often an interval holds what it is of."""
+SAME = 1e-9
+"""Differences are the same if their spread is so small a share of the largest."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,10 @@ def p_value(differences: Sequence[float]) -> float | None:
     if len(differences) < 2 or not all(map(isfinite, differences)):
         return None
     middle, error = mean(differences), stdev(differences) / sqrt(len(differences))
-    if not error and middle:
-        return None
-    far = abs(middle) / error if error else 0.0
+    largest = max(map(abs, differences))
+    if error <= SAME * largest:  # what is left of a spread is what floats round off
+        return None if largest else 1.0
+    far = abs(middle) / error
     return 2 * float(cast("float", stdtr(len(differences) - 1, -far)))
 
 

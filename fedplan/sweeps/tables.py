@@ -9,6 +9,7 @@ from io import StringIO
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from fedplan.reports.figures.drawing import harmless, printable
 from fedplan.reports.units import duration, megabytes
 from fedplan.sweeps.statistics import Interval
 
@@ -27,7 +28,7 @@ def markdown(found: Comparison) -> str:
         parts.append(f"What differs from {found.base.label}:\n")
         parts += [f"- **{row.group.label}**: {'; '.join(row.words)}." for row in told]
         parts.append("")
-    parts += [f"Note: {note}." for note in (*found.notes, reading(found))]
+    parts += [f"Note: {printable(note)}." for note in (*found.notes, reading(found))]
     return "\n".join(parts) + "\n"
 
 
@@ -110,12 +111,7 @@ def _flat(found: Comparison, row: Contrast) -> dict[str, Any]:
         short = "score" if name == "mean" else name
         whole |= {short: held["mean"], f"{short}_low": held["low"], f"{short}_high": held["high"]}
     del whole["runs"], whole["differs"]
-    return {"label": _harmless(whole.pop("label")), "measure": found.score, **whole}
-
-
-def _harmless(text: str) -> str:
-    """A text that no spreadsheet takes for a formula."""
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+    return {"label": harmless(whole.pop("label")), "measure": found.score, **whole}
 
 
 def plain(found: Comparison) -> dict[str, Any]:

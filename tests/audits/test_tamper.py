@@ -221,3 +221,15 @@ def test_a_fault_is_told_by_the_command(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "run/ledger.jsonl").write_text("{}\n")
     code, out = run("verify", str(tmp_path / "run"))
     assert code == 1 and "ledger.jsonl is not what round 3 was committed with" in out
+
+
+def test_a_key_that_others_may_read_is_a_fault_and_hides_no_other(
+    folder: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    keys = sorted(copy.rglob("key"))
+    for key in keys:
+        key.chmod(0o644)
+    faults, _ = verify_run(copy)
+    assert sum("others may read" in fault for fault in faults) == len(keys)

@@ -156,7 +156,7 @@ def test_never_below_an_accountant_of_our_own_at_size(run: Run) -> None:
 
 
 @given(RUNS)
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_never_below_the_plain_use_of_the_library(run: Run) -> None:
     from dp_accounting import dp_event
     from dp_accounting.pld import PLDAccountant
@@ -177,7 +177,7 @@ def monotone(run: Run, more: float) -> None:
 
 
 @given(RUNS, st.floats(1, 1.5))
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_more_steps_a_higher_rate_and_less_noise_cost_more(run: Run, more: float) -> None:
     monotone(run, more)
 

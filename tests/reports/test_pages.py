@@ -167,7 +167,7 @@ def test_the_tables_of_a_report_have_the_numbers_of_the_run(place: Path) -> None
         str(place / "csv"),
         "--json",
     )
-    assert code == 0 and json.loads(said) == {"written": str(place / "x.html")}
+    assert code == 0 and json.loads(said) == {"written": str(place / "x.html"), "faults": 0}
     with (place / "csv" / "scores.csv").open() as out:
         rows = [row for row in csv.DictReader(out) if row["series"] == "world"]
     metrics = open_run(place / "a").metrics

@@ -30,6 +30,16 @@ METHOD = 'plan = "chain(share(), keep(head))"'
 TEXT = study_text(method=METHOD, privacy="", rounds=3)
 
 
+def played(desk: Desk, text: str, *rounds: int) -> None:
+    """Have a desk answer some rounds of a study."""
+    assert "client" in unpacked(desk.answer(HELLO, hello(text)))[1]
+    study = study_of(read_toml(text))
+    endpoint = desk._worker_of(study).endpoint(RUN)  # pyright: ignore[reportPrivateUsage]
+    for number in rounds:
+        down = push(endpoint.agreement, world_of(endpoint, round=number), NAME, {}, anew=True)
+        assert unpacked(desk.answer(TRAIN, request_message(down)))[0]
+
+
 def served(folder: Path, *, approved: bool = True, text: str = TEXT) -> Path:
     """A home that has answered two rounds of a study, approved by a person or by nobody."""
     site, _ = words_of(folder)
@@ -39,12 +49,7 @@ def served(folder: Path, *, approved: bool = True, text: str = TEXT) -> Path:
     if approved:
         approvals.offer(study)
         approvals.approve(study.whole)
-    desk = Desk(site, approver)
-    assert "client" in unpacked(desk.answer(HELLO, hello(text)))[1]
-    endpoint = desk._worker_of(study).endpoint(RUN)  # pyright: ignore[reportPrivateUsage]
-    for number in (1, 2):
-        down = push(endpoint.agreement, world_of(endpoint, round=number), NAME, {}, anew=True)
-        assert unpacked(desk.answer(TRAIN, request_message(down)))[0]
+    played(Desk(site, approver), text, 1, 2)
     return Path(site.home)
 
 
@@ -74,7 +79,7 @@ def test_the_page_tells_what_the_record_tells(home: Path, tmp_path: Path) -> Non
 
 def test_what_left_without_an_approval_is_a_fault(tmp_path: Path) -> None:
     page = officer_page(served(tmp_path, approved=False)).html()
-    assert "2 faults" in page and "by the word of anybody, and no such approval stood" in page
+    assert "3 faults" in page and "by the word of anybody, and no such approval stood" in page
     assert "verified<" not in page
 
 
@@ -127,10 +132,11 @@ def _other_study(home: Path) -> None:
         (_turned("answers.jsonl", '"hidden": false', '"hidden": true'), "nothing was charged"),
         (_unaccounted, "no account of a dataset has a line of it"),
         (_other_plan, "its folder says another plan"),
-        (_other_study, "is not what lies in its folder"),
-        (_gone("manifest.json"), "is not what lies in its folder"),
+        (_other_study, "is no study that was approved here"),
+        (_gone("manifest.json"), "cannot be checked"),
+        (_turned("answers.jsonl", '"answer": "update"', '"answer": "scores"'), "no account"),
     ],
-    ids=["hidden", "no account", "plan", "study", "manifest"],
+    ids=["hidden", "no account", "plan", "study", "manifest", "poll"],
 )
 def test_whatever_lies_beside_the_chains_is_held_to_them(
     change: Callable[[Path], None], told: str, home: Path, tmp_path: Path
@@ -142,9 +148,38 @@ def test_whatever_lies_beside_the_chains_is_held_to_them(
     assert told in text and "verified<" not in text
 
 
+def test_a_run_whose_rounds_were_added_and_approved_is_sound(tmp_path: Path) -> None:
+    home, longer = served(tmp_path), study_text(method=METHOD, privacy="", rounds=5)
+    site, _ = words_of(tmp_path)
+    approvals = Approvals(home, tmp_path / "policy.toml", site=Turn(client=NAME))
+    study = study_of(read_toml(longer))
+    approvals.offer(study)
+    approvals.approve(study.whole)
+    played(Desk(site, approvals), longer, 3)
+    assert not officer_page(home).faults
+
+
+@pytest.mark.parametrize("line", ["{}", "5", '{"request": 1}'])
+def test_a_line_of_an_account_that_no_site_writes_is_a_finding(
+    line: str, home: Path, tmp_path: Path
+) -> None:
+    copytree(home, tmp_path / "home")
+    (account,) = tmp_path.rglob("answers.jsonl")
+    account.write_text(account.read_text() + line + "\n")
+    code, said = run("report", str(tmp_path / "home"), "-o", str(tmp_path / "x.html"))
+    assert code == 1 and "answers.jsonl was changed" in " ".join(said.split())
+
+
+def test_a_page_with_faults_is_written_and_ends_in_1(home: Path, tmp_path: Path) -> None:
+    copytree(home, tmp_path / "home")
+    _unaccounted(tmp_path / "home")
+    code, said = run("report", str(tmp_path / "home"), "-o", str(tmp_path / "x.html"))
+    assert code == 1 and "faults are told in it" in said and (tmp_path / "x.html").exists()
+
+
 def test_a_second_run_of_an_approved_study_is_a_fault(home: Path) -> None:
     (first,) = (each for each in told_of(home) if isinstance(each, SiteRecord))
     words = tuple(read_chain(home / "approvals.jsonl"))
     other = replace(first, run="f" * 16)
-    assert not list(Departure(first, words, None).unapproved())
-    assert len(list(Departure(other, words, None).unapproved())) == 2
+    assert not list(Departure(first, words, home, None).unapproved())
+    assert len(list(Departure(other, words, home, None).unapproved())) == 2

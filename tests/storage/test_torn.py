@@ -232,11 +232,25 @@ def test_a_file_is_never_written_through_a_name_that_was_laid_out(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("name", "remedy"), [(".", "it is a folder"), ("nowhere/x", "there is no folder")]
+    ("name", "remedy"),
+    [(".", "it is a folder"), ("nowhere/x", "there is no folder"), ("fifo", "no plain file")],
 )
 def test_the_remedy_is_of_what_is_wrong(tmp_path: Path, name: str, remedy: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
     with pytest.raises(StoreError, match=remedy):
         put_file(tmp_path / name, "")
+    with pytest.raises(StoreError, match="name a file"):
+        put_file(Path(), "")
+
+
+def test_what_kills_left_beside_a_file_goes_with_the_next_write(tmp_path: Path) -> None:
+    old, new = (tmp_path / f".small.{name}.tmp" for name in ("old", "new"))
+    for each in (old, new, tmp_path / ".other.x.tmp"):
+        each.write_text("half")
+    os.utime(old, (0, 0))
+    os.utime(tmp_path / ".other.x.tmp", (0, 0))
+    put_file(tmp_path / "small", "whole")
+    assert sorted(os.listdir(tmp_path)) == [".other.x.tmp", ".small.new.tmp", "small"]
 
 
 def test_a_sites_record_cut_at_any_byte_is_read_and_goes_on(tmp_path: Path) -> None:

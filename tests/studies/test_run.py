@@ -30,7 +30,7 @@ METHODS = {
     "client": f'[privacy]\nunit = "client"\n{PRIVATE}',
     "example": f'[privacy]\nunit = "example"\nsize = 10\n{PRIVATE}',
 }
-NAMES = [*METHODS] if AT_NIGHT else ["fedper", "client"]
+NAMES = [*METHODS] if AT_NIGHT else ["client"]
 HIDDEN = {"client", "example"}
 STATES = ("ended", "between", "within", "killed")
 """A run that has ended; two that live, of which one has played a round and not committed it; and

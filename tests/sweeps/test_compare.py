@@ -143,6 +143,23 @@ def test_of_hidden_clients_no_bytes_are_told(tmp_path: Path) -> None:
     assert group["bytes_up"] is None and group["bytes_down"] is None
     assert next(csv.DictReader(StringIO(found.csv())))["bytes_up"] == ""
     assert "Sent by all clients" not in found.html()
+    for hidden in ("up", "counted", "personal.worst", "clients.client-00.accuracy"):
+        with pytest.raises(FedplanError, match="not all runs have") as told:
+            compare([tmp_path / "run"], score=hidden)
+        assert "client-00" not in str(told.value).partition(" has ")[2]
+
+
+@pytest.mark.parametrize(
+    "said", [{"primary": ["x"]}, {"seconds": "ab"}, {"seconds": -5}, {"ruled": 1}]
+)
+def test_a_status_that_no_run_writes_is_noted(
+    said: dict[str, object], swept: Sweep, tmp_path: Path
+) -> None:
+    shutil.copytree(swept.folders[0], tmp_path / "run")
+    file = tmp_path / "run" / "status.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    found = compare([swept.folders[0], tmp_path / "run"])
+    assert any("is of another kind" in note for note in found.notes)
 
 
 def test_less_is_better_of_a_loss_and_of_clients_of_a_task_that_is_scored_by_one(

@@ -126,7 +126,7 @@ def test_a_thousand_orders_and_trees(chunk: None) -> None:
     dice = random.Random(1)
     arrivals = updates(dice, 16)
     expected = content(total_of(arrivals))
-    for _ in range(500):
+    for _ in range(often(500)):
         dice.shuffle(arrivals)
         assert content(total_of(arrivals)) == expected
         assert content(tree_of(dice, arrivals)) == expected

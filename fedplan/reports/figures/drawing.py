@@ -95,7 +95,7 @@ class Drawing:
         style = f"<style>{colours()}\ntext {{ font-family: {FONTS} }}</style>" if alone else ""
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{said}" role="img" '
-            f'aria-label="{escape(_printable(self.title))}">{style}{"".join(self._marks())}</svg>'
+            f'aria-label="{escape(printable(self.title))}">{style}{"".join(self._marks())}</svg>'
         )
 
     def csv(self) -> str:
@@ -103,7 +103,7 @@ class Drawing:
         out = StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(self.columns)
-        writer.writerows([_cell(each) for each in row] for row in self.rows)
+        writer.writerows([harmless(each) for each in row] for row in self.rows)
         return out.getvalue()
 
     def _marks(self) -> Iterator[str]:
@@ -123,6 +123,18 @@ def shortened(text: str, width: float, size: float = SIZE) -> str:
 def width_of(text: str, size: float = SIZE) -> float:
     """About how wide a text is."""
     return WIDE * size * len(text)
+
+
+def printable(text: str) -> str:
+    """A text without signs that XML does not have."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+def harmless(value: object) -> object:
+    """A value for a spreadsheet: what a client called itself is never a formula there."""
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return f"'{value}"
+    return "" if value is None else value
 
 
 def _mark(shape: Shape) -> str:
@@ -147,7 +159,7 @@ def _mark(shape: Shape) -> str:
             return (
                 f'<text x="{_short(shape.x)}" y="{_short(shape.y)}" class="f-{shape.paint}" '
                 f'text-anchor="{shape.anchor}" font-size="{_short(shape.size)}"{bold}>'
-                f"{escape(_printable(shape.text))}</text>"
+                f"{escape(printable(shape.text))}</text>"
             )
 
 
@@ -183,7 +195,7 @@ def _tipped(opening: str, tip: str) -> str:
     if not tip:
         return f"{opening}/>"
     name = opening[1:].partition(" ")[0]
-    return f"{opening}><title>{escape(_printable(tip))}</title></{name}>"
+    return f"{opening}><title>{escape(printable(tip))}</title></{name}>"
 
 
 def _points(points: Sequence[tuple[float, float]]) -> str:
@@ -192,15 +204,3 @@ def _points(points: Sequence[tuple[float, float]]) -> str:
 
 def _short(number: float) -> str:
     return f"{number:.1f}".removesuffix(".0")
-
-
-def _printable(text: str) -> str:
-    """A text without signs that XML does not have."""
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
-
-
-def _cell(value: object) -> object:
-    """A value for a spreadsheet: what a client called itself is never a formula there."""
-    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
-        return f"'{value}"
-    return "" if value is None else value

@@ -59,7 +59,8 @@ class PageSection:
 class Page:
     """A page: its title, what is said first, its sections, and how it was made.
 
-    One that is `renewed` asks a browser to look again after so many seconds.
+    One that is `renewed` asks a browser to look again after so many seconds. `faults` are what is
+    wrong with what it tells of.
     """
 
     title: str
@@ -67,6 +68,7 @@ class Page:
     sections: tuple[PageSection, ...]
     foot: str = ""
     renewed: int = 0
+    faults: tuple[str, ...] = ()
 
     def html(self) -> str:
         """It as one file. Whoever opens it runs nothing and asks nobody."""

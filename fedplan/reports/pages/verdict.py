@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
 from fedplan.reports.pages.facts import RunFacts
@@ -41,12 +43,12 @@ def _told(facts: RunFacts) -> tuple[list[str], str]:
     )
 
 
-def badge(faults: list[str], checked: str) -> Html:
+def badge(faults: Sequence[str], checked: str, what: str = "This run") -> Html:
     """A verdict: that all is as it should be, or every fault."""
     if not faults:
         words = tag("p", tag("span", "verified", class_="state good"), " ", checked)
         return tag("div", words, class_="verdict")
     told = [*faults[:MOST], *([f"and {len(faults) - MOST} more"] if len(faults) > MOST else [])]
     said = f"{len(faults)} {'fault' if len(faults) == 1 else 'faults'}"
-    head = tag("p", tag("span", said, class_="state bad"), " This run does not hold together:")
+    head = tag("p", tag("span", said, class_="state bad"), f" {what} does not hold together:")
     return tag("div", head, listed(told), class_="verdict")
