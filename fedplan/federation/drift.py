@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import fsum, isfinite
 
+import torch
 from torch import Tensor
 
 from fedplan.models.params import Params
@@ -79,6 +80,28 @@ def around(
             before, step = found.get(p.kind, (0.0, 0.0)), _told(steps[p.key])
             found[p.kind] = (before[0] + fsum(held) / len(held), before[1] + step)
     return {kind: (_short(apart), _short(step)) for kind, (apart, step) in found.items()}
+
+
+class Sizes(Mapping[str, float]):
+    """The squared length of values by kind of param, each worked out when a rule looks at it."""
+
+    def __init__(self, params: Params, values: Mapping[str, Tensor]) -> None:
+        self._values = values
+        self._keys = dict[str, list[str]]()
+        for p in params:
+            if p.key in values:
+                self._keys.setdefault(p.kind, []).append(p.key)
+
+    def __getitem__(self, kind: str) -> float:
+        held = {key: self._values[key] for key in self._keys[kind]}
+        nothing = {key: torch.zeros_like(value) for key, value in held.items()}
+        return _short(fsum(map(_told, distances(held, nothing).values())))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 def _told(square: float) -> float:

@@ -13,6 +13,7 @@ from fedplan.federation.acquaintance import NOBODY, Met
 from fedplan.federation.aggregation import OpenSum, Outcome
 from fedplan.federation.agreement import Agreement, basis
 from fedplan.federation.claims import require_marks, require_turn
+from fedplan.federation.drift import Sizes
 from fedplan.federation.messages import Rejected, Request, Update
 from fedplan.federation.products import Errors
 from fedplan.federation.record import Defended, TurnRecord, read_turn
@@ -28,9 +29,8 @@ from fedplan.tensors.riders import param_of, riders_of
 
 def announced(agreement: Agreement, world: World) -> World:
     """The world with the phase of the round to come."""
-    return replace(
-        world, phase=agreement.method.announce(Sign(world.round + 1, world.phase, world.drift))
-    )
+    sign = Sign(world.round + 1, world.phase, world.drift, Sizes(agreement.params, world.values))
+    return replace(world, phase=agreement.method.announce(sign))
 
 
 @dataclass(frozen=True)

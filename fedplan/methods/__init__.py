@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fedplan.methods.layers import bitfit, fedpart, head_only, safl
     from fedplan.methods.method import Method
     from fedplan.methods.personal import fedbabu, fedbn, fedper, fedrep, lg_fedavg
-    from fedplan.methods.phases import Announce, Planned, Sign
+    from fedplan.methods.phases import Announce, Planned, Settled, Sign
     from fedplan.methods.products import ProductRule, apart, by_residual, by_svd
     from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
     from fedplan.methods.registry import METHODS, method_named, register_method
@@ -41,6 +41,7 @@ __all__ = [
     "Planned",
     "ProductRule",
     "ServerOptimiser",
+    "Settled",
     "Sign",
     "adagrad",
     "adam",
@@ -93,7 +94,7 @@ __getattr__, __dir__ = face(
         "layers": "bitfit fedpart head_only safl",
         "method": "Method",
         "personal": "fedbabu fedbn fedper fedrep lg_fedavg",
-        "phases": "Announce Planned Sign",
+        "phases": "Announce Planned Settled Sign",
         "products": "ProductRule apart by_residual by_svd",
         "prompts": "local_prompts pfeddc promptfl",
         "registry": "METHODS method_named register_method",

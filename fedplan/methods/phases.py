@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import fsum
 from typing import Protocol
 
 from fedplan.errors import FedplanError
-from fedplan.language.wording import phrase
+from fedplan.language.wording import phrase, spelled_out
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,14 @@ class Sign:
     """What a rule may look at before a round: the phase that holds, and how the last round went.
 
     `drift` is that of the last round, by kind of param: how far the clients' changes lay apart, and
-    the square of their mean step.
+    the square of their mean step. `sizes` is the squared length of the federation's values, by
+    kind. Both follow from sums over clients that were committed.
     """
 
     round: int
     phase: str = ""
     drift: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    sizes: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class Announce(Protocol):
@@ -69,3 +72,58 @@ class Planned:
         """The last phase that has begun."""
         begun = [name for name in self.phases if self.after[name] < sign.round]
         return begun[-1] if begun else ""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A phase that begins once some kinds of params move no further than their drift moves them.
+
+    Clients that go apart push their mean where the loss bends, and a bend is of second order. So
+    the phase begins when `step * size <= share * apart ** 2`, summed over the kinds, in the last
+    round, and not before `least` rounds are done; then it stays. Where clients agree, or where the
+    mean still goes somewhere, it does not begin. A round in which nobody sent these kinds says
+    nothing. With one local step nothing drifts: leave the rule out.
+
+    >>> rule = Settled("frozen", least=2)
+    >>> rule(Sign(3, drift={"query": (0.5, 1e-4)}, sizes={"query": 10.0}))
+    'frozen'
+    """
+
+    phase: str
+    kinds: tuple[str, ...] = ("query", "key")
+    share: float = 0.02
+    least: int = 10
+
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            raise FedplanError(f"phase {self.phase!r} looks at no kind: say some, as ('query',)")
+        if not self.share > 0:
+            raise FedplanError(
+                f"phase {self.phase!r} begins at a share of {self.share:g}: it is above 0"
+            )
+        if self.least < 0:
+            raise FedplanError(
+                f"phase {self.phase!r} is to begin after {self.least} rounds: 0 is at once"
+            )
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The one phase."""
+        return (self.phase,)
+
+    @property
+    def text(self) -> str:
+        """It in one line, for both ends to compare."""
+        return spelled_out("settled", self)
+
+    def __call__(self, sign: Sign) -> str:
+        """The phase, once it has begun."""
+        begun = sign.phase == self.phase or (sign.round > self.least and self._holds(sign))
+        return self.phase if begun else ""
+
+    def _holds(self, sign: Sign) -> bool:
+        there = [kind for kind in self.kinds if kind in sign.drift]
+        apart, step = (fsum(sign.drift[kind][place] for kind in there) for place in (0, 1))
+        if not apart > 0:  # nobody sent them, or all did the same
+            return False
+        return step * fsum(sign.sizes[kind] for kind in there) <= self.share * apart**2
