@@ -29,6 +29,7 @@ SENTENCES = {
     "reading": "What goes on after the freeze: A is all but the part, B values and head alone.",
     "rounds": "How many rounds the base is trained under a head that nobody trains.",
     "rows": "On how many rows a client looks before it chooses.",
+    "settle": "How little a part still moves beyond its drift when it is frozen; 0 never looks.",
     "start": "What prompts begin as: words or noise.",
     "strength": "How strongly a client is pulled towards the world.",
     "text": "How many prompts the text has.",
