@@ -19,6 +19,7 @@ def fedfrozen(
     reading: str = "A",
     with_head: bool = True,
     settle: float = 0.0,
+    by: str = "bend",
 ) -> Method:
     """FedFrozen: train everything for `warmup` rounds, then freeze the attention kernel.
 
@@ -26,7 +27,8 @@ def fedfrozen(
     deep Transformer: in reading A everything but `part`, in reading B the values and the head. The
     layers below still move, so a frozen kernel is not a frozen attention map. Other parts are
     controls: `value`, or `kernel`, which also holds relative positions and adapters. With `settle`
-    above 0, `warmup` is the least, and the freeze comes when the part has settled: see `Settled`.
+    above 0, `warmup` is the least, and the freeze comes when the part has settled, `by` a rule: see
+    `Settled`.
     """
     readings = {
         "A": freeze(parse_part(part)),
@@ -36,7 +38,7 @@ def fedfrozen(
         raise FedplanError(f"fedfrozen has reading A and reading B, not {reading!r}")
     plan = chain(share(), when(phase("frozen"), readings[reading]))
     if settle:
-        return Method(plan, announce=Settled("frozen", _kinds(part), settle, warmup))
+        return Method(plan, announce=Settled("frozen", _kinds(part), settle, warmup, by))
     return Method(plan, announce=Planned({"frozen": warmup}))
 
 

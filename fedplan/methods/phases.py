@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import fsum
 from typing import Protocol
@@ -74,15 +74,24 @@ class Planned:
         return begun[-1] if begun else ""
 
 
+_SETTLED: Mapping[str, Callable[[float, float, float], float]] = {
+    "bend": lambda apart, step, size: step * size / apart**2,
+    "chance": lambda apart, step, size: step / apart,
+}
+"""How far a mean goes beside what its drift does, from `apart`, `step` and `size`."""
+
+
 @dataclass(frozen=True)
 class Settled:
     """A phase that begins once some kinds of params move no further than their drift moves them.
 
-    Clients that go apart push their mean where the loss bends, and a bend is of second order. So
-    the phase begins when `step * size <= share * apart ** 2`, summed over the kinds, in the last
-    round, and not before `least` rounds are done; then it stays. Where clients agree, or where the
-    mean still goes somewhere, it does not begin. A round in which nobody sent these kinds says
-    nothing. With one local step nothing drifts: leave the rule out.
+    By `bend`: clients that go apart push their mean where the loss bends, and a bend is of second
+    order. So the phase begins when `step * size <= share * apart ** 2`, summed over the kinds, in
+    the last round. By `chance`: changes with nothing in common have a mean too, and M of equal
+    weight have one of `apart / (M - 1)`. So it begins when `step <= share * apart`. Either begins
+    after `least` rounds or later, and then stays. Where clients agree, or where the mean still goes
+    somewhere, it does not begin. A round in which nobody sent these kinds says nothing. With one
+    local step nothing drifts: leave the rule out.
 
     >>> rule = Settled("frozen", least=2)
     >>> rule(Sign(3, drift={"query": (0.5, 1e-4)}, sizes={"query": 10.0}))
@@ -93,6 +102,7 @@ class Settled:
     kinds: tuple[str, ...] = ("query", "key")
     share: float = 0.02
     least: int = 10
+    by: str = "bend"
 
     def __post_init__(self) -> None:
         if not self.kinds:
@@ -104,6 +114,10 @@ class Settled:
         if self.least < 0:
             raise FedplanError(
                 f"phase {self.phase!r} is to begin after {self.least} rounds: 0 is at once"
+            )
+        if self.by not in _SETTLED:
+            raise FedplanError(
+                f"phase {self.phase!r} settles by {self.by!r}: say {' or '.join(_SETTLED)}"
             )
 
     @property
@@ -126,4 +140,5 @@ class Settled:
         apart, step = (fsum(sign.drift[kind][place] for kind in there) for place in (0, 1))
         if not apart > 0:  # nobody sent them, or all did the same
             return False
-        return step * fsum(sign.sizes[kind] for kind in there) <= self.share * apart**2
+        size = fsum(sign.sizes[kind] for kind in there)
+        return _SETTLED[self.by](apart, step, size) <= self.share

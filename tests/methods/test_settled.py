@@ -45,9 +45,12 @@ def signed(apart: float, step: float, size: float, number: int = 20, phase: str 
     return Sign(number, phase, {"query": (apart, step)}, {"query": size})
 
 
-@given(numbers, numbers, numbers, st.floats(1e-3, 1e3))
-def test_it_is_the_same_in_any_unit(apart: float, step: float, size: float, unit: float) -> None:
-    rule, limit = Settled("frozen", ("query",)), 0.02 * apart**2 / size
+@given(numbers, numbers, numbers, st.floats(1e-3, 1e3), st.sampled_from(["bend", "chance"]))
+def test_it_is_the_same_in_any_unit(
+    apart: float, step: float, size: float, unit: float, by: str
+) -> None:
+    rule = Settled("frozen", ("query",), by=by)
+    limit = 0.02 * apart * (apart / size if by == "bend" else 1)
     if abs(step - limit) > 1e-9 * limit:
         assert rule(signed(apart, step, size)) == ("frozen" if step <= limit else "")
         assert rule(signed(*(unit * each for each in (apart, step, size)))) == rule(
@@ -75,9 +78,9 @@ def test_what_it_says_is_agreed_on() -> None:
     base = Settled("frozen")
     others = [
         *(replace(base, phase="cold"), replace(base, kinds=("query",))),
-        *(replace(base, share=0.03), replace(base, least=11)),
+        *(replace(base, share=0.03), replace(base, least=11), replace(base, by="chance")),
     ]
-    assert len({each.text for each in (base, *others)}) == 5
+    assert len({each.text for each in (base, *others)}) == 6
     made = method_named("fedfrozen", {"settle": 0.02, "warmup": 10})
     assert made.announce == base
     assert f"phases {base.text}" in made.lines
@@ -91,6 +94,7 @@ def test_what_it_says_is_agreed_on() -> None:
         ({"share": float("nan")}, "above 0"),
         ({"least": -1}, "0 is at once"),
         ({"kinds": ()}, "no kind"),
+        ({"by": "luck"}, "say bend or chance"),
     ],
 )
 def test_a_rule_that_means_nothing_is_refused(wrong: dict[str, object], said: str) -> None:
