@@ -158,7 +158,7 @@ def test_killed_under_a_defence(name: str, point: str, tmp_path: Path) -> None:
 KILLED = ("fedper", "scaffold", "fedadam", "veiled", "cloaked")
 
 
-@pytest.mark.parametrize("number", first(10, list(range(50))))
+@pytest.mark.parametrize("number", first(5, list(range(50))))
 def test_killed_at_a_random_moment(number: int, tmp_path: Path) -> None:
     replies, name = number % 2 == 0, KILLED[number % len(KILLED)]
     reference, seconds = expected(name, replies)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-DAY, NIGHT, CASES = 30, 2000, 4
+DAY, NIGHT, CASES = 30, 2000, 3
 AT_NIGHT = os.environ.get("FEDPLAN_LAWS", "day") == "night"
 
 

@@ -144,6 +144,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.nightly
 def test_a_digest_is_the_same_in_another_process(folder: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", ELSEWHERE, folder]
     said = subprocess.run(command, capture_output=True, check=True, text=True).stdout

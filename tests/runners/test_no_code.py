@@ -51,6 +51,7 @@ def evil_app(folder: Path, mark: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly  # a whole deployment, which waits for servers for minutes
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
 def test_a_run_with_code_of_its_own_is_refused_at_every_site(
     here: Path, monkeypatch: pytest.MonkeyPatch

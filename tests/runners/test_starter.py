@@ -585,6 +585,7 @@ def ended(live: Live, site: str) -> str:
     return log.read_text()
 
 
+@pytest.mark.nightly
 def test_a_node_that_knows_another_authority_does_not_come(live: Live, tmp_path: Path) -> None:
     make_keys(tmp_path, [], [])
     strange = live.folder / "sites" / "strange"
@@ -593,6 +594,7 @@ def test_a_node_that_knows_another_authority_does_not_come(live: Live, tmp_path:
     assert "certificate verify failed" in ended(live, "strange").lower()
 
 
+@pytest.mark.nightly
 def test_a_node_whose_key_nobody_registered_is_refused(live: Live) -> None:
     text = ended(live, "south")
     assert "[code: 2004]" in text
