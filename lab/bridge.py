@@ -120,13 +120,18 @@ def trained(sets: list[Seen], firsts: list[list[Tensor]]) -> Bridge:
     return bridge
 
 
-def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__)
-    ask.add_argument("data", type=Path, help="the folder that holds the data sets")
-    ask.add_argument("out", type=Path, help="the folder to write to")
-    asked = ask.parse_args()
-    torch.manual_seed(0)
+def places(about: str | None, **others: str) -> argparse.Namespace:
+    """The folder of the data sets, and others by their names; all that follows has one thread."""
+    ask = argparse.ArgumentParser(description=about)
+    for name, said in {"data": "the folder that holds the data sets", **others}.items():
+        ask.add_argument(name, type=Path, help=said)
     torch.set_num_threads(1)
+    return ask.parse_args()
+
+
+def main() -> None:
+    asked = places(__doc__, out="the folder to write to")
+    torch.manual_seed(0)
     source, words = str(asked.data / "dinov2-small"), str(asked.data / "gte-small")
     vision = AutoModel.from_pretrained(source, dtype=torch.float32).eval()
     text = AutoModel.from_pretrained(words, dtype=torch.float32, num_hidden_layers=BLOCKS).eval()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -54,9 +55,8 @@ def main() -> None:
 
         def typing(command: str) -> None:
             start = time.monotonic()
-            subprocess.run(
-                command, shell=True, check=True, cwd=folder, env=env, stdout=subprocess.DEVNULL
-            )
+            words, silent = shlex.split(command), subprocess.DEVNULL
+            subprocess.run(words, check=True, cwd=folder, env=env, stdout=silent)
             now = time.monotonic()
             lines.append(
                 {"command": command, "seconds": round(now - start, 1), "at": round(now - began, 1)}

@@ -24,7 +24,7 @@ from fedplan.models.dual import load_dual
 from fedplan.models.values import take
 from fedplan.training import Features, Job, Pace, plain
 from lab.bench.facts import facts_of
-from lab.bridge import SIZE
+from lab.bridge import SIZE, places
 
 ROWS, REPEATS = 32, 5
 PACE = Pace(rate=3e-3, batch=8)
@@ -41,7 +41,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return cross_entropy(model(batch["pixel_values"]), batch["labels"])
 
 
-def job_of(places: argparse.Namespace, settings: dict[str, int], pace: Pace) -> Job:
+def job_of(asked: argparse.Namespace, settings: dict[str, int], pace: Pace) -> Job:
     """A turn on random pictures: what they show costs nothing."""
     torch.manual_seed(0)
     method = pfeddc(**settings)  # pyright: ignore[reportArgumentType]
@@ -49,9 +49,9 @@ def job_of(places: argparse.Namespace, settings: dict[str, int], pace: Pace) -> 
     model = method.adapt(
         load_dual(
             names=CLASSES,
-            vision=str(places.data / "dinov2-small"),
-            text=str(places.prepared / "gte-6"),
-            bridge=str(places.prepared / "bridge.safetensors"),
+            vision=str(asked.data / "dinov2-small"),
+            text=str(asked.prepared / "gte-6"),
+            bridge=str(asked.prepared / "bridge.safetensors"),
         )
     )
     pixels = torch.randint(0, 255, (ROWS, 3, SIZE, SIZE), dtype=torch.uint8)
@@ -68,10 +68,10 @@ def seconds(job: Job) -> float:
     return time.process_time() - started
 
 
-def measured(places: argparse.Namespace, name: str) -> dict[str, Any]:
+def measured(asked: argparse.Namespace, name: str) -> dict[str, Any]:
     """A turn whose pictures were seen before, against one that keeps nothing."""
-    kept = job_of(places, CASES[name], replace(PACE, reuse=True))
-    usual = job_of(places, CASES[name], PACE)
+    kept = job_of(asked, CASES[name], replace(PACE, reuse=True))
+    usual = job_of(asked, CASES[name], PACE)
     first = seconds(kept)
     pairs = [(seconds(kept), seconds(usual)) for _ in range(REPEATS)]
     ratios = sorted(a / b for a, b in pairs)
@@ -87,12 +87,8 @@ def measured(places: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__)
-    ask.add_argument("data", type=Path, help="the folder that holds the data sets")
-    ask.add_argument("prepared", type=Path, help="what lab/bridge.py wrote")
-    places = ask.parse_args()
-    torch.set_num_threads(1)
-    rows = [measured(places, name) for name in CASES]
+    asked = places(__doc__, prepared="what lab/bridge.py wrote")
+    rows = [measured(asked, name) for name in CASES]
     about = (
         f"CPU time of a turn of {ROWS // PACE.batch} steps of {PACE.batch} rows, one thread, both sides in "
         f"turn, medians of {REPEATS}; `first` is the turn that fills the cache"
