@@ -216,7 +216,7 @@ def require_sound(guarantee: Guarantee, method: Method) -> None:
             private and not guarantee.vote,
             "it chooses layers by scores of private rows, which is a release that nobody pays for: "
             "let them vote (privacy.vote), or choose by chance, a fixed list or the last layers "
-            "(probe random, last), or by a plan without best",
+            "(probe random, last, middle), or by a plan without best",
         ),
         (
             bool(guarantee.vote) and not private,

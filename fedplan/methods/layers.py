@@ -27,7 +27,7 @@ def safl(
     only some sent is averaged (`absent`), what becomes of the head, or how the chosen blocks are
     pruned: here the head is always trained, and all but the first `whole` of the chosen blocks
     leave out their MLP. `together` is one choice for all from summed scores, which also shrinks
-    what comes down. The controls are other probes: random, gradient, last.
+    what comes down. The controls are other probes: random, gradient, last, middle.
     """
     looks = attention(to=to, by=by, rows=rows) if probe == "attention" else probe_named(probe)
     plan = chain(freeze(), *([share(head)] if with_head else []), _chosen(k, whole))

@@ -22,7 +22,7 @@ SENTENCES = {
     "on": "The part on whose layers LoRA is put.",
     "own_epochs": "How many passes over its rows a client trains what it keeps, before the rest.",
     "part": "What stands still after the warm-up.",
-    "probe": "What scores the blocks: attention, gradient, random or last.",
+    "probe": "What scores the blocks: attention, gradient, random, last or middle.",
     "query": "Which prompts ask in the attention that fuses: own, common or both.",
     "rank": "The rank of LoRA: the smaller, the fewer bytes.",
     "rate": "How far the server goes along the clients' mean step.",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar, cast
@@ -76,6 +77,14 @@ def at_random(look: Look) -> dict[Block, float]:
 def from_the_top(look: Look) -> dict[Block, float]:
     """The later a block, the higher its score: `best(k)` is then the last k blocks."""
     return {block: float(block.number) for block in look.blocks}
+
+
+@public
+@stated("middle")
+def from_the_middle(look: Look) -> dict[Block, float]:
+    """The nearer to the middle of its stack a block is, the higher its score."""
+    counts = Counter(block.stack for block in look.blocks)
+    return {b: -abs(b.number - counts[b.stack] / 2) for b in look.blocks}
 
 
 @dataclass(frozen=True)
@@ -273,6 +282,7 @@ PROBES: dict[str, Probe] = {
     "gradient": gradient(),
     "random": at_random,
     "last": from_the_top,
+    "middle": from_the_middle,
 }
 """The probes that everybody has, with their defaults."""
 PROBE_NAMES: Registry[Probe] = Registry("probe", PROBES)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -298,9 +299,23 @@ def test_fixed_are_those_blocks() -> None:
         probes.fixed(0, 7)(look)
 
 
+@pytest.mark.parametrize("count", [1, 2, 5, 12])
+def test_the_middle_is_that_of_each_stack(count: int) -> None:
+    """Four of twelve are blocks 5 to 8 or 4 to 7, whatever other stacks there are."""
+    model, rows = built("bert"), clients.Few("bert", 1)
+    blocks = tuple(Block(stack, n) for stack in ("encoder", "decoder") for n in range(count))
+    found = probes.from_the_middle(replace(looking(model, rows), blocks=blocks))
+    for stack in ("encoder", "decoder"):
+        order = sorted(range(count), key=lambda n: -found[Block(stack, n)])
+        assert order[0] == count // 2
+        for k in range(1, count + 1):
+            assert max(order[:k]) - min(order[:k]) == k - 1
+
+
 def test_probes_have_names() -> None:
     look = looking(built("bert"), clients.Few("bert", 1))
     assert probes.probe_named("last")(look) == probes.from_the_top(look)
+    assert probes.probe_named("middle")(look) == probes.from_the_middle(look)
     assert probes.probe_named("random")(look) == probes.at_random(look)
     assert probes.probe_named("attention")(look) == probes.attention()(look)
     with pytest.raises(FedplanError, match="did you mean attention"):
@@ -326,7 +341,7 @@ def test_what_cannot_be_scored_is_an_error() -> None:
 def test_who_does_not_say_that_he_is_public_looks_at_rows() -> None:
     """A closed list once said who is: a probe of the user could not be."""
     said = {name for name, probe in ALL.items() if probes.is_public(probe)}
-    assert said == {"random", "last", "fixed"}
+    assert said == {"random", "last", "middle", "fixed"}
 
     def own(look: Look) -> dict[Block, float]:
         return dict.fromkeys(look.blocks, 1.0)
