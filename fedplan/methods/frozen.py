@@ -36,6 +36,8 @@ def fedfrozen(
     }
     if reading not in readings:
         raise FedplanError(f"fedfrozen has reading A and reading B, not {reading!r}")
+    if by != "bend" and not settle:
+        raise FedplanError(f"fedfrozen settles by {by} if settle is above 0: say how far, as 0.1")
     plan = chain(share(), when(phase("frozen"), readings[reading]))
     if settle:
         return Method(plan, announce=Settled("frozen", _kinds(part), settle, warmup, by))

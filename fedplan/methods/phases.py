@@ -89,9 +89,9 @@ class Settled:
     order. So the phase begins when `step * size <= share * apart ** 2`, summed over the kinds, in
     the last round. By `chance`: changes with nothing in common have a mean too, and M of equal
     weight have one of `apart / (M - 1)`. So it begins when `step <= share * apart`. Either begins
-    after `least` rounds or later, and then stays. Where clients agree, or where the mean still goes
-    somewhere, it does not begin. A round in which nobody sent these kinds says nothing. With one
-    local step nothing drifts: leave the rule out.
+    after `least` rounds or later, and then stays. By `bend` it does not begin where clients agree;
+    by `chance` it does, once what they learn is less than what their batches differ by. A round in
+    which nobody sent these kinds says nothing. With one local step nothing drifts: leave both out.
 
     >>> rule = Settled("frozen", least=2)
     >>> rule(Sign(3, drift={"query": (0.5, 1e-4)}, sizes={"query": 10.0}))

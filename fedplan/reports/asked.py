@@ -31,6 +31,11 @@ def asked(
         raise FedplanError(f"{method} has a plan of its own: leave out {plan!r}")
     if model.endswith(".toml"):
         raise FedplanError(f"{model} is a study, with a plan of its own: leave out {plan!r}")
+    if method and (said := list(phases)):
+        raise FedplanError(
+            f"{method} says its phases itself: leave out --phase {said[0]}, and say a setting of "
+            "the method, as in --setting warmup=20"
+        )
     if method:
         from fedplan.reports.preview import foreseen
 

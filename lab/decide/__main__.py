@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 from fedplan.errors import FedplanError
+from lab.decide.places import places_of
 from lab.decide.playing import Bench, play_all, todo
 from lab.decide.question import read_question
-from lab.decide.results import RESULTS, Played, read_results, write_results
+from lab.decide.results import RESULTS, Played, read_results, report, write_results
 from lab.decide.verdicts import power
 
 LOOK = 5.0
@@ -50,8 +51,7 @@ def decide(said: argparse.Namespace) -> None:
     for each in asked.question.comparisons:
         print(f"power {power(asked.question, each):.2f}: {each.name}", flush=True)
     if not said.look:
-        places = dict(place.split("=", 1) for place in said.place)
-        bench = Bench(said.folder or Path("sweeps") / asked.name, places)
+        bench = Bench(said.folder or Path("sweeps") / asked.name, places_of(said.place))
         until = time.monotonic() + 60 * said.minutes
 
         def keep(found: Played) -> None:
@@ -61,9 +61,9 @@ def decide(said: argparse.Namespace) -> None:
 
         play_all(asked, bench, runs, keep=keep, first=first,
                  wait=lambda: waited(until, said.pause_while))  # fmt: skip
-        if not todo(asked, runs) and bench.folder.is_dir():
-            shutil.rmtree(bench.folder)
-    print(write_results(asked, runs, said.results))
+        if not todo(asked, runs) and bench.home(asked).is_dir():
+            shutil.rmtree(bench.home(asked))
+    print(report(asked, runs))
 
 
 if __name__ == "__main__":

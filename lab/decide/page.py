@@ -8,17 +8,20 @@ import sys
 from pathlib import Path
 
 from fedplan.sweeps.tables import table
+from lab.decide.curves import by_bytes
 from lab.decide.question import QuestionError, QuestionFile, read_question
-from lab.decide.results import RESULTS, decided, read_results
+from lab.decide.results import RESULTS, decided, read_results, report
 from lab.decide.verdicts import power
 
 LAB = Path(__file__).parents[1]
 PAGE = LAB.parent / "docs" / "decided.md"
 MARK = "## The verdicts\n"
-PAGES = ("claims.md", "pfeddc.md")
+PAGES = ("claims.md", "fedfrozen.md", "safl.md", "pfeddc.md")
 """Other pages that tell of verdicts, each at its marks."""
+BY_BYTES = ("safl-bytes",)
+"""Questions whose curves are drawn against bytes."""
 END = "<!-- end -->"
-UNASKED = "asked, not run"
+NOT_RUN, LEFT_OUT = "asked, not run", "not shown by the log"
 _TABLE = re.compile(rf"(<!-- decided: ([\w-]+) -->).*?{END}", re.DOTALL)
 _WORD = re.compile(r"(`([\w-]+)` \(([\w.-]+ minus [\w.-]+)\): )\*\*[^*]+\*\*")
 
@@ -26,13 +29,21 @@ _WORD = re.compile(r"(`([\w-]+)` \(([\w.-]+ minus [\w.-]+)\): )\*\*[^*]+\*\*")
 def told() -> str:
     """The tables of all questions that were run, and the list of those that were not."""
     files = sorted((LAB / "questions").glob("*.toml"))
-    there = [f for f in files if (RESULTS / f"{f.stem}.md").is_file()]
-    parts = [(RESULTS / f"{file.stem}.md").read_text().strip() for file in there]
-    left = [read_question(file) for file in files if file not in there]
+    asked = [read_question(file) for file in files]
+    there = [each for each in asked if read_results(each.name)]
+    parts = [report(each, read_results(each.name)) for each in there]
+    left = [each for each in asked if each not in there]
     if left:
         heads = ["question", "it asks", "comparisons", "seeds", "runs", "of them first", "power"]
         parts.append("### Asked, and not run\n\n" + table(heads, [_row(each) for each in left]))
     return MARK + "\n" + "\n\n".join(each.strip() for each in parts) + "\n"
+
+
+def drawn() -> dict[str, str]:
+    """The figures of questions that were run, by the names of their files."""
+    run = [name for name in BY_BYTES if (RESULTS / f"{name}.json").is_file()]
+    asked = [read_question(LAB / "questions" / f"{name}.toml") for name in run]
+    return {each.name: by_bytes(each).svg(alone=True) + "\n" for each in asked}
 
 
 def filled(text: str) -> str:
@@ -46,16 +57,18 @@ def word_of(name: str, comparison: str) -> str:
     asked = read_question(LAB / "questions" / f"{name}.toml")
     if comparison not in [each.name for each in asked.question.comparisons]:
         raise QuestionError(f"{name} has no comparison {comparison!r}")
-    verdicts, _ = decided(asked, read_results(name))
+    runs = read_results(name)
+    verdicts, _ = decided(asked, runs)
     said = {each.asked.name: each for each in verdicts}[comparison]
-    return said.word if said.seeds else UNASKED
+    return said.word if said.seeds else LEFT_OUT if runs else NOT_RUN
 
 
 def _decided(name: str) -> str:
-    file = RESULTS / f"{name}.md"
-    if not file.is_file():
-        return f"`{name}` is {UNASKED}."
-    return file.read_text().strip().replace("### ", "**", 1).replace("\n", "**\n", 1)
+    runs = read_results(name)
+    if not runs:
+        return f"`{name}` is {NOT_RUN}."
+    told = report(read_question(LAB / "questions" / f"{name}.toml"), runs)
+    return told.strip().replace("### ", "**", 1).replace("\n", "**\n", 1)
 
 
 def _row(asked: QuestionFile) -> list[str]:
@@ -81,6 +94,8 @@ def main() -> None:
     for name in PAGES:
         page = PAGE.parent / name
         page.write_text(filled(page.read_text()))
+    for name, drawing in drawn().items():
+        (RESULTS / f"{name}.svg").write_text(drawing)
 
 
 if __name__ == "__main__":

@@ -17,50 +17,61 @@ from fedplan.sweeps.results import result_of
 from fedplan.sweeps.sweeping import played
 from fedplan.sweeps.trials import Ground, Trial
 from lab.bench.facts import facts_of
+from lab.decide.places import digest_of_path, first_of, here, placed, texts_in
 from lab.decide.proof import commit_of
 from lab.decide.question import QuestionError, QuestionFile
-from lab.decide.results import Played
-from lab.study import in_place
+from lab.decide.results import Played, fault_of
 
 ROOT = Path(__file__).parents[2]
-SEED = "SEED"
-"""In a path: the number of the seed, where each seed has a file of its own."""
 MODEL = "start"
 """In a run's folder: its last world, for those that begin with it."""
 
 
+FACTS = facts_of(ROOT)
+"""Of the code that runs: read once, since a commit may be made meanwhile."""
+
+
 @dataclass(frozen=True)
 class Bench:
-    """Where runs are played: their folder, and the folders that words in paths stand for."""
+    """Where runs are played: a folder for each form of a question, and what words in paths are."""
 
     folder: Path
     places: Mapping[str, str]
 
+    def home(self, asked: QuestionFile) -> Path:
+        """Where the runs of a question are, as it stands now: no run counts for another form."""
+        return self.folder / asked.digest[:12]
+
     def study(self, asked: QuestionFile, arm: str, seed: int) -> Study:
         """The study of one run; one that begins with another loads its exported world."""
-        changes = asked.question.changes(arm)
+        said = placed(asked.said, self.places, seed)
+        changes = placed(asked.question.changes(arm), self.places, seed)
         if start := asked.question.arms[arm].start:
-            changes["model"] = {"path": str(self.exported(start, seed))}
-        places = {**self.places, SEED: str(seed)}
-        here = Ground(in_place(asked.said, places), asked.files[0].parent)
-        return here.study({**in_place(changes, places), "seed": seed})
+            changes["model"] = {"path": str(self.exported(asked, start, seed))}
+        return Ground(said, asked.files[0].parent).study({**changes, "seed": seed})
 
-    def exported(self, arm: str, seed: int) -> Path:
+    def exported(self, asked: QuestionFile, arm: str, seed: int) -> Path:
         """Where an arm's last world is."""
-        return self.folder / f"{arm}-{seed}" / MODEL
+        return self.home(asked) / f"{arm}-{seed}" / MODEL
+
+    def sources(self, asked: QuestionFile, arm: str, seed: int) -> dict[str, str]:
+        """The digest of each file or folder that a run names by a place."""
+        named = {**asked.said, "changes": asked.question.changes(arm)}
+        paths = [text for text in texts_in(named) if first_of(text) in self.places]
+        return {text: digest_of_path(Path(here(text, self.places, seed))) for text in paths}
 
     def play(self, asked: QuestionFile, arm: str, seed: int) -> Played:
         """Play a run, or go on with it, and say what it came to."""
         began, commit = int(time.time()), commit_of(asked)
-        name = f"{arm}-{seed}"
-        swept = played(self.folder, [Trial(name, self.study(asked, arm, seed))])
+        name, home = f"{arm}-{seed}", self.home(asked)
+        swept = played(home, [Trial(name, self.study(asked, arm, seed))])
         if fault := swept.failures.get(name):
             raise QuestionError(f"{name} failed: {fault}")
         if name in swept.left:
             raise QuestionError(f"{name} was asked to stop: the same command goes on with it")
         if any(each.start == arm for each in asked.question.arms.values()):
-            self._export(arm, seed)
-        found = result_of(self.folder / name)
+            self._export(asked, arm, seed)
+        found = result_of(home / name)
         return Played(
             arm=arm,
             seed=seed,
@@ -71,13 +82,14 @@ class Bench:
             up=found.up,
             down=found.down,
             curve=found.curve(asked.question.score.name),
-            facts=facts_of(ROOT),
+            facts=FACTS,
             told=told_of(found.metrics[-1], asked.question.tells),
+            sources=self.sources(asked, arm, seed),
         )
 
-    def _export(self, arm: str, seed: int) -> None:
-        if not self.exported(arm, seed).is_dir():
-            export_run(self.folder / f"{arm}-{seed}", self.exported(arm, seed))
+    def _export(self, asked: QuestionFile, arm: str, seed: int) -> None:
+        if not self.exported(asked, arm, seed).is_dir():
+            export_run(self.home(asked) / f"{arm}-{seed}", self.exported(asked, arm, seed))
 
 
 def told_of(row: Mapping[str, float], tells: Mapping[str, str]) -> dict[str, float]:
@@ -95,8 +107,7 @@ def todo(
     asked: QuestionFile, runs: Mapping[str, Played], *, first: bool = False
 ) -> list[tuple[str, int]]:
     """The runs that are left, seed by seed: what is there early compares every arm on a few."""
-    digest = asked.digest
-    done = {name for name, each in runs.items() if each.question == digest}
+    done = {each.name for each in runs.values() if not fault_of(asked, each)}
     arms = asked.question.needed(first=first)
     return [(a, s) for s in asked.question.seeds for a in arms if f"{a}-{s}" not in done]
 
@@ -116,8 +127,8 @@ def play_all(
         if not wait():
             return
         for start in asked.question.line(arm)[:-1]:
-            if not bench.exported(start, seed).is_dir():
+            if not bench.exported(asked, start, seed).is_dir():
                 bench.play(asked, start, seed)  # its folder was removed: it is played again
         found = bench.play(asked, arm, seed)
-        runs[found.name] = found
+        runs[found.key] = found
         keep(found)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from lab.decide.question import QuestionError, QuestionFile, digest_of
@@ -23,7 +23,8 @@ def commit_of(asked: QuestionFile) -> str:
     return commit
 
 
-def digest_at(files: Sequence[Path], commit: str) -> str:
+@cache
+def digest_at(files: tuple[Path, ...], commit: str) -> str:
     """The digest of files as a commit has them; nothing if it lacks one, or is not in the log."""
     folder = files[0].parent
     if not _in_log(folder, commit):
@@ -32,9 +33,10 @@ def digest_at(files: Sequence[Path], commit: str) -> str:
     return digest_of([c for c in contents if c is not None]) if None not in contents else ""
 
 
+@cache
 def time_of(folder: Path, commit: str) -> int:
-    """When a commit was made, in seconds."""
-    return int(_git(folder, "show", "-s", "--format=%ct", commit).decode())
+    """When a commit was made, in seconds; it is no older than anything that it stands upon."""
+    return max(map(int, _git(folder, "log", "--format=%ct", commit).split()))
 
 
 def _in_log(folder: Path, commit: str) -> bool:

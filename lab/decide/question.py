@@ -106,6 +106,12 @@ class Question:
         for name in self.arms:
             self.line(name)
 
+    @property
+    def compared(self) -> list[str]:
+        """The arms that some comparison names, in the order of the file."""
+        named = {name for each in self.comparisons for name in (each.arm, each.minus)}
+        return [arm for arm in self.arms if arm in named]
+
     def line(self, arm: str) -> list[str]:
         """An arm after all that it begins with, the earliest first."""
         found = [arm]

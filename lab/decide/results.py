@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -22,7 +22,10 @@ RESULTS = Path(__file__).parents[1] / "results" / "decisions"
 
 @dataclass(frozen=True)
 class Played:
-    """A run of an arm: by which question, begun when, its numbers by round, and what it tells."""
+    """A run of an arm: by which question, begun when, its numbers by round, and what it tells.
+
+    `sources` are the digests of what it read, by the paths that the question names.
+    """
 
     arm: str
     seed: int
@@ -35,11 +38,17 @@ class Played:
     curve: list[tuple[int, float]]
     facts: dict[str, Any]
     told: dict[str, float] = field(default_factory=dict[str, float])
+    sources: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def name(self) -> str:
-        """It among the others."""
+        """It among the others of its question."""
         return f"{self.arm}-{self.seed}"
+
+    @property
+    def key(self) -> str:
+        """It among those of all forms that its question ever had."""
+        return key_of(self.question, self.arm, self.seed)
 
     def score(self, of: Score) -> float:
         """The mean of its last rounds."""
@@ -48,12 +57,17 @@ class Played:
         return mean(number for _, number in self.curve[-of.last :])
 
 
+def key_of(question: str, arm: str, seed: int) -> str:
+    """A run by the digest of its question, its arm and its seed."""
+    return f"{arm}-{seed} {question[:12]}"
+
+
 def read_results(name: str, folder: Path = RESULTS) -> dict[str, Played]:
     """The runs that were kept of a question."""
     file = folder / f"{name}.json"
     said: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"runs": []}
     found = [Played(**each) for each in said["runs"]]
-    return {each.name: each for each in found}
+    return {each.key: each for each in found}
 
 
 def write_results(asked: QuestionFile, runs: Mapping[str, Played], folder: Path = RESULTS) -> str:
@@ -66,34 +80,43 @@ def write_results(asked: QuestionFile, runs: Mapping[str, Played], folder: Path 
         "told": told,
         "runs": [asdict(each) for each in runs.values()],
     }
-    words = f"### {asked.name}\n\n{asked.question.asks}\n\n{markdown(asked.question, verdicts)}"
-    words += arms_told(asked, runs)
-    words += "".join(f"\nNote: {each}.\n" for each in told)
     folder.mkdir(parents=True, exist_ok=True)
     put_file(folder / f"{asked.name}.json", _text(said).encode())
-    put_file(folder / f"{asked.name}.md", words.encode())
-    return words
+    return report(asked, runs)
+
+
+def report(asked: QuestionFile, runs: Mapping[str, Played]) -> str:
+    """The verdicts, what each arm came to, and what is to be said about the runs."""
+    verdicts, told = decided(asked, runs)
+    words = f"### {asked.name}\n\n{asked.question.asks}\n\n{markdown(asked.question, verdicts)}"
+    words += arms_told(asked, runs)
+    return words + "".join(f"\nNote: {each}.\n" for each in told)
 
 
 def arms_told(asked: QuestionFile, runs: Mapping[str, Played]) -> str:
     """What each arm came to, with the other numbers that the question asks for; they are not judged."""
     tells, found = asked.question.tells, list[list[str]]()
-    for arm in asked.question.arms:
+    for arm in asked.question.compared:
         own = [r for r in runs.values() if r.arm == arm and not fault_of(asked, r)]
-        if not tells or not own:
+        if not own:
             continue
         scores = interval([each.score(asked.question.score) for each in own]).text()
         others = [interval([each.told[name] for each in own]).text() for name in tells]
-        sent = [each.up / 1e6 for each in own if each.up is not None]
-        found.append([arm, str(len(own)), scores, *others, f"{mean(sent):.2f}" if sent else ""])
-    heads = ["arm", "seeds", asked.question.score.name, *tells, "MB up"]
+        sent = [_mega([each.up for each in own]), _mega([each.down for each in own])]
+        found.append([arm, str(len(own)), scores, *others, *sent])
+    heads = ["arm", "seeds", asked.question.score.name, *tells, "MB up", "MB down"]
     return f"\n{table(heads, found)}" if found else ""
+
+
+def _mega(counts: Sequence[int | None]) -> str:
+    known = [each / 1e6 for each in counts if each is not None]
+    return f"{mean(known):.2f}" if known else ""
 
 
 def decided(asked: QuestionFile, runs: Mapping[str, Played]) -> tuple[list[Verdict], list[str]]:
     """The verdicts, from those runs alone before which the question stood in the log as it is now.
 
-    What is left out is told.
+    What is left out is told, and so is what differs among those that count.
     """
     kept, told = list[Played](), list[str]()
     for each in runs.values():
@@ -102,7 +125,21 @@ def decided(asked: QuestionFile, runs: Mapping[str, Played]) -> tuple[list[Verdi
             kept.append(each)
         elif fault not in told:
             told.append(fault)
-    return judged(asked.question, scores_of(asked.question, kept)), told
+    verdicts = judged(asked.question, scores_of(asked.question, kept))
+    return verdicts, [*told, *_differing(kept)]
+
+
+def _differing(runs: Sequence[Played]) -> Iterator[str]:
+    commits = list(dict.fromkeys(str(each.facts.get("commit", "")) for each in runs))
+    if len(commits) > 1:
+        yield f"the runs are of {len(commits)} commits of the code: {', '.join(commits)}"
+    found = dict[str, set[str]]()
+    for each in runs:
+        for path, digest in each.sources.items():
+            found.setdefault(path, set()).add(digest)
+    for path, digests in found.items():
+        if len(digests) > 1:
+            yield f"there were {len(digests)} different things behind {path}"
 
 
 def fault_of(asked: QuestionFile, run: Played) -> str:
@@ -118,10 +155,9 @@ def fault_of(asked: QuestionFile, run: Played) -> str:
 
 def scores_of(question: Question, runs: list[Played]) -> dict[str, dict[int, float]]:
     """What each arm came to, by seed; starts that nobody compares have no score."""
-    named = {name for each in question.comparisons for name in (each.arm, each.minus)}
     found = dict[str, dict[int, float]]()
     for each in runs:
-        if each.arm in named and each.seed in question.seeds:
+        if each.arm in question.compared and each.seed in question.seeds:
             found.setdefault(each.arm, {})[each.seed] = each.score(question.score)
     return found
 

@@ -77,7 +77,17 @@ def power(question: Question, asked: Asked) -> float:
 
 def markdown(question: Question, verdicts: Sequence[Verdict]) -> str:
     """The table of verdicts."""
-    heads = ["criterion", "seeds", "gain", "95 % interval", "least", "p (Holm)", "power", "verdict"]
+    heads = [
+        "criterion",
+        "seeds",
+        "gain",
+        "95 % interval",
+        "least",
+        "p",
+        "p of least",
+        "power",
+        "verdict",
+    ]
     return table(heads, [_cells(question, each) for each in verdicts])
 
 
@@ -88,9 +98,10 @@ def _cells(question: Question, found: Verdict) -> list[str]:
         f"{found.asked.name}: {found.asked.claim}",
         f"{found.seeds} of {len(question.seeds)}",
         f"{gain.mean:+.4f}" if gain is not None else "",
-        f"{gain.low:+.4f} to {gain.high:+.4f}" if there else "",
+        f"{gain.low:+.4f} to {gain.high:+.4f}" if gain is not None and there else "",
         f"{found.asked.least:+g}",
         p_text(found.p),
+        p_text(found.short),
         f"{power(question, found.asked):.2f}",
         found.word,
     ]
@@ -107,6 +118,9 @@ def _word(
 
 
 def _against(gains: Sequence[float], level: float) -> float | None:
+    """How likely such gains are at a level; arms that are the same in each seed leave no doubt."""
+    if not any(gains):
+        return 0.0 if level else 1.0
     return p_value([each - level for each in gains])
 
 

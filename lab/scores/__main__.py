@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from fedplan.errors import FedplanError
 from lab.bench.facts import facts_of
 from lab.scores.oracle import Encoder, Prefix, held_out, prefixes, trained
 from lab.scores.question import Question, Training, commit_of, read_question
@@ -46,7 +47,12 @@ class Bench:
 
     def held(self) -> dict[str, Any]:
         """What is known so far."""
-        return json.loads(self.file.read_text()) if self.file.exists() else {"runs": {}}
+        said: dict[str, Any] = (
+            json.loads(self.file.read_text()) if self.file.exists() else {"runs": {}}
+        )
+        if said.get("question", self.asked.digest) != self.asked.digest:
+            raise FedplanError(f"{self.file} is of another form of the question: move it away")
+        return said
 
     def keep(self, said: dict[str, Any]) -> None:
         """Write it, whole or not at all."""

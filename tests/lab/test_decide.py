@@ -22,8 +22,9 @@ from fedplan.studies.run import open_run
 from fedplan.studies.stage import method_of
 from fedplan.sweeps.statistics import interval
 from lab.decide.page import told
+from lab.decide.places import digest_of_path, placed, places_of
 from lab.decide.playing import Bench, play_all, todo, told_of
-from lab.decide.proof import commit_of
+from lab.decide.proof import commit_of, time_of
 from lab.decide.question import (
     Arm,
     Asked,
@@ -35,7 +36,7 @@ from lab.decide.question import (
     question_of,
     read_question,
 )
-from lab.decide.results import Played, decided, fault_of, read_results, scores_of, write_results
+from lab.decide.results import Played, decided, fault_of, key_of, read_results, write_results
 from lab.decide.verdicts import MET, MISSED, OPEN, UNDECIDED, judged, markdown, power
 
 ROOT = Path(__file__).parents[2]
@@ -250,11 +251,12 @@ def test_a_question_goes_on_where_it_was_left(place: tuple[Path, dict[str, Playe
 
 def test_arms_begin_with_the_bits_of_their_start(place: tuple[Path, dict[str, Played]]) -> None:
     folder, _ = place
-    world = open_run(folder / "runs" / "warm-0").world.values
-    start = Bench(folder / "runs", {}).exported("warm", 0)
+    asked, bench = read_question(folder / "asked.toml"), Bench(folder / "runs", {})
+    world = open_run(bench.home(asked) / "warm-0").world.values
+    start = bench.exported(asked, "warm", 0)
     held = dict(AutoModelForImageClassification.from_pretrained(start).named_parameters())
     assert all(torch.equal(held[name], each) for name, each in world.items())
-    frozen = open_run(folder / "runs" / "frozen-0")
+    frozen = open_run(bench.home(asked) / "frozen-0")
     moved = {p.name: not torch.equal(frozen.world.values.get(p.name, world[p.name]), world[p.name])
              for p in frozen.params}  # fmt: skip
     still = {p.name for p in frozen.params if p.kind in ("query", "key")}
@@ -282,7 +284,7 @@ def test_a_question_that_changes_after_its_runs_is_told(
     folder, runs = place
     asked = read_question(folder / "asked.toml")
     assert decided(asked, runs)[1] == []
-    run = runs["on-0"]
+    run = runs[key_of(asked.digest, "on", 0)]
     early = replace(run, began=run.began - 10**6)
     assert "began before" in fault_of(asked, early)
     assert "does not show" in fault_of(asked, replace(run, commit="0" * 40))
@@ -298,9 +300,72 @@ def test_a_question_that_changes_after_its_runs_is_told(
         forged = replace(run, question=changed.digest)
         assert "does not show" in fault_of(changed, forged)
         assert "Note: the question was changed" in write_results(changed, runs, tmp_path)
+        # What lies in the folder counts for no other form, and old runs stay beside new ones.
+        here, before = Bench(folder / "runs", {}), dict(runs)
+        assert not here.home(changed).exists()
+        numbers = count(1)
+        play_all(changed, here, before, keep=lambda _: None, wait=lambda: next(numbers) <= 1)
+        assert len(before) == len(runs) + 1 and runs.items() <= before.items()
+        assert "was changed after runs" in decided(changed, before)[1][0]
+        assert before[key_of(changed.digest, "warm", 0)].began > run.began
     finally:
         (folder / "asked.toml").write_text(QUESTION)
         committed(folder, "as it was")
+
+
+def test_a_date_before_its_parents_is_theirs(tmp_path: Path) -> None:
+    asked = written(tmp_path)
+    asked = committed(tmp_path)
+    first = time_of(tmp_path, commit_of(asked))
+    (tmp_path / "asked.toml").write_text(QUESTION + "\n# bent\n")
+    os.environ["GIT_COMMITTER_DATE"] = "2001-01-01T00:00:00"
+    try:
+        bent = committed(tmp_path, "as if of old")
+    finally:
+        del os.environ["GIT_COMMITTER_DATE"]
+    assert time_of(tmp_path, commit_of(bent)) >= first
+
+
+def test_a_place_is_the_first_word_of_a_path_and_nothing_else() -> None:
+    said = {"path": "DATA/a/SEED.npz", "plan": "freeze(DATA)", "own": ["DATA", "x/DATA", 3]}
+    found = {"path": "/d/a/7.npz", "plan": "freeze(DATA)", "own": ["/d", "x/DATA", 3]}
+    assert placed(said, {"DATA": "/d"}, 7) == found
+    assert places_of(["DATA=/d", "MORE=a=b"]) == {"DATA": "/d", "MORE": "a=b"}
+    for wrong in ("DATA", "DATA=", "freeze(query | key)=share()", '"rate": 0.1=2', "data=/d"):
+        with pytest.raises(QuestionError, match="say a word and a folder"):
+            places_of([wrong])
+
+
+def test_what_was_behind_a_place_is_kept_and_told(tmp_path: Path) -> None:
+    written(tmp_path)
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "rows.npz").write_bytes(b"one")
+    said = replace(committed(tmp_path), said={"data": {"path": "DATA/rows.npz"}})
+    bench = Bench(tmp_path / "runs", {"DATA": str(data)})
+    one = bench.sources(said, "warm", 0)
+    assert one.keys() == {"DATA/rows.npz"}
+    folder = digest_of_path(data)
+    (data / "rows.npz").write_bytes(b"two")
+    other = bench.sources(said, "warm", 0)
+    assert one != other and digest_of_path(data) != folder
+    asked = read_question(tmp_path / "asked.toml")
+    commit = commit_of(asked)
+    runs = [
+        Played("on", seed, asked.digest, commit, 2**40, 1.0, 1, 1, [(1, 0.5)], {"commit": code},
+               sources=sources)
+        for seed, code, sources in ((0, "a", one), (1, "b", other))
+    ]  # fmt: skip
+    told = decided(asked, {each.key: each for each in runs})[1]
+    assert len(told) == 2 and "2 commits of the code" in told[0]
+    assert "2 different things behind DATA/rows.npz" in told[1]
+
+
+def test_arms_that_are_the_same_leave_no_doubt() -> None:
+    same = [0.0] * len(SEEDS)
+    assert word(same, one(-0.005)) == MET
+    assert word(same, one(0.005)) == MISSED
+    assert word(same, one(0.0)) == UNDECIDED
 
 
 QUESTIONS = sorted((ROOT / "lab" / "questions").glob("*.toml"))
@@ -326,14 +391,11 @@ def test_the_page_of_verdicts_is_made_of_its_result_files() -> None:
     assert page.endswith(told()), "make it anew: python -m lab.decide.page --write"
 
 
-def test_verdicts_follow_from_the_runs_that_are_kept() -> None:
-    """Of every committed result: the file's verdicts are those of its runs."""
+def test_verdicts_follow_from_the_runs_that_are_kept(tmp_path: Path) -> None:
+    """Of every committed result: the file is what its runs and the log give, byte by byte."""
     for file in sorted((ROOT / "lab" / "results" / "decisions").glob("*.json")):
-        said = json.loads(file.read_text())
         asked = read_question(ROOT / "lab" / "questions" / f"{file.stem}.toml")
-        assert said["question"] == asked.digest, f"{file.stem} was changed after its runs"
-        runs = [Played(**each) for each in said["runs"]]
-        assert all(each.question == asked.digest for each in runs)
-        found = judged(asked.question, scores_of(asked.question, runs))
-        assert [v.word for v in found] == [v["verdict"] for v in said["verdicts"]]
-        assert [v.gain and v.gain.mean for v in found] == [v["gain"] for v in said["verdicts"]]
+        runs = read_results(file.stem)
+        assert any(each.question == asked.digest for each in runs.values()), file.stem
+        write_results(asked, runs, tmp_path)
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.stem

@@ -107,6 +107,11 @@ def test_a_part_that_is_no_kind_cannot_settle() -> None:
         method_named("fedfrozen", {"settle": 0.02, "part": "kernel"})
 
 
+def test_a_rule_without_a_share_is_refused() -> None:
+    with pytest.raises(FedplanError, match="if settle is above 0"):
+        method_named("fedfrozen", {"warmup": 3, "by": "chance"})
+
+
 def test_a_stop_changes_nothing(tmp_path: Path) -> None:
     """Each round announces what a server would that reads all of it from the disk."""
     made, phases = method_named("fedfrozen", {"settle": ALWAYS, "warmup": 2}), list[str]()
