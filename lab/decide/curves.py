@@ -26,5 +26,5 @@ def by_bytes(asked: QuestionFile) -> Drawing:
 
 def _line(run: Played) -> Series:
     last = run.curve[-1][0]
-    mega = round((run.up or 0) / 1e6, 1)
-    return Series(run.arm, tuple((mega * number / last, score) for number, score in run.curve))
+    mega = (run.up or 0) / 1e6
+    return Series(run.arm, tuple((round(mega * at / last), score) for at, score in run.curve))

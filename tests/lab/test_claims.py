@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedplan.models.fusion import fusion_of
-from lab.decide.page import PAGES, filled, word_of
+from lab.decide.page import PAGES, drawn, filled, word_of
 from lab.decide.question import QuestionError
 from lab.decide.results import RESULTS
 
@@ -22,6 +22,11 @@ DOCS = ROOT / "docs"
 def test_verdicts_on_other_pages_are_those_of_their_result_files(name: str) -> None:
     text = (DOCS / name).read_text()
     assert filled(text) == text, "make it anew: python -m lab.decide.page --write"
+
+
+def test_figures_are_those_of_their_result_files() -> None:
+    for name, drawing in drawn().items():
+        assert (RESULTS / f"{name}.svg").read_text() == drawing, "make it anew: lab.decide.page"
 
 
 def test_what_claims_point_to_is_there() -> None:
