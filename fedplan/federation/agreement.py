@@ -215,8 +215,8 @@ def require_sound(guarantee: Guarantee, method: Method) -> None:
         (
             private and not guarantee.vote,
             "it chooses layers by scores of private rows, which is a release that nobody pays for: "
-            "let them vote (privacy.vote), or choose by chance, a fixed list or the last layers "
-            "(probe random, last, middle), or by a plan without best",
+            "let them vote (privacy.vote), or choose by chance, a fixed list, or the last or "
+            "middle layers (probe random, last, middle), or by a plan without best",
         ),
         (
             bool(guarantee.vote) and not private,

@@ -11,7 +11,8 @@ from fedplan.methods.registry import METHOD_NAMES, method_named
 
 SENTENCES = {
     "absent": "Whether a client that did not send a block counts as not having changed it.",
-    "by": "Which tokens look: all, first or last; empty is as the model's kind has it.",
+    "by": "Of safl, which tokens look: all, first, last, empty as the model's kind has it; of "
+    "fedfrozen, the rule that a part settles by: bend or chance.",
     "deep": "Whether every layer has prompts of its own, and not the first alone.",
     "depth": "How many blocks the cycle goes through.",
     "floor": "What is added below the fraction: the larger, the less the server adapts.",
