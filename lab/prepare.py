@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepare the studies: MedQuAD with a split, PACS and CIFAR-10 as the bridge left them, pictures
-that each client sees turned, a small ViT.
+that each client sees turned, a small ViT, a small BERT.
 
 They go to a folder outside the repository: the licences of the data do not let us copy them.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
@@ -17,8 +18,16 @@ import pandas as pd
 import torch
 from datasets import Dataset
 from PIL import Image
+from tokenizers import BertWordPieceTokenizer
+from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from fedplan.data.partition import Partition, division
 
@@ -94,6 +103,15 @@ def fashion(data: Path) -> dict[str, np.ndarray]:
         return {name: held[name] for name in ("x_train", "y_train", "x_test", "y_test")}
 
 
+def fashion_few(data: Path) -> dict[str, np.ndarray]:
+    """The first rows of Fashion-MNIST: cut by a number that is public, as privacy asks."""
+    return {name: held[: FEW[name[2:]]] for name, held in fashion(data).items()}
+
+
+FEW = {"train": 3000, "test": 500}
+"""Of Fashion-MNIST: the rows that clients divide. The small ViT of that size has seen others."""
+
+
 def cifar_arrays(data: Path) -> dict[str, np.ndarray]:
     """CIFAR-10 as arrays."""
     table = pd.read_parquet(data / "cifar10" / "cifar10_6k_lossless.parquet")
@@ -105,7 +123,9 @@ def cifar_arrays(data: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def turned(arrays: dict[str, np.ndarray], alpha: float, seed: int, out: Path) -> None:
+def turned(
+    arrays: dict[str, np.ndarray], alpha: float, seed: int, out: Path, *, clients: int
+) -> None:
     """Pictures that each client sees turned otherwise, by client % 4 quarters, in a file by seed.
 
     Labels are divided by Dirichlet shares, or evenly where `alpha` is 0. Of the common test each
@@ -113,8 +133,8 @@ def turned(arrays: dict[str, np.ndarray], alpha: float, seed: int, out: Path) ->
     """
     marks = [hashlib.sha256(picture.tobytes()).hexdigest() for picture in arrays["x_train"]]
     table = Dataset.from_dict({"x": marks, "y": arrays["y_train"].tolist()})
-    kind = Partition("dirichlet", CLIENTS, alpha=alpha, least=LEAST)
-    rows = division(table, kind if alpha else Partition("iid", CLIENTS), seed=seed, label="y")
+    kind = Partition("dirichlet", clients, alpha=alpha, least=LEAST)
+    rows = division(table, kind if alpha else Partition("iid", clients), seed=seed, label="y")
     pictures, whose = arrays["x_train"].copy(), np.empty(len(arrays["x_train"]), dtype="<U9")
     for number, (client, own) in enumerate(rows.items()):
         pictures[own], whose[own] = np.rot90(pictures[own], number % 4, (1, 2)), client
@@ -131,7 +151,9 @@ def turned(arrays: dict[str, np.ndarray], alpha: float, seed: int, out: Path) ->
 
 CLIENTS, LEAST, SEEDS = 10, 50, 8
 """Of turned pictures: clients, the fewest rows of each, and how many divisions."""
-TURNED = {"fashion": fashion, "cifar": cifar_arrays}
+TURNED = {"fashion": fashion, "few": fashion_few, "cifar": cifar_arrays}
+FEWER = {"few": 6}
+"""Where there are other than so many clients."""
 ALPHAS = {"0.1": 0.1, "0.3": 0.3, "iid": 0.0}
 
 
@@ -143,7 +165,8 @@ def all_turned(data: Path, out: Path, only: list[str]) -> None:
                 continue
             arrays = make(data)
             for seed in range(SEEDS):
-                turned(arrays, alpha, seed, out / f"turned-{name}-{text}")
+                place, clients = out / f"turned-{name}-{text}", FEWER.get(name, CLIENTS)
+                turned(arrays, alpha, seed, place, clients=clients)
 
 
 TABLES = (medquad, medquad_more, medquad_rare, pacs, pacs_more, cifar)
@@ -151,23 +174,70 @@ TABLES = (medquad, medquad_more, medquad_rare, pacs, pacs_more, cifar)
 
 def clothes(data: Path, out: Path) -> None:
     """A small ViT that has seen public pictures of clothes, of the size of scikit-learn's digits."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    held = np.load(data / "fashion-mnist" / "fashion_mnist_24k.npz")
-    pictures = torch.tensor(held["x_train"]).float()[:, None] / 255
-    pictures = adaptive_avg_pool2d(pictures, 8).repeat(1, 3, 1, 1) * 2 - 1
-    labels = torch.tensor(held["y_train"]).long()
+    held = fashion(data)
+    seen = adaptive_avg_pool2d(torch.tensor(held["x_train"]).float()[:, None] / 255, 8)
     sizes = {"image_size": 8, "patch_size": 2, "hidden_size": 32, "intermediate_size": 64}
-    depth = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_labels": 10}
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = ViTForImageClassification(ViTConfig(**sizes, **depth, **still))
+    sees(seen, held["y_train"], {**sizes, "num_hidden_layers": 4}, out / "vit")
+
+
+def upright(data: Path, out: Path) -> None:
+    """A small ViT that has seen public pictures of clothes upright, others than clients divide."""
+    held = {name: rows[FEW["train"] :] for name, rows in fashion(data).items()}
+    seen = torch.tensor(held["x_train"]).float()[:, None] / 255
+    sizes = {"image_size": 28, "patch_size": 7, "hidden_size": 48, "intermediate_size": 96}
+    sees(seen, held["y_train"], {**sizes, "num_hidden_layers": 2}, out / "upright")
+
+
+def sees(pictures: Tensor, answers: np.ndarray, sizes: dict[str, int], out: Path) -> None:
+    """Make a ViT that tells pictures apart, and save it."""
+    torch.manual_seed(0)
+    pictures, labels = pictures.repeat(1, 3, 1, 1) * 2 - 1, torch.tensor(answers).long()
+    depth = {"num_attention_heads": 4, "num_labels": 10}
+    model = ViTForImageClassification(ViTConfig(**sizes, **depth, **STILL))
+    teach(model, labels, lambda rows: model(pictures[rows]).logits, steps=800)
+    model.save_pretrained(out)
+
+
+def teach(
+    model: nn.Module, labels: Tensor, answers: Callable[[Tensor], Tensor], *, steps: int
+) -> None:
+    """Train a model on all rows in one place."""
+    torch.set_num_threads(1)
     optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
-    for _ in range(800):
-        rows = torch.randint(len(pictures), (64,))
+    for _ in range(steps):
+        rows = torch.randint(len(labels), (64,))
         optimiser.zero_grad()
-        cross_entropy(model(pictures[rows]).logits, labels[rows]).backward()
+        cross_entropy(answers(rows), labels[rows]).backward()
         optimiser.step()
-    model.save_pretrained(out / "vit")
+
+
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+WORDS, READ = 4000, 32
+"""Of the small BERT: how many pieces of words it knows, and how many of them it reads."""
+
+
+def posts(data: Path, out: Path) -> None:
+    """A small BERT that has told public posts' newsgroups apart, with a vocabulary of its own."""
+    torch.manual_seed(0)
+    table = pd.read_parquet(data / "text" / "20news_bydate.parquet")
+    table = table[table.split == "train"]
+    words = vocabulary(table.body.tolist())
+    read = words(table.body.tolist(), truncation=True, max_length=READ, padding="max_length")
+    tokens, seen = torch.tensor(read["input_ids"]), torch.tensor(read["attention_mask"])
+    labels = torch.tensor(pd.factorize(table.newsgroup)[0])
+    sizes = {"vocab_size": len(words), "hidden_size": 48, "intermediate_size": 96}
+    depth = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": READ}
+    model = BertForSequenceClassification(BertConfig(**sizes, **depth, **STILL, num_labels=20))
+    teach(model, labels, lambda r: model(tokens[r], attention_mask=seen[r]).logits, steps=1200)
+    model.bert.save_pretrained(out / "bert")  # its head is of no use to others
+    words.save_pretrained(out / "bert")
+
+
+def vocabulary(texts: list[str]) -> BertTokenizerFast:
+    """Pieces of words, as texts have them."""
+    made = BertWordPieceTokenizer()
+    made.train_from_iterator(texts, vocab_size=WORDS, show_progress=False)
+    return BertTokenizerFast(vocab=made.get_vocab(), model_max_length=READ)
 
 
 def main() -> None:
@@ -184,8 +254,9 @@ def main() -> None:
         table.to_parquet(asked.out / f"{name}.parquet", index=False)
         print(name, len(table), dict(table.split.value_counts()))
     all_turned(asked.data, asked.out, asked.only)
-    if not asked.only or "vit" in asked.only:
-        clothes(asked.data, asked.out)
+    for name, make in {"vit": clothes, "upright": upright, "bert": posts}.items():
+        if not asked.only or name in asked.only:
+            make(asked.data, asked.out)
 
 
 if __name__ == "__main__":
