@@ -32,11 +32,13 @@ APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
 LENT = {
     "tensors": """
-        AUTO DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE PIECES Place
-        all_finite at_rest autocast beside brought chance checksum deterministic
-        device_named device_of device_text device_word distances forked integers
-        is_rider looked_at nbytes numbers param_of places_in plain rider riders_of
-        same_bits scaler settled split_riders viewed whole_digest widest
+        AUTO CARRY DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE
+        LARGEST_WEIGHT PIECES Place WORD Words add_words all_finite at_rest autocast
+        beside brought chance checksum counts_of_words deterministic device_named
+        device_of device_text device_word distances dtype_of forked integers is_rider
+        looked_at nbytes numbers numbers_of param_of places_in plain rider riders_of
+        same_bits scaler settled split_riders take_words viewed whole_digest wide_of
+        widened widest words_of_counts
     """,
     "storage": """
         BrokenChain ChainFile Claim Entry Generation Head Process Read a_study_name
@@ -73,33 +75,41 @@ LENT = {
         product_told server_optimiser_named sheet_of told_method
     """,
     "privacy": """
-        BOUNDS CHARGES Change Mechanism NOISES Noise SECRET Unit Vote aggregate ballot
-        capped counted derived needed read_secret require_pace secret_of
+        Advert Adverts BOUNDS Boxes CHARGES Change Consent Consents Contribution
+        Delivery Diary Directory Guard MaskedWords MaskingError MaskingServer
+        MaskingSite Mechanism NOISES NodeKey Noise Opened Openings PartWords RoundNotes
+        SECRET ShareGuard Slot Survivors Terms Unit Unmasking Unwritten Vote aggregate
+        ballot capped counted derived digest_of needed node_public parts_of read_secret
+        rehearsed require_pace secret_of unit_in
     """,
     "federation": """
-        AGREEMENT ANSWERS APPROVAL Account BEST Base Callback Closed DELTA DRAWN
-        Disclosure EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE HELLO Identity
-        KEY KINDS Kept LETTERS LIVE LOWER Limits METRICS Metrics Patience PlainSum
-        RECORD ROLES RULES RUN Record RecordError RunState RunStatus SCORES SINGLE SMALL
-        SPREADS STUDY Scores Scoring Sent SiteState SiteStatus Status UPDATE WORLD
-        Warrant agreements_in announced ask_to_stop base_of by_part by_senders caps_of
-        changed_rows close_all closed_faults code_of cut drifts_of emptied ended
-        evaluate guard_of is_id joined journal_in keyed last_of last_told ledger_lines
-        listed mark_of meant merge metrics_of newest_segment opened opening
-        opening_faults other_versions own_values own_versions parsed parted
-        personal_values place_of private_folder question read_agreement read_answers
-        read_asked read_egress read_faults read_identity read_record read_status
-        read_turn request_header request_message require_sound run_of said_of scored
-        scores_of segment_number sent state_said stopping together told tracker_named
-        understood unlike_versions update_of warnings_of world_values
+        AGREEMENT ALL ANSWERS APPROVAL Account BEST Base Callback Closed DELTA DOCKET
+        DRAWN Disclosure Docket EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE
+        HELLO Identity KEY KINDS Kept LETTERS LIVE LOWER Limits METRICS MaskedPoll
+        MaskedSum Masker Metrics POLL_DOCKET Patience PlainSum RECORD ROLES RULES RUN
+        Record RecordError RunState RunStatus SCORES SINGLE SMALL SPREADS STEPS STUDY
+        SUMS Scores Scoring Sent SiteState SiteStatus Status UNMASKING UPDATE WORLD
+        Warrant advert_of advert_said adverts_said agreements_in announced ask_to_stop
+        asked_of base_of boxes_of boxes_said by_part by_senders caps_of changed_rows
+        close_all closed_faults code_of consent_of consents_said cut delivery_said
+        drifts_of emptied ended evaluate guard_of hear is_id joined journal_in keyed
+        last_of last_told ledger_lines letter_in letter_message listed mark_of meant
+        merge metrics_of newest_segment note_docket opened opening opening_faults
+        other_versions own_values own_versions parsed parted personal_values place_of
+        private_folder question read_agreement read_answers read_asked read_docket
+        read_egress read_faults read_identity read_record read_status read_turn
+        request_header request_message require_sound run_of said_of scored scores_of
+        segment_number sent share_guard_of state_said stopping survivors_said together
+        told tracker_named understood unlike_versions unmasking_of update_of warnings_of
+        words_in world_values
     """,
     "studies": """
         Count DeviceName Given MethodSection Section Wanted WentOn agreed_run
         agreement_in as_fault begun carry_over continuing division_of exam_of flat
         found_in guarantee_of lay_over looked_at method_of new_study note_task odd
         open_study opened_run outline_of participation_of placed read_said read_toml
-        require_fitting require_free scoring_of shares_of study_in study_of value_of
-        write_run
+        require_fitting require_free scoring_of shares_of statement_of study_in study_of
+        value_of write_run
     """,
     "runners": """
         ServerSection Site Worker Workers drive folder_of is_known link_in make_keys

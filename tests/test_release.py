@@ -70,7 +70,7 @@ def test_workflows_name_what_is_there() -> None:
 
 def test_the_site_has_every_page() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
-    listed = set(re.findall(r"([\w/]+\.md)$", nav, re.M))
+    listed = set(re.findall(r"([\w/-]+\.md)$", nav, re.M))
     docs = ROOT / "docs"
     pages = {p.relative_to(docs).as_posix() for p in docs.rglob("*.md")}
     assert listed - {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} == pages

@@ -11,10 +11,9 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.record import ROLES, Record, RoundRecord, TurnRecord, parted, read_record
 from fedplan.federation.robust import by_senders, caps_of, cut
 from fedplan.federation.warnings import drifts_of, warnings_of
-from fedplan.language.plan import Role
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
-from fedplan.models.params import Block
+from fedplan.models.params import Block, Params
 from fedplan.tensors.riders import param_of
 
 
@@ -96,9 +95,8 @@ class _Checker:
                 home[key] = after[key]
         if heard and self.agreement.method.together and line.scores != self._agreed(line):
             yield f"{where}: chose by other scores than the rest"
-        shared = [p for p in params if roles[p] is Role.SHARE]
         if heard:
-            yield from self._bytes(where, line, shared, turn)
+            yield from self._bytes(where, line, self.agreement.sent(turn, roles), turn)
 
     def _agreed(self, line: TurnRecord) -> Any:
         """The scores that the first line of a round chose by."""
@@ -106,7 +104,7 @@ class _Checker:
             self.scores = (line.round, line.scores)
         return self.scores[1]
 
-    def _bytes(self, where: str, line: TurnRecord, shared: list[Any], turn: Turn) -> Iterator[str]:
+    def _bytes(self, where: str, line: TurnRecord, shared: Params, turn: Turn) -> Iterator[str]:
         up = sum(self.agreement.up(p) for p in shared)
         if line.up != up:
             yield f"{where}: {line.up} bytes went up, and the plan explains {up}"
@@ -137,13 +135,15 @@ class _Checker:
         for client in sorted(set(line.counted) - turns.keys()):
             yield f"{where}, {client}: it was counted, and its turn is not told"
         for client in sorted(turns.keys() - set(line.counted)):
-            if line.rejected.get(client) != "late":
+            gone = self.agreement.masking.active and client in line.rejected
+            if line.rejected.get(client) != "late" and not gone:
                 yield f"{where}, {client}: its turn is told, and it was not counted"
         if sum(turn.up for turn in turns.values()) != line.up:
             yield f"{where}: {line.up} bytes went up in all, and its turns say another number"
         if any(turn.phase != line.phase for turn in turns.values()):
             yield f"{where}: its turns are of another phase"
         yield from self._defended(where, line, turns)
+        yield from self._masked(where, line)
         if line.warnings != warnings_of(line, turns.values(), self.drifts):
             yield f"{where}: its warnings are not those that follow from its numbers"
         self.drifts.append(line.drift)
@@ -164,6 +164,20 @@ class _Checker:
         for client, (came, left) in done.clipped.items():
             if not (defence.change_bound and left < came):
                 yield f"{where}, {client}: its change was shortened, and there was no reason to"
+
+    def _masked(self, where: str, line: RoundRecord) -> Iterator[str]:
+        """A masked sum: of those who were counted, and nothing has moved that stayed closed."""
+        masking, told = self.agreement.masking, line.masked
+        if (told is not None) != masking.active:
+            yield f"{where}: it tells of a masked sum that was not agreed, or does not tell of one"
+        if told is None:
+            return
+        if told.sites != line.counted:
+            yield f"{where}: its masked sum is of others than were counted"
+        if masking.threshold not in (0, told.threshold):
+            yield f"{where}: its masked sum took {told.threshold} to open, and another was agreed"
+        for key in sorted(told.closed.keys() & line.moved.keys()):
+            yield f"{where}: {key} stayed closed, and has moved"
 
     def _capped(self, turns: list[TurnRecord]) -> dict[str, tuple[int, int]]:
         """Whose weights the defence cuts, of those who were counted."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fedplan.audits.ledger import verify_lines
 from fedplan.errors import FedplanError
@@ -14,6 +15,7 @@ from fedplan.federation.client import KEY
 from fedplan.federation.identity import changed_rows
 from fedplan.federation.marks import keyed
 from fedplan.federation.record import (
+    ALL,
     ROLES,
     Record,
     RecordError,
@@ -105,8 +107,25 @@ def _verified(run: Run) -> tuple[list[str], str]:
         f"{run.round} rounds, {len(told.clients)} clients, {told.turns} turns: "
         f"{told.rested} params rested and none of them moved; "
         f"{told.up:,} bytes went up and {told.down:,} came down, all of them explained by the plan "
-        f"{run.agreement.method.plan.fingerprint}; no client's own param went up. {read}"
+        f"{run.agreement.method.plan.fingerprint}; no client's own param went up. "
+        f"{_masked_told(told.rounds)}{read}"
     )
+
+
+def _masked_told(rounds: list[RoundRecord]) -> str:
+    """Which sums were masked, of whom, and what of them stayed closed."""
+    masked = [each.masked for each in rounds if each.masked is not None]
+    if not masked:
+        return ""
+    given_up = [each for each in masked if ALL in each.closed]
+    opened = [each for each in masked if ALL not in each.closed]
+    sites = sorted({site for each in opened for site in each.sites})
+    closed = {key for each in opened for key in each.closed}
+    least = min((len(each.sites) for each in opened), default=0)
+    said = f"The server saw {len(opened)} sums under masks and no update: of {least} sites or more"
+    said += f" of {', '.join(sites)}" if sites else ""
+    said += f"; {len(closed)} params stayed closed in some round" if closed else ""
+    return said + (f"; {len(given_up)} rounds were given up. " if given_up else ". ")
 
 
 def _opening_faults(run: Run) -> list[str]:
@@ -181,7 +200,7 @@ def _kept_faults(run: Run, journal: Journal, turn: TurnRecord) -> Iterator[str]:
         if done not in run.requests(client, after=turn.round):
             yield f"{client}'s home is not that of its turn in round {turn.round}"
         return
-    home, _ = journal.home(following)
+    home, notes = journal.home(following)
     after, trainable = parted(agreement.params, turn.after), set(agreement.trainable)
     letters = zip(agreement.params, turn.roles, strict=False)
     own = [p for p, letter in letters if ROLES[letter].own and p in trainable]
@@ -195,8 +214,14 @@ def _kept_faults(run: Run, journal: Journal, turn: TurnRecord) -> Iterator[str]:
     for p in own:
         if p.key not in home:
             yield f"{client}'s {p.key} is lost from its home"
-        elif keyed(key, p.key, digest(home[p.key])) != after[p.key]:
+        elif keyed(key, p.key, _told_mark(notes, p.key, digest(home[p.key]))) != after[p.key]:
             yield f"{client}'s {p.key} is not what its last turn left"
+
+
+def _told_mark(notes: Mapping[str, Any], key: str, mark: str) -> str:
+    """The digest of a client's own value as its turn told it: with a round, where it noted one."""
+    noted = str(notes.get("marks", {}).get(key, ""))
+    return noted if noted.startswith(f"{mark} ") else mark
 
 
 def _charge_faults(run: Run) -> list[str]:

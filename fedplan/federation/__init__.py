@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fedplan.federation.client import Client
     from fedplan.federation.defence import Defence
     from fedplan.federation.endpoint import Endpoint
+    from fedplan.federation.masking import Masking
     from fedplan.federation.messages import Lacking, Refused, Rejected, Request, Update
     from fedplan.federation.participation import Participation
     from fedplan.federation.polls import poll
@@ -27,6 +28,7 @@ __all__ = [
     "Defence",
     "Endpoint",
     "Lacking",
+    "Masking",
     "Participation",
     "Plain",
     "Private",
@@ -54,6 +56,7 @@ __getattr__, __dir__ = face(
         "client": "Client",
         "defence": "Defence",
         "endpoint": "Endpoint",
+        "masking": "Masking",
         "messages": "Lacking Refused Rejected Request Update",
         "participation": "Participation",
         "polls": "poll",

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aggregation: what becomes of all updates of a round: begun, added to one by one, closed once.
 
-A way of aggregating is one class here, with its open sums: `Plain` sums updates as they are, or
-holds all of them where a defence asks for that, and `Private` clips and hides each of them. A round
-does not know which it is, and a server asks only whether it hides who was there.
+A way of aggregating is one class, with its open sums: `Plain` sums updates as they are, or holds
+all of them where a defence asks for that, and `Private` clips and hides each of them; `masked.py`
+has the third, and `noised.py` the fourth. A round does not know which it is, and a server asks only
+whether it hides clients.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from fedplan.federation.drift import Drift, around
 from fedplan.federation.messages import Rejected
 from fedplan.federation.participation import Participation
 from fedplan.federation.products import Errors, ProductSum
-from fedplan.federation.record import LARGEST_SCORE, Defended
+from fedplan.federation.record import LARGEST_SCORE, Defended, MaskedRecord
 from fedplan.federation.robust import Values, bounded, by_senders, caps_of, cut, made_by
 from fedplan.federation.world import World
 from fedplan.models.params import Block
@@ -44,7 +44,8 @@ class Outcome:
 
     `clip` is the bound of the next round, where one follows the clients' changes; `products` how
     far the product of LoRA's mean sides was from the mean product, where clients share both;
-    `defence` what was done against bad weights and values, if there is a defence.
+    `defence` what was done against bad weights and values, if there is a defence; `masked` who was
+    in a masked sum, and what of it stayed closed.
     """
 
     means: dict[str, Tensor]
@@ -53,6 +54,7 @@ class Outcome:
     clip: float = 0.0
     products: Errors | None = None
     defence: Defended | None = None
+    masked: MaskedRecord | None = None
 
 
 class OpenSum(Protocol):
@@ -297,14 +299,14 @@ class Private:
 
     def cohort(self, number: int, roster: Sequence[str]) -> list[str]:
         """Those drawn by the guard's secret, each apart."""
-        self.guard.require_room(number, _about(number))
+        self.guard.require_room(number, about_round(number))
         return self.guard.cohort(roster, number)
 
     def chosen(self, number: int, polled: Polled) -> dict[Block, float]:
         """The noisy counts of a vote."""
         ballots = [{block for block, named in each.items() if named} for each in polled.values()]
         agreed = self.agreement
-        return self.guard.vote(ballots, agreed.blocks, agreed.most, _about(number))
+        return self.guard.vote(ballots, agreed.blocks, agreed.most, about_round(number))
 
     def begin(self, world: World, shared: Callable[[], Tensors], roster: int) -> PrivateSum:
         """Open the sum of a round over all that anybody may share in it."""
@@ -330,8 +332,7 @@ class PrivateSum:
 
     def require(self, values: Tensors, riders: Tensors, weight: int) -> None:
         """A change of any length can be clipped; what rides beside it cannot be hidden."""
-        if riders:
-            raise Rejected(f"{min(riders)!r} cannot be hidden")
+        require_no_riders(riders)
 
     def add(self, client: str, values: Tensors, riders: Tensors, weight: int) -> None:
         """Add one clipped change: all clients weigh alike."""
@@ -348,23 +349,11 @@ class PrivateSum:
         """The values with the noisy mean change, which is charged before it is released."""
         if self.guard is None:
             raise FedplanError("a part of a private sum is not released: merge it into the round's")
-        about, within = _about(self.number), f"{self.within} of {self.count}"
+        about, within = about_round(self.number), f"{self.within} of {self.count}"
         made = self.mechanism
         released = self.guard.release(made, self.changes, self.number, about, within)
         clip = self.guard.moved(made, self.within, self.count, about)
         return Outcome({k: self.base[k] + change for k, change in released.items()}, clip=clip)
-
-
-def aggregation_of(
-    agreement: Agreement, folder: Path, participation: Participation, saved: Mapping[str, Any]
-) -> Aggregation:
-    """How a run aggregates; `saved` is what its last world said of it."""
-    guarantee = agreement.guarantee
-    if guarantee is None or guarantee.unit != "client":
-        return Plain(agreement, participation)
-    guard = ServerGuard(guarantee, folder)
-    guard.require_paid(saved["charges"] if saved else 0)
-    return Private(agreement, guard)
 
 
 def contributed(
@@ -372,10 +361,11 @@ def contributed(
 ) -> tuple[dict[str, Tensor], int]:
     """At a client: what it sends of what it has trained, and the weight that it says.
 
-    Under a guarantee no weight is said; up to a public cap, rows weigh by how much is sent.
+    Under a guarantee, or where all count alike, no weight is said; up to a public cap, rows weigh
+    by how much is sent.
     """
     if agreement.guarantee is None:
-        return dict(after), rows
+        return dict(after), 1 if agreement.masking.alike else rows
     if not agreement.guarantee.cap:
         return dict(after), 1
     part = capped(rows, agreement.guarantee.cap)
@@ -393,5 +383,12 @@ def _copied(values: Tensors) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in values.items()}
 
 
-def _about(number: int) -> str:
+def require_no_riders(riders: Tensors) -> None:
+    """Refuse what rides beside a change: nobody hides it."""
+    if riders:
+        raise Rejected(f"{min(riders)!r} cannot be hidden")
+
+
+def about_round(number: int) -> str:
+    """What a round's release is charged by."""
     return f"round {number}"

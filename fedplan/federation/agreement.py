@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fedplan.federation.defence import Defence, require_defence
 from fedplan.federation.fare import Fare
+from fedplan.federation.masking import Masking, followed_kinds, require_masking
 from fedplan.federation.products import require_layers, shared_layers
+from fedplan.language.crowds import kinds_of
 from fedplan.language.plan import Best, Role, Roles, Step
 from fedplan.language.resolution import certain, permitted, resolve, touched
 from fedplan.language.turn import Turn
@@ -47,14 +49,22 @@ class Agreement:
     start: str = ""
     run: str = ""
     defence: Defence = field(default_factory=Defence)
+    masking: Masking = field(default_factory=Masking)
 
     def __post_init__(self) -> None:
         require_defence(self.defence, self.method, self.guarantee)
+        require_masking(self.masking, self.method, self.guarantee, self.defence)
         if not self.method.product.apart:
             plan, params = self.method.plan, self.params
             moving = set(touched(plan, params, Role.SHARE, Role.KEEP, Role.HOLD))
             resting = tuple(p for p in params if p not in moving)
             require_layers(self.method, params, touched(plan, params, Role.SHARE), resting)
+
+    @property
+    def in_shares(self) -> bool:
+        """Whether clients are hidden from the server too: under masks each adds its own noise."""
+        guarantee = self.guarantee
+        return self.masking.active and guarantee is not None and guarantee.unit == "client"
 
     @cached_property
     def text(self) -> str:
@@ -66,6 +76,7 @@ class Agreement:
         """
         said = {
             **({"defence": self.defence.text} if self.defence.active else {}),
+            **({"masking": self.masking.text} if self.masking.active else {}),
             "pace": text_of(self.pace),
             "guarantee": text_of(self.guarantee),
             "study": text_of(self.study),
@@ -74,10 +85,15 @@ class Agreement:
         }
         return "\n".join((*self.method.lines, *(f"{word} {text}" for word, text in said.items())))
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Tells two ends apart that would work out different things."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+        return self.digest[:16]
+
+    @cached_property
+    def digest(self) -> str:
+        """The same where somebody may have tried for two that are alike: nothing is cut off."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
     @cached_property
     def movable(self) -> Params:
@@ -87,10 +103,21 @@ class Agreement:
 
     @cached_property
     def layers(self) -> tuple[LowRank, ...]:
-        """The low-rank layers whose products are summed: some turn may share both sides."""
+        """The low-rank layers whose products are summed: some turn may share both sides.
+
+        Under masks none is: products would be a second sum of the same changes.
+        """
+        if self.masking.active:
+            return ()
         return shared_layers(
             self.method, self.params, touched(self.method.plan, self.params, Role.SHARE)
         )
+
+    @cached_property
+    def squared(self) -> frozenset[str]:
+        """Params of which a masked sum tells how far changes lie apart: those phases follow."""
+        kinds = followed_kinds(self.method) if self.masking.active else frozenset[str]()
+        return frozenset(p.key for p in self.movable if p.kind in kinds)
 
     @cached_property
     def folded(self) -> Params:
@@ -149,6 +176,30 @@ class Agreement:
             return self.permitted(turn)
         return resolve(self.method.plan, self.params, turn)
 
+    def sent(self, turn: Turn, roles: Roles) -> Params:
+        """What a client sends of the params in a turn: with noise in shares, what any may share."""
+        if self.in_shares:
+            return self.public(turn)
+        return tuple(p for p in self.params if roles[p] is Role.SHARE)
+
+    def public(self, turn: Turn) -> Params:
+        """All that any client may share in a turn's round, whoever there is.
+
+        With noise in shares everyone sends that: who sent less would leave numbers without its
+        noise. Of scores those count that all choose by.
+        """
+        scores = turn.scores if self.method.together else None
+        kinds = (kind for _, kind in kinds_of(self.method.plan, None))
+        return self.shared_in(
+            replace(turn, client=k.client, traits=k.traits, scores=scores) for k in kinds
+        )
+
+    def shared_in(self, turns: Iterable[Turn]) -> Params:
+        """What may be shared in any of some turns: of scores, by those that a turn has."""
+        kinds = {(self.method.plan.settle(turn), bool(turn.scores)): turn for turn in turns}
+        every = [self.resolved(t) if t.scores else self.permitted(t) for t in kinds.values()]
+        return tuple(p for p in self.params if any(each[p] is Role.SHARE for each in every))
+
     def owned(self, turn: Turn) -> int:
         """Which movable params are a client's own in a turn: one bit each, in their order."""
         roles = self.permitted(turn)
@@ -179,7 +230,13 @@ class Agreement:
         return whole | {name: whole[param_of(name)] for name in beside}
 
     def up(self, param: Param) -> int:
-        """The bytes that a shared param takes on its way up, its riders included."""
+        """The bytes that a shared param takes on its way up, its riders included.
+
+        Under masks they are words: of what a client hands over, and where phases follow it, of how
+        far that lies.
+        """
+        if self.masking.active:
+            return self.masking.nbytes(param.numel, int(param.key in self.squared))
         coded = self.method.wire.nbytes(param.shape, ITEMSIZE[param.dtype])
         return coded + len(self.method.riders) * param.nbytes
 
@@ -195,6 +252,7 @@ class Agreement:
         words += (
             [f"{self.defence.words} (up to {held:.1f} MB a client)"] if self.defence.holds else []
         )
+        words += [self.masking.words] if self.masking.active else []
         return Fare(self.up, len(riders), "; ".join(words), folded)
 
     @property

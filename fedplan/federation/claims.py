@@ -53,21 +53,25 @@ def require_turn(
     agreement: Agreement, request: Request, update: Update, record: TurnRecord
 ) -> Roles:
     """Refuse a record of another turn than the one that was asked for; else its roles."""
-    turn = request.turn
+    turn, masked = request.turn, agreement.masking.active
     said = {
         "round": (record.round, turn.round),
         "client": (record.client, update.client),
         "phase": (record.phase, turn.phase),
         "traits": (record.traits, dict(turn.traits)),
-        "weight": (record.weight, update.weight),
-        "up": (record.up, update.nbytes),
+        **({} if masked else {"weight": (record.weight, update.weight)}),
+        **({} if masked else {"up": (record.up, update.nbytes)}),
     }
     for name, (says, known) in said.items():
         if says != known:
             raise Rejected(f"its record's {name} is {str(says)[:60]!r}, and it is {known!r}")
-    if agreement.guarantee is not None and (record.weight != 1 or record.loss is not None):
-        raise Rejected("its record tells a weight or a loss, which this guarantee does not let it")
+    hidden = masked or agreement.guarantee is not None
+    if hidden and (record.weight != 1 or record.loss is not None):
+        raise Rejected("its record tells a weight or a loss, which are hidden in this run")
     roles = roles_of(agreement, record)
+    up = sum(map(agreement.up, agreement.sent(turn, roles)))
+    if masked and record.up != up:
+        raise Rejected(f"its record says that {record.up} bytes go up, and {up} would")
     alike = [list(each) for each in record.scores or ()] == listed(turn.scores or {})
     if record.scores is not None and agreement.method.together and not alike:
         raise Rejected("its record chose by other scores than all were given")
@@ -86,9 +90,9 @@ def require_marks(
 ) -> None:
     """Refuse digests that are not of what was sent and of what came back."""
     before, after = parted(agreement.params, record.before), parted(agreement.params, record.after)
-    exact = agreement.method.wire.text == "plain()" and not (
-        agreement.guarantee and agreement.guarantee.cap
-    )
+    capped = agreement.guarantee is not None and agreement.guarantee.cap
+    told = not capped and not agreement.masking.active
+    exact = agreement.method.wire.text == "plain()" and told
     for param, role in roles.items():
         key = param.key
         if not role.own and known(key) not in (None, before[key]):

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -23,7 +23,8 @@ from fedplan.federation.record import spelled
 from fedplan.language.plan import Roles
 from fedplan.language.turn import Turn
 from fedplan.models.values import put
-from fedplan.privacy.guard import ClientGuard
+from fedplan.privacy.guarantee import Guarantee
+from fedplan.privacy.guard import ClientGuard, Guard, ShareGuard
 from fedplan.privacy.mechanisms.secret import secret_of
 from fedplan.storage.journal import Journal
 from fedplan.tensors.named import Digests, Tensors
@@ -31,6 +32,7 @@ from fedplan.tensors.riders import beside, param_of
 from fedplan.training.features import Features
 from fedplan.training.probes import Look, is_public, public_look
 
+G = TypeVar("G", bound=Guard)
 KEY = "key"
 """The file beside a journal with what digests of a client's own values are keyed by."""
 
@@ -39,7 +41,8 @@ KEY = "key"
 class Client:
     """One client: its rows, what it has seen of the world, and the journal of what it keeps.
 
-    `held` are the versions of what it has seen. A `guard` hides each of its rows in every step. The
+    `held` are the versions of what it has seen. A `guard` hides each of its rows in every step;
+    `shares` adds its share of the noise where it is hidden from the server. The
     `account` is of all that it has answered, in other studies too; a simulated client has none.
     With `deterministic` its device gives the same bits each time, or an error where it cannot. With
     `mute` it tells nobody the loss of its rows.
@@ -60,6 +63,7 @@ class Client:
     held: dict[str, int] = field(default_factory=dict[str, int])
     digests: Digests = field(default_factory=Digests)
     guard: ClientGuard | None = None
+    shares: ShareGuard | None = None
     account: Account | None = None
     deterministic: bool = False
     mute: bool = False
@@ -68,6 +72,11 @@ class Client:
     marked: tuple[Examples, str] | None = None
     base: Base | None = None
     features: Features | None = None
+
+    @property
+    def payer(self) -> Guard | None:
+        """What pays for what leaves it, if anything is hidden here."""
+        return self.guard or self.shares
 
     @cached_property
     def key(self) -> bytes:
@@ -90,8 +99,20 @@ def guard_of(
         return None
     if account is None:
         return ClientGuard(guarantee, folder)
+    return _on_account(ClientGuard, guarantee, agreement, account)
+
+
+def share_guard_of(agreement: Agreement, account: Account) -> ShareGuard | None:
+    """What adds a site's share of the noise, if clients are hidden in that way: on its account."""
+    guarantee = agreement.guarantee
+    if guarantee is None or not agreement.in_shares:
+        return None
+    return _on_account(ShareGuard, guarantee, agreement, account)
+
+
+def _on_account(kind: type[G], guarantee: Guarantee, agreement: Agreement, account: Account) -> G:
     limits = account.limits
-    return ClientGuard(
+    return kind(
         guarantee,
         account.folder,
         run=agreement.prefix,
@@ -158,6 +179,35 @@ def own_turn(client: Client, request: Request) -> Turn:
     return replace(request.turn, client=client.name, traits=client.traits, scores=None)
 
 
+def world_held(client: Client, keys: Iterable[str]) -> dict[str, Tensor]:
+    """What a client has of the world: what it was sent last, or what both ends start with."""
+    return {key: client.seen[key] if key in client.seen else client.start[key] for key in keys}
+
+
+def world_marks(agreement: Agreement, client: Client, turn: Turn, home: Tensors) -> dict[str, str]:
+    """Whole digests of all that a turn takes from the world, shared by it or not, riders too.
+
+    It is what `start_values` does not find at home; no word of the server says what that is.
+    """
+    roles = agreement.permitted(turn)
+    taken = [p.key for p in agreement.movable if not (roles[p].own and p.key in home)]
+    held = world_held(client, taken) | beside(client.seen)
+    return {key: client.digests.whole(value) for key, value in held.items()}
+
+
+def require_base(client: Client, request: Request, marks: Mapping[str, str]) -> None:
+    """Refuse what is made of other values than the server says that all start from.
+
+    All sites of a masked sum have the same digests in their terms: so nobody has another model.
+    """
+    for key, mark in marks.items():
+        if mark != request.base.get(key):
+            raise Refused(
+                f"{client.name} was sent another {key} than the server says that all start from: "
+                "what it made of that could be told from the sum"
+            ).coded("values")
+
+
 def start_values(
     agreement: Agreement, client: Client, turn: Turn, home: Tensors
 ) -> dict[str, Tensor]:
@@ -192,7 +242,7 @@ def admit(agreement: Agreement, client: Client, request: Request, answer: Answer
     """Count an answer on the site's account, or refuse it, before any work is done for it."""
     if client.account is not None:
         polled = answer.kind == "scores"
-        hidden = client.guard is not None or (polled and is_public(agreement.method.probe))
+        hidden = client.payer is not None or (polled and is_public(agreement.method.probe))
         client.account.admit(replace(answer, hidden=hidden))
 
 

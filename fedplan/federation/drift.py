@@ -54,12 +54,13 @@ class Drift:
         """For each kind: the mean squared distance of changes from their mean, and the mean's own.
 
         The two add up to the mean square of the changes, so their ratio says how much of what the
-        clients did was lost when it was averaged.
+        clients did was lost when it was averaged. Masked sums may be without squares: of
+        those nothing is told.
         """
         found: dict[str, tuple[float, float]] = {}
-        steps = distances(means, base)
+        steps = distances(means, base) if self.squares else {}
         for p in params:
-            if p.key in means:
+            if p.key in means and p.key in self.squares:
                 step = _told(steps[p.key])
                 whole = self.squares[p.key] / weights[p.key] / STEPS
                 apart = max(whole - step, 0.0) if whole - step > 1e-9 * whole else 0.0

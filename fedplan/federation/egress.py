@@ -25,6 +25,8 @@ from fedplan.tensors.message import Message
 RECORD, AGREEMENT = "outgoing.jsonl", "agreed.json"
 SCORES, UPDATE, EVALUATION = "scores", "update", "evaluation"
 """What leaves, by kind; beside these are hello, and refused, failed and lacking with a code."""
+KEYS, SHARES, CONSENT, UNMASKING = "keys", "shares", "consent", "unmasking"
+"""What leaves beside the update where sums are masked; the last is what opens a sum."""
 GUESSED = (SCORES, EVALUATION)
 """A few numbers of the site's rows: a plain digest of them could be guessed at."""
 
@@ -50,6 +52,7 @@ class Leaving:
 
     `up` are the bytes of the model's parts, `said` all others, `down` those of the request. Of a
     refusal or a failure there is the code, and how many `times` it was told since its last line.
+    Of what left under masks, or opens a masked sum, `among` are those whose sum it is.
     """
 
     kind: str
@@ -66,6 +69,7 @@ class Leaving:
     down: int = 0
     parts: Mapping[str, int] = field(default_factory=dict[str, int])
     times: int = 1
+    among: tuple[str, ...] = ()
 
 
 class _Alike(NamedTuple):
@@ -105,14 +109,19 @@ class Egress:
             leaving = replace(leaving, times=times)
         else:
             self.settle()
-        self._chain.append({**asdict(leaving), **asdict(by)})
+        said = asdict(leaving)
+        if not leaving.among:
+            del said["among"]
+        self._chain.append({**said, **asdict(by)})
 
     def settle(self) -> None:
         """Write down the refusals that no line says yet."""
         for alike, (_, count) in list(self._told.items()):
             if count:
                 told = Leaving(alike.kind, run=alike.run, code=alike.code, times=count)
-                self._chain.append({**asdict(told), **asdict(alike.warrant)})
+                said = asdict(told)
+                del said["among"]
+                self._chain.append({**said, **asdict(alike.warrant)})
             del self._told[alike]
 
     def _again(self, leaving: Leaving, warrant: Warrant) -> int:

@@ -8,8 +8,9 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,9 +20,13 @@ from fedplan.federation.client import Client
 from fedplan.federation.codes import said_of
 from fedplan.federation.egress import (
     AGREEMENT,
+    CONSENT,
     EVALUATION,
     GUESSED,
+    KEYS,
     SCORES,
+    SHARES,
+    UNMASKING,
     UPDATE,
     Egress,
     Leaving,
@@ -32,6 +37,7 @@ from fedplan.federation.egress import (
 from fedplan.federation.evaluation import evaluate, scores_said
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.identity import is_id
+from fedplan.federation.masking import STEPS, WORDS
 from fedplan.federation.messages import (
     Refused,
     Request,
@@ -54,7 +60,12 @@ from fedplan.tensors.named import nbytes
 from fedplan.tensors.riders import param_of
 from fedplan.tensors.serialization import JSON, packed
 
+if TYPE_CHECKING:
+    from fedplan.federation.masker import Masker
+
 HELLO, POLL, TRAIN, EVALUATE = "hello", "poll", "train", "evaluate"
+LEFT: dict[str, str] = dict(zip(STEPS, (SHARES, UPDATE, CONSENT, UNMASKING), strict=True))
+"""What leaves at each step of a masked sum."""
 
 
 class Endpoint:
@@ -62,7 +73,8 @@ class Endpoint:
 
     What it keeps and what it has seen lie in a folder of the run, `place_of`. What leaves is
     written to `egress`, the record of all runs, and what goes wrong to `faults`. `warrant` is by
-    whose word it answers: whoever hands it a request may set another.
+    whose word it answers: whoever hands it a request may set another. Where sums are masked, the
+    `masker` has its side of them, and without one it takes no part.
     """
 
     def __init__(
@@ -74,8 +86,10 @@ class Endpoint:
         faults: FaultLog | None = None,
         egress: Egress | None = None,
         warrant: Warrant | None = None,
+        masker: Masker | None = None,
     ) -> None:
         self.agreement, self.site, self.folder = agreement, site, place_of(folder, agreement.run)
+        self.masker = masker
         self.egress, self.warrant = egress or Egress(folder), warrant or Warrant()
         self.faults = faults or FaultLog(folder, site.journal.seal)
         self.seen, self._number = self._store(), 0
@@ -88,6 +102,7 @@ class Endpoint:
         """The answer to a request. Of what goes wrong a code leaves, and the text stays here."""
         turns = {HELLO: self._hello, POLL: self._poll, TRAIN: self._train}
         turns |= {EVALUATE: self._evaluate}
+        turns |= {each: partial(self._masking, each) for each in STEPS}
         try:
             if kind not in turns:
                 raise Refused(f"{self.site.name} knows no {kind[:40]!r}").coded("request")
@@ -121,12 +136,17 @@ class Endpoint:
             raise Refused(
                 f"{self.site.name} is in run {self.agreement.run}, and not in {run}"
             ).coded("another-study")
+        if self.agreement.masking.active:
+            said["node"] = self._masker.public.hex()
         return self._leave(Message(packed({}, said).header), HELLO, None, {})
 
     def _poll(self, message: Message) -> Message:
         request, before = request_of(message), self.site.held
         scores = poll(self.agreement, self.site, request)
         self._remember(before)
+        if self.agreement.masking.active:
+            advert = self._masker.poll(request, scores)
+            return self._leave(packed({}, {"advert": advert}), KEYS, request, {})
         answer = packed({}, {"scores": listed(scores)})
         return self._leave(answer, SCORES, request, {})
 
@@ -134,7 +154,32 @@ class Endpoint:
         request, before = request_of(message), self.site.held
         update = local(self.agreement, self.site, request, lent=True)
         self._remember(before)
+        if self.agreement.masking.active:
+            advert = self._masker.begin(request, update)
+            alone = replace(update, values={}, riders={}, weight=1)
+            return self._leave(update_message(alone, advert), KEYS, request, {})
         return self._leave(update_message(update), UPDATE, request, self._parts(update))
+
+    @property
+    def _masker(self) -> Masker:
+        if self.masker is None:
+            raise Refused(
+                f"{self.site.name} takes part in no masked sum: its site.toml names no peers"
+            ).coded("peers")
+        return self.masker
+
+    def _masking(self, step: str, message: Message) -> Message:
+        """A step of a masked sum. Words are what was trained; all else is keys and shares."""
+        masker = self._masker
+        if run_of(message) != self.agreement.run:
+            raise Refused(f"{self.site.name} is in another run").coded("another-study")
+        polled, found = masker.is_poll(message), dict[str, int]()
+        answer = masker.step(step, message)
+        for param in masker.shared if step == WORDS and not polled else ():
+            kind = self._kinds[param.key]
+            found[kind] = found.get(kind, 0) + self.agreement.up(param)
+        what = SCORES if step == WORDS and polled else LEFT[step]
+        return self._leave(answer, what, None, found, masker.begun(polled=polled))
 
     def _evaluate(self, message: Message) -> Message:
         request, before = request_of(message), self.site.held
@@ -151,9 +196,14 @@ class Endpoint:
         return found
 
     def _leave(
-        self, answer: Message, what: str, request: Request | None, parts: Mapping[str, int]
+        self,
+        answer: Message,
+        what: str,
+        request: Request | None,
+        parts: Mapping[str, int],
+        masked: tuple[int, tuple[str, ...]] | None = None,
     ) -> Message:
-        """Write down what is about to leave, and let it."""
+        """Write down what is about to leave, and let it; of a masked sum, with whom."""
         up = sum(parts.values())
         said = Leaving(
             what,
@@ -170,6 +220,10 @@ class Endpoint:
             said = replace(
                 said, request=request.name, round=turn.round, phase=turn.phase, down=down
             )
+        if masked is not None:
+            number, among = masked
+            name = self.agreement.request(number, self.site.name)
+            said = replace(said, request=name, round=number, among=among)
         self.egress.note(said, self.warrant)
         return answer
 
@@ -210,6 +264,7 @@ class Endpoint:
             "account": str(account.folder.absolute()) if account else "",
             "run": self.agreement.run,
             "prefix": self.agreement.prefix,
+            **({"peers": self.masker.peers} if self.masker is not None else {}),
         }
 
 

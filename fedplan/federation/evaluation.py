@@ -126,6 +126,11 @@ def _exam(agreement: Agreement, client: Client, request: Request) -> Exam:
             f"{client.name} is asked for scores of its rows, and this study hides its "
             f"{agreement.guarantee.unit}s: nobody pays for scores, so none leave"
         ).coded("uncharged")
+    if agreement.masking.active:
+        raise Refused(
+            f"{client.name} is asked for scores of its rows, and sums of this study are masked: "
+            "scores of one site alone are no sum"
+        ).coded("unsummed")
     exam, number = client.exam, request.turn.round
     if exam is None or not due(number, exam.every, exam.rounds):
         raise Refused(

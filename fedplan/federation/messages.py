@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +43,9 @@ class Request:
 
     `versions` are those of the values. `basis` tells the versions of all that the client must then
     have. `heard` is the last round that the server heard from it. `anew` says that all is sent,
-    because the client had lost what it was sent before. `run` is the id of the run.
+    because the client had lost what it was sent before. `run` is the id of the run. Where sums are
+    masked, `base` are the digests of all that the round starts from, and `attempt` says how often
+    its sum was begun.
     """
 
     name: str
@@ -53,6 +57,8 @@ class Request:
     heard: int = 0
     anew: bool = False
     run: str = ""
+    base: dict[str, str] = field(default_factory=dict[str, str])
+    attempt: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -81,6 +87,15 @@ def listed(scores: Mapping[Block, float]) -> list[Any]:
     return [[*block, score] for block, score in scores.items()]
 
 
+def asked_of(turn: Turn) -> str:
+    """The digest of what a server says of a round beside its values.
+
+    It is the phase, and the scores that all choose by: what a site trains follows from both.
+    """
+    scores = sorted(listed(turn.scores)) if turn.scores is not None else None
+    return hashlib.sha256(json.dumps([turn.phase, scores]).encode()).hexdigest()
+
+
 def scored(found: Any) -> dict[Block, float]:
     """Scores from JSON."""
     try:
@@ -105,6 +120,7 @@ def request_header(request: Request) -> dict[str, JSON]:
         "heard": request.heard,
         "anew": request.anew,
         "run": request.run,
+        **({"base": dict(request.base), "attempt": request.attempt} if request.base else {}),
     }
 
 
@@ -133,6 +149,8 @@ def request_of(message: Message) -> Request:
         heard=_read(said, "heard", int),
         anew=_read(said, "anew", bool),
         run=_read(said, "run", str),
+        **({"base": _words(said, "base", str)} if "base" in said else {}),
+        **({"attempt": _read(said, "attempt", int)} if "base" in said else {}),
     )
 
 
@@ -144,14 +162,15 @@ def run_of(message: Message) -> str:
     return str(found)
 
 
-def update_message(update: Update) -> Message:
-    """An answer as a message."""
+def update_message(update: Update, advert: Mapping[str, JSON] | None = None) -> Message:
+    """An answer as a message; where sums are masked, with the site's keys and no values."""
     said: dict[str, JSON] = {
         "client": update.client,
         "request": update.request,
         "agreed": update.agreed,
         "weight": update.weight,
         "line": update.line,
+        **({"advert": dict(advert)} if advert is not None else {}),
     }
     return packed({**update.values, **update.riders}, said)
 

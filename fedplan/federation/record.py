@@ -22,7 +22,10 @@ VERSION = 1
 
 TURN, ROUND = "turn", "round"
 
-UNSAID: dict[str, object] = {"attention": None, "products": None, "defence": None, "warnings": []}
+UNSAID: dict[str, object] = {
+    **{"attention": None, "products": None, "defence": None, "masked": None},
+    "warnings": [],
+}
 """Fields that the line of a round may lack, and what they then say."""
 
 LARGEST = 2**53
@@ -100,6 +103,19 @@ class Defended:
     thin: int = 0
 
 
+ALL = "all"
+"""What stayed closed of a masked sum, if it was all of it."""
+
+
+@dataclass(frozen=True)
+class MaskedRecord:
+    """A masked sum: how many it took to open it, of whom it is, and what stayed closed, and why."""
+
+    threshold: int
+    sites: tuple[str, ...]
+    closed: dict[str, str] = field(default_factory=dict[str, str])
+
+
 @dataclass(frozen=True)
 class RoundRecord:
     """One round, as the server says it.
@@ -108,7 +124,8 @@ class RoundRecord:
     by kind of param; `attention`, if it was looked at, how far each block's moved; `products`, if
     clients shared both sides of LoRA, how far the product of the mean sides lay from the mean of
     the products, and how far what the world then has: both over the length of the latter.
-    `defence` is what was done against bad weights and values, if the study has a defence;
+    `defence` is what was done against bad weights and values, if the study has a defence; `masked`
+    who was in a sum that the server saw nothing else of, and what of it stayed closed;
     `warnings` are what a person should look at, in words that follow from the rest.
     """
 
@@ -123,6 +140,7 @@ class RoundRecord:
     attention: Scores | None = None
     products: tuple[float, float] | None = None
     defence: Defended | None = None
+    masked: MaskedRecord | None = None
     warnings: tuple[str, ...] = ()
 
     def json(self) -> dict[str, Any]:
@@ -203,6 +221,7 @@ def read_round(line: object) -> RoundRecord:
         attention=None if said["attention"] is None else _scores(said, "attention"),
         products=None if said["products"] is None else _errors(said, "products"),
         defence=None if said["defence"] is None else _defended(said["defence"]),
+        masked=None if said["masked"] is None else _masked(said["masked"]),
         warnings=tuple(_typed(each, str, "warnings") for each in _list(said, "warnings")),
     )
 
@@ -223,6 +242,14 @@ def _defended(found: object) -> Defended:
         {client: _number(each, "far") for client, each in far.items()},
         _count(said, "thin"),
     )
+
+
+def _masked(found: object) -> MaskedRecord:
+    said = _object(found, "masked")
+    if said.keys() != (names := {f.name for f in fields(MaskedRecord)}):
+        raise RecordError(f"masked has other fields than {', '.join(sorted(names))}")
+    sites = tuple(_typed(each, str, "sites") for each in _list(said, "sites"))
+    return MaskedRecord(_count(said, "threshold", least=2), sites, _words(said, "closed"))
 
 
 def parsed(line: bytes) -> object:

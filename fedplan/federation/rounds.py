@@ -16,9 +16,9 @@ from fedplan.federation.claims import require_marks, require_turn
 from fedplan.federation.drift import Sizes
 from fedplan.federation.messages import Rejected, Request, Update
 from fedplan.federation.products import Errors
-from fedplan.federation.record import Defended, TurnRecord, read_turn
+from fedplan.federation.record import Defended, MaskedRecord, TurnRecord, read_turn
 from fedplan.federation.world import World
-from fedplan.language.plan import Role
+from fedplan.language.plan import Role, Roles
 from fedplan.language.turn import Turn
 from fedplan.methods.phases import Sign
 from fedplan.models.params import Block
@@ -104,7 +104,7 @@ class Tally:
 
     `vain` are bytes that went down to sites that could not use them; `marks` are the digests of
     what the model starts with; `products` are the errors of LoRA's mean sides, and `defence` what
-    was done against bad weights and values, once it is closed.
+    was done against bad weights and values, once it is closed, and `masked` what of it was.
     """
 
     cohort: dict[str, Request]
@@ -118,6 +118,7 @@ class Tally:
     lines: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
     products: Errors | None = None
     defence: Defended | None = None
+    masked: MaskedRecord | None = None
 
     def choose(self, scores: Mapping[Block, float]) -> None:
         """Have all clients of the round choose by the same scores."""
@@ -159,8 +160,29 @@ def pull(
     reach("round.pulled")
 
 
-def _checked(agreement: Agreement, world: World, tally: Tally, update: Update) -> Sound:
-    """An update's values, riders and record, if every one of them is what was asked for."""
+def hear(agreement: Agreement, world: World, tally: Tally, update: Update) -> bool:
+    """Note the turn of a client whose values come under masks, or why not.
+
+    Of values nothing can be checked that nobody sees: each site does, of its own.
+    """
+    client = str(update.client)
+    if client in tally.lines:
+        return True  # its sum was begun anew, and its turn is the same
+    try:
+        request = _asked(tally, update)
+        record, roles = _told(agreement, tally, update)
+        _require_down(agreement, world, request, record)
+        _require_known(agreement, world, tally, record, roles, {})
+    except FedplanError as error:
+        tally.rejected.setdefault(client, str(error).splitlines()[0][:300])
+        return False
+    tally.heard.append(client)
+    tally.lines[client] = record
+    return True
+
+
+def _asked(tally: Tally, update: Update) -> Request:
+    """What a client was asked for, if this is its answer."""
     request = tally.cohort.get(update.client)
     if request is None:
         raise Rejected(f"{update.client!r} was not asked in this round")
@@ -168,6 +190,12 @@ def _checked(agreement: Agreement, world: World, tally: Tally, update: Update) -
         raise Rejected(f"{update.client!r} was counted before")
     if (update.request, update.agreed) != (request.name, request.agreed):
         raise Rejected(f"it answers {update.request!r}, and {request.name!r} was asked")
+    return request
+
+
+def _checked(agreement: Agreement, world: World, tally: Tally, update: Update) -> Sound:
+    """An update's values, riders and record, if every one of them is what was asked for."""
+    request = _asked(tally, update)
     if type(update.weight) is not int or not 0 < update.weight < 2**40:
         raise Rejected(f"weight {update.weight!r} is not a positive whole number")
     budget = 2 * nbytes(world.values) + 2**20
@@ -190,22 +218,40 @@ def _record(
     agreement: Agreement, world: World, tally: Tally, update: Update, values: Tensors
 ) -> TurnRecord:
     """A client's record, if it fits all that the server knows."""
-    request, record = tally.cohort[update.client], read_turn(update.line)
-    roles = require_turn(agreement, request, update, record)
+    record, roles = _told(agreement, tally, update)
     if set(values) != {p.key for p, role in roles.items() if role is Role.SHARE}:
         raise Rejected("its record says that other params were shared than came")
+    _require_down(agreement, world, tally.cohort[update.client], record)
+    _require_known(agreement, world, tally, record, roles, values)
+    return record
+
+
+def _told(agreement: Agreement, tally: Tally, update: Update) -> tuple[TurnRecord, Roles]:
+    record = read_turn(update.line)
+    return record, require_turn(agreement, tally.cohort[update.client], update, record)
+
+
+def _require_down(agreement: Agreement, world: World, request: Request, record: TurnRecord) -> None:
     # An answer may be from before it was asked anew, or from when it was.
     if record.anew != request.anew:
-        request = push(agreement, world, update.client, request.turn.traits, anew=record.anew)
+        request = push(agreement, world, record.client, request.turn.traits, anew=record.anew)
     if record.down != (came := sum(agreement.sizes[key] for key in request.versions)):
         raise Rejected(f"its record says that {record.down} bytes came down, and {came} did")
 
+
+def _require_known(
+    agreement: Agreement,
+    world: World,
+    tally: Tally,
+    record: TurnRecord,
+    roles: Roles,
+    values: Tensors,
+) -> None:
     def known(key: str) -> str | None:
         held = world.values.get(key)
         return tally.marks.get(key) if held is None else tally.digests.of(held)
 
     require_marks(agreement, record, roles, values, known, tally.digests)
-    return record
 
 
 def _require_asked(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedplan import seeds
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation import OpenSum, aggregation_of
+from fedplan.federation.aggregation import OpenSum
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.callbacks import Closed
 from fedplan.federation.history import Metrics, Past, row_of
@@ -27,11 +27,12 @@ from fedplan.federation.remains import require_secrets
 from fedplan.federation.rounds import Parcels, Tally, announced, close, pull, push
 from fedplan.federation.segments import next_segment, open_ledger, read_past, read_segment
 from fedplan.federation.warnings import warnings_of
+from fedplan.federation.ways import aggregation_of
 from fedplan.federation.world import BEST, METRICS, WORLD, World, world_values
 from fedplan.language.crowds import told_apart
 from fedplan.language.horizon import rounds_ahead
 from fedplan.language.plan import Role
-from fedplan.language.resolution import permitted, resolve
+from fedplan.language.resolution import permitted
 from fedplan.language.turn import Turn
 from fedplan.models.params import Block
 from fedplan.privacy.guard import CHARGES, SECRET
@@ -181,23 +182,18 @@ class Server:
 
     def _shared(self, number: int, scores: Mapping[Block, float] | None) -> dict[str, Tensor]:
         """What any client may share in a round, whoever is asked: that is public."""
-        plan, params = self.agreement.method.plan, self.agreement.params
-        turns = {plan.settle(turn): turn for turn in self._turns(number, self.world.phase)}
-        every = [
-            resolve(plan, params, replace(turn, scores=scores))
-            if scores
-            else permitted(plan, params, turn)
-            for turn in turns.values()
-        ]
-        shared = (p.key for p in params if any(roles[p] is Role.SHARE for roles in every))
-        return {key: self.world.values[key] for key in shared}
+        agreed, turns = self.agreement, self._turns(number, self.world.phase)
+        told = [replace(turn, scores=scores) for turn in turns]
+        public = agreed.public(*told[:1]) if agreed.in_shares and told else agreed.shared_in(told)
+        return {p.key: self.world.values[p.key] for p in public}
 
     def anew(self, tally: Tally, client: str) -> None:
         """Ask a client again that has lost what it had of the world, and send it all of it."""
         vain = tally.cohort[client]
         tally.vain += vain.nbytes
         request = push(self.agreement, self.world, client, self.roster[client], anew=True)
-        tally.cohort[client] = replace(request, turn=replace(request.turn, scores=vain.turn.scores))
+        turn = replace(request.turn, scores=vain.turn.scores)
+        tally.cohort[client] = replace(request, turn=turn, base=vain.base, attempt=vain.attempt)
 
     def take(self, tally: Tally, update: Update, *, late: bool = False) -> None:
         """Count an update, or write down why not; a late one is heard, and not counted."""
@@ -208,6 +204,7 @@ class Server:
         reach("round.before_close")
         outcome, later = tally.total.close(), self._later(self.world.round + 1)
         tally.products, tally.defence = outcome.products, outcome.defence
+        tally.masked = outcome.masked
         self.world = close(self.agreement, self.world, tally, outcome, later=later)
 
     def _later(self, number: int) -> set[str]:
@@ -351,6 +348,7 @@ class Server:
             down=tally.vain + down,
             products=tally.products,
             defence=tally.defence,
+            masked=tally.masked,
         )
 
     def _files(self) -> dict[str, list[int | str]]:

@@ -23,21 +23,30 @@ from fedplan.federation.client import (
     look_of,
     own_turn,
     receive,
+    require_base,
     settled_by,
     start_values,
+    world_marks,
 )
 from fedplan.federation.marks import keyed
-from fedplan.federation.messages import Refused, Request, Update
+from fedplan.federation.messages import Refused, Request, Update, asked_of
 from fedplan.federation.origin import Base
 from fedplan.federation.record import TurnRecord, joined, spelled
-from fedplan.language.plan import Role, Roles
+from fedplan.language.plan import Best, Role, Roles
+from fedplan.language.resolution import candidates
 from fedplan.language.turn import Turn
 from fedplan.models.buffers import buffers_of, require_rest
+from fedplan.models.params import Block
 from fedplan.models.values import take
+from fedplan.privacy.mechanisms.vote import ballot
 from fedplan.tensors.devices import deterministic
-from fedplan.tensors.named import Tensors, nbytes, same_bits
+from fedplan.tensors.named import Tensors, all_finite, nbytes, same_bits
 from fedplan.tensors.riders import beside, split_riders
 from fedplan.training.fit import Done, Job
+
+OWN, BASE, ASKED = "own", "base", "asked"
+"""Beside the line of a reply at home, where sums are masked and no line tells it: its weight, the
+digests of all that it took from the world, and that of what the server said of the round."""
 
 
 def local(agreement: Agreement, client: Client, request: Request, *, lent: bool = False) -> Update:
@@ -59,7 +68,10 @@ def _local(agreement: Agreement, client: Client, request: Request, *, lent: bool
     else:
         values, line = _train(agreement, client, request, home, notes, lent=lent)
     coded, riders = split_riders(values, agreement.method.riders)
-    agreed, weight = agreement.fingerprint, line["weight"]
+    line = dict(line)
+    agreed, weight = agreement.fingerprint, line.pop(OWN, line["weight"])
+    for known in (BASE, ASKED):
+        line.pop(known, None)
     return Update(client.name, request.name, agreed, coded, weight, line, riders)
 
 
@@ -74,9 +86,12 @@ def _train(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Check, choose, pay, train, check what rested, code what is shared, commit."""
     _require_forward(client, request.turn.round, notes)
-    if client.guard is not None:
-        client.guard.require_paid(notes.get("charges", 0))
+    if client.payer is not None:
+        client.payer.require_paid(notes.get("charges", 0))
     turn, still = own_turn(client, request), buffers_of(client.model)
+    marks = world_marks(agreement, client, turn, home) if agreement.masking.active else {}
+    if request.base:
+        require_base(client, request, marks)  # before anything is trained, and kept
     before = start_values(agreement, client, turn, home)
     turn = _chosen(agreement, client, request, turn)
     roles = agreement.resolved(turn)
@@ -85,7 +100,8 @@ def _train(
     done = _fit(agreement, client, turn, roles, before, home, content)
     require_rest(client.model, still)
     after = take(client.model, agreement.trainable, lent=lent)
-    was, now = _require_still(agreement, client, roles, before, after, notes.get("marks", {}))
+    known = notes.get("marks", {})
+    was, now = _require_still(agreement, client, turn.round, roles, before, after, known)
     coded, weight = _coded(agreement, client, turn, roles, before, after, now)
     reply = {**coded, **done.riders}
     line = _line(agreement, client, request, turn, roles, (was, now), done, weight, nbytes(reply))
@@ -93,6 +109,8 @@ def _train(
     kept = {k: v for k, v in home.items() if k not in own and k not in done.memory}
     fresh = _notes(agreement, client, request, turn, notes, line, {k: now[k] for k in own})
     line = line | {"missed": fresh["lines"][:-1]}
+    if agreement.masking.active:
+        line |= {OWN: weight, BASE: marks, ASKED: asked_of(request.turn)}
     client.journal.commit(request.name, {**kept, **own, **done.memory}, fresh, reply, line)
     return reply, line
 
@@ -112,9 +130,11 @@ def _require_paid(
     """Refuse a turn that neither the budget nor the site's own limits pay for."""
     if client.guard is not None:
         client.guard.require_turn(request.turn.round, request.name, content)
+    if client.shares is not None:
+        client.shares.require_room(request.turn.round, request.name)
     if client.account is None:
         return
-    up = sum(agreement.up(p) for p in agreement.params if roles[p] is Role.SHARE)
+    up = sum(map(agreement.up, agreement.sent(request.turn, roles)))
     admit(agreement, client, request, Answer("update", request.name, content, up))
 
 
@@ -129,6 +149,10 @@ def _coded(
 ) -> tuple[dict[str, Tensor], int]:
     """What is shared, as it travels, and its weight; `marks` then tells of what was sent."""
     trained = {p.key: after[p.key] for p in agreement.trainable if roles[p] is Role.SHARE}
+    changes = (value - before[key] for key, value in trained.items())
+    if agreement.in_shares and not all(map(all_finite, changes)):
+        # That a change is no number would tell of its rows: it is none at all.
+        trained = {key: before[key] for key in trained}
     shared, weight = contributed(agreement, len(client.rows), before, trained)
     stream = seeds.generator(agreement.experiment, "wire", turn.round, client.name)
     base = {key: before[key] for key in shared}
@@ -156,8 +180,8 @@ def _notes(
         settled |= {str(turn.round): hex(fresh)}
     marks = {**notes.get("marks", {}), **own}
     said: dict[str, Any] = {"marks": marks, "lines": [*missed, line], "settled": settled}
-    if client.guard is not None:
-        said["charges"] = len(client.guard.budget.charges)
+    if client.payer is not None:
+        said["charges"] = len(client.payer.budget.charges)
     return said
 
 
@@ -204,12 +228,17 @@ def _fit(
 def _require_still(
     agreement: Agreement,
     client: Client,
+    number: int,
     roles: Roles,
     before: Tensors,
     after: Tensors,
     own_marks: Mapping[str, str],
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Digests of every param before and after a turn; one that rested and moved is a fault."""
+    """Digests of every param before and after a turn; one that rested and moved is a fault.
+
+    Where the server may not know a client by its rows, what is its own and was trained is told by
+    its round too: else one saw whether it moved at all, and who has no rows moves nothing.
+    """
     was, now = dict(client.marks), dict(client.marks)
     for p in agreement.trainable:
         key = p.key
@@ -220,6 +249,8 @@ def _require_still(
                 else client.digests.of(before[key])
             )
         now[key] = client.digests.of(after[key]) if roles[p].trained else was[key]
+        if agreement.in_shares and roles[p].trained and roles[p].own:
+            now[key] += f" {number}"
         if not roles[p].trained and not same_bits(before[key], after[key]):
             raise FedplanError(f"{key} is {roles[p].name} and moved: the fit broke the plan").coded(
                 "training"
@@ -244,13 +275,26 @@ def _line(
     """One turn of one client, as the ledger says it.
 
     What is its own is told by keyed digests: whether it moved can be seen, what it is cannot be
-    guessed. Under a guarantee no number follows from the rows.
+    guessed. Under a guarantee no number follows from the rows, and under masks none does either:
+    what was made of a shared param is told as what is its own, and of its round alone. Else who
+    sends a guess as the next world, from which nothing is learned, saw whether it was right.
     """
+    masked = agreement.masking.active
+    own = {p for p in roles if roles[p].own}
+    made = {p.key for p in roles if masked and roles[p] is Role.SHARE}
+    was, now = marks
+    now = {key: f"{mark} {turn.round}" if key in made else mark for key, mark in now.items()}
     before, after = (
-        {p.key: keyed(client.key, p.key, of[p.key]) if roles[p].own else of[p.key] for p in roles}
-        for of in marks
+        {
+            p.key: keyed(client.key, p.key, of[p.key]) if p in own or p.key in closed else of[p.key]
+            for p in roles
+        }
+        for of, closed in ((was, set[str]()), (now, made))
     )
-    hidden, scores = agreement.guarantee is not None, turn.scores or {}
+    hidden, scores = masked or agreement.guarantee is not None, turn.scores or {}
+    if masked:
+        scores = _told_choice(agreement, turn, roles)
+        up = sum(map(agreement.up, agreement.sent(request.turn, roles)))
     told = isfinite(done.loss) and not hidden and not client.mute
     return TurnRecord(
         round=turn.round,
@@ -262,9 +306,29 @@ def _line(
         after=joined(agreement.params, after),
         down=sum(agreement.sizes[key] for key in request.versions),
         up=up,
-        weight=weight,
+        weight=1 if masked else weight,
         steps=agreement.pace.steps if hidden else done.steps,
         loss=done.loss if told else None,
         scores=tuple((b.stack, b.number, s) for b, s in scores.items()) if scores else None,
         anew=request.anew,
     ).json()
+
+
+def _told_choice(agreement: Agreement, turn: Turn, roles: Roles) -> dict[Block, float]:
+    """Scores that choose as a client's own did, and tell no more than what was chosen."""
+    own = turn.scores or {}
+    if not own or agreement.method.together:
+        return dict(own)
+    steps = [s for s in agreement.method.plan.settle(turn) if isinstance(s, Best)]
+    among = [candidates(step, agreement.params) for step in steps]
+    named = [
+        ballot({block: own[block] for block in blocks}, step.count)
+        for step, blocks in zip(steps, among, strict=True)
+    ]
+    told = {block: float(sum(block in each for each in named)) for block in own}
+    if agreement.resolved(replace(turn, scores=told)) != roles:
+        raise FedplanError(
+            "what was chosen cannot be told without the scores, and masks would hide nothing of "
+            "them: take one best(...), or choose together"
+        ).coded("plan")
+    return told

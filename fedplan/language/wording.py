@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from numbers import Number
 from pathlib import PurePath
+from tokenize import TokenError
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
@@ -184,7 +185,7 @@ def _source(value: Any) -> bytes:
     held = [code] if isinstance(code, CodeType) else _line(value)
     try:
         return b"".join(inspect.cleandoc(inspect.getsource(each)).encode() for each in held)
-    except (OSError, TypeError):
+    except (OSError, TypeError, SyntaxError, TokenError):  # no file, or one that is another by now
         return compiled
 
 

@@ -23,13 +23,14 @@ from fedplan.privacy.dpsgd.fit import DPSGD, Uniform, dp_sgd
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import COUNT_NOISE, Guarantee, voted
 from fedplan.privacy.mechanisms.clipping import Adaptive
-from fedplan.privacy.mechanisms.gaussian import Mechanism
+from fedplan.privacy.mechanisms.gaussian import Change, Mechanism
 from fedplan.privacy.mechanisms.noise import Noise
 from fedplan.privacy.mechanisms.sampling import cohort
 from fedplan.privacy.mechanisms.secret import derived, secret_of
 from fedplan.privacy.mechanisms.vote import Vote, ballot, counted
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.locks import synced
+from fedplan.tensors.named import Tensors
 from fedplan.tensors.sums import ExactSum
 from fedplan.training.fit import Fit
 from fedplan.training.probes import Look, Probe
@@ -90,6 +91,19 @@ class Guard:
                 "copy of it back; without it nobody knows what was spent"
             )
 
+    def mechanism(
+        self, shared: Mapping[str, Tensor], clients: int, clip: float = 0.0, parts: int = 0
+    ) -> Mechanism:
+        """The mechanism of a round that hides clients, over what any of them may share in it.
+
+        With `parts` its noise is added in shares, and so many have all of it.
+        """
+        guarantee = self.guarantee
+        public = {key: (tuple(v.shape), v.dtype) for key, v in shared.items()}
+        over = clients * (guarantee.rate or 1.0)
+        clip, rate = clip or guarantee.clip, guarantee.rate
+        return Mechanism(public, clip, guarantee.noise, over, rate, parts)
+
     def _count(
         self, vote: Vote, ballots: Iterable[Collection[T]], blocks: Sequence[T], about: str, of: str
     ) -> dict[T, float]:
@@ -107,13 +121,6 @@ class ServerGuard(Guard):
         """The clients of a round: all, or those drawn with the promised chance."""
         rate = self.guarantee.rate
         return list(roster) if rate is None else cohort(roster, rate, self._secret, number)
-
-    def mechanism(self, shared: Mapping[str, Tensor], clients: int, clip: float) -> Mechanism:
-        """The mechanism of a round over what any client may share in it."""
-        guarantee = self.guarantee
-        public = {key: (tuple(v.shape), v.dtype) for key, v in shared.items()}
-        over = clients * (guarantee.rate or 1.0)
-        return Mechanism(public, clip or guarantee.clip, guarantee.noise, over, guarantee.rate)
 
     def vote(
         self, ballots: Iterable[Collection[T]], blocks: Sequence[T], k: int, about: str
@@ -133,6 +140,16 @@ class ServerGuard(Guard):
             digest = derived(self._secret, "digest", digest, within).hex()[:32]
         self.budget.charge(self.guarantee.bill(round, about)[about], about, digest=digest)
         return mechanism.release(total, self._secret, about)
+
+    def share(self, mechanism: Mechanism, change: Change, about: str) -> ExactSum:
+        """Of a rehearsal: what one client would hand to a masked sum, with its share of noise."""
+        return mechanism.noised(mechanism.clipped(change), self._secret, about)
+
+    def opened(self, mechanism: Mechanism, total: ExactSum, round: int, about: str) -> Tensors:
+        """The mean change of a sum that came with its noise; charged before it is made of it."""
+        digest = mechanism.digest(total, self._secret, about)
+        self.budget.charge(self.guarantee.bill(round, about)[about], about, digest=digest)
+        return mechanism.divided(total)
 
     def moved(self, mechanism: Mechanism, within: int, cohort: int, about: str) -> float:
         """The clip of the next round. What it costs is in the charge of the release."""
@@ -202,6 +219,32 @@ class ClientGuard(Guard):
             return noise.uniform(count) if count else torch.empty(0, dtype=torch.float64)
 
         return uniform
+
+
+class ShareGuard(Guard):
+    """A site's guard where not even the server may see a sum without noise: it adds a share."""
+
+    def require_charged(self, about: str) -> None:
+        """Refuse to go on without the charge of what has left."""
+        if about not in {charge.about for charge in self.budget.charges}:
+            raise PrivacyError(
+                f"{self.budget.file} has no charge of {about}, and its words have left: put the "
+                "last copy of it back; without it nobody knows what was spent"
+            )
+
+    def share(
+        self, mechanism: Mechanism, change: Change, round: int, about: str, terms: bytes
+    ) -> ExactSum:
+        """The site's clipped change with its share of the noise, charged before it is made.
+
+        The charge is by what was clipped: a round that is begun anew, under other `terms`, costs
+        nothing more, since one of its sums is opened at most. The noise is by both: it is never
+        on other numbers, and after a kill it is the same.
+        """
+        own = mechanism.clipped(change)
+        digest = mechanism.digest(own, self._secret, about)
+        self.budget.charge(self.guarantee.bill(round, about)[about], about, digest=digest)
+        return mechanism.noised(own, self._secret, about, terms)
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,21 @@ from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee, voted
 from fedplan.privacy.guard import CHARGES
 
+SHARED = "client, in shares"
+"""A client that is hidden from the server too: under masks each adds a share of the noise."""
 NEIGHBOURS = {
     "client": "two federations of one public roster, in one of which one client never answers",
     "example": "two federations, in one of which one client lacks one row",
+    SHARED: "two federations of the same clients, in one of which all that one of them adds to "
+    "any sum is its noise,",
 }
 TRUST = {
     "client": "the server sees each client's update without noise, adds the noise, and keeps to "
     "itself who was drawn: its folder, with the ledger, is no part of what is released",
     "example": "nobody but the site sees anything of its rows without noise",
+    SHARED: "its own site, to clip and to add noise; the folder of keys, which came by hand; and "
+    "that no more sites than were said work with the server, or add no noise. Not the server: it "
+    "opens sums that have their noise, and a lie of it over rounds is within epsilon",
 }
 EXCLUDED = (
     "models that a client keeps for itself: who gets one can learn from it",
@@ -31,19 +38,31 @@ EXCLUDED = (
     "how long a turn or a round takes, and the sizes of messages, for who watches the line",
 )
 
+SEEN = "who takes part, fails or refuses, and which rounds are given up: the roster tells it"
+"""What noise in shares does not cover beside that."""
+
 
 @dataclass(frozen=True)
 class Statement:
-    """A guarantee, and what a run has spent of it: by the client that has spent most."""
+    """A guarantee, and what a run has spent of it: by the client that has spent most.
+
+    `shares` says in words what each client adds, where the noise is added in shares.
+    """
 
     guarantee: Guarantee
     rounds: int
     spent: float
     charges: Sequence[dict[str, Any]]
+    shares: str = ""
 
     @staticmethod
     def of(
-        guarantee: Guarantee, rounds: int, folder: Path | None = None, *, run: str = ""
+        guarantee: Guarantee,
+        rounds: int,
+        folder: Path | None = None,
+        *,
+        run: str = "",
+        shares: str = "",
     ) -> Statement:
         """The statement of a run in a folder; without one, that of a run to come.
 
@@ -57,7 +76,16 @@ class Statement:
         for each in charges:
             _require_promised(guarantee, each)
         said = [written_spent(each) for each in charges]
-        return Statement(guarantee, rounds, most.spent_of(cap) if most else 0.0, said)
+        return Statement(guarantee, rounds, most.spent_of(cap) if most else 0.0, said, shares)
+
+    @property
+    def _kind(self) -> str:
+        return SHARED if self.shares else self.guarantee.unit
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """What is not covered."""
+        return (*EXCLUDED, SEEN) if self.shares else EXCLUDED
 
     @property
     def sampler(self) -> str:
@@ -94,7 +122,7 @@ class Statement:
         guarantee = self.guarantee
         return {
             "unit": guarantee.unit,
-            "neighbours": NEIGHBOURS[guarantee.unit],
+            "neighbours": NEIGHBOURS[self._kind],
             "epsilon": self.spent,
             "budget": guarantee.epsilon,
             "forecast": guarantee.forecast(self.rounds),
@@ -102,13 +130,14 @@ class Statement:
             "rounds": self.rounds,
             "mechanism": asdict(guarantee),
             "clip": self.clip,
+            **({"shares": self.shares} if self.shares else {}),
             "vote": self.vote,
             "weights": f"by rows, up to {guarantee.cap}" if guarantee.cap else "all alike",
             "sampler": {"used": self.sampler, "assumed": self.sampler},
             "accountant": version(),
-            "trust": TRUST[guarantee.unit],
+            "trust": TRUST[self._kind],
             "charged": list(self.charges),
-            "excluded": list(EXCLUDED),
+            "excluded": list(self.excluded),
             "randomness": "AES-256 in counter mode, keyed by 32 bytes of the system's source",
         }
 
@@ -118,19 +147,20 @@ class Statement:
         forecast = guarantee.forecast(self.rounds)
         return "\n".join(
             (
-                f"This run hides each {guarantee.unit}: {NEIGHBOURS[guarantee.unit]} can be told "
+                f"This run hides each {guarantee.unit}: {NEIGHBOURS[self._kind]} can be told "
                 f"apart no better than epsilon {guarantee.epsilon:g} at delta {guarantee.delta:g} "
                 "allows.",
                 f"Spent so far: epsilon {self.spent:.4f}, {len(self.charges)} charges. "
                 f"All {self.rounds} rounds: {forecast:.4f}.",
                 f"How: Gaussian noise of {guarantee.noise:.4g} times the clip, which is "
                 f"{self.clip}.",
+                *([f"In shares: {self.shares}."] if self.shares else []),
                 f"Layers: {self.vote}.",
                 f"Who is drawn: {self.sampler}.",
-                f"Whom one must trust: {TRUST[guarantee.unit]}.",
+                f"Whom one must trust: {TRUST[self._kind]}.",
                 f"Accounted by {version()}.",
                 "Not covered:",
-                *(f"  - {each}" for each in EXCLUDED),
+                *(f"  - {each}" for each in self.excluded),
             )
         )
 

@@ -18,13 +18,14 @@ from fedplan.federation.account import ANSWERS, DELTA, read_answers
 from fedplan.federation.egress import (
     AGREEMENT,
     SCORES,
+    UNMASKING,
     UPDATE,
     agreements_in,
     by_part,
     read_agreement,
     read_egress,
 )
-from fedplan.privacy.accounting.budget import Budget
+from fedplan.privacy.accounting.budget import Budget, unit_in
 from fedplan.privacy.guard import CHARGES
 from fedplan.storage.chain import BrokenChain
 
@@ -60,7 +61,27 @@ class SiteRecord:
                 f"{up + said} bytes have left: {up} of the model's parts, {said} of headers and "
                 f"words. What no column names has not left."
             ),
+            *self._masked(),
         )
+
+    def _masked(self) -> list[Text]:
+        """What left under masks, and whose sums this site has helped to open."""
+        opened = {x["round"]: x["among"] for x in self.lines if x["kind"] == UNMASKING}
+        masked = [x["round"] for x in self.lines if x["kind"] == UPDATE and x.get("among")]
+        if not masked:
+            return []
+        crowds = dict[str, list[int]]()
+        for number, sites in sorted(opened.items()):
+            crowds.setdefault(", ".join(sites), []).append(number)
+        told = "; ".join(f"rounds {_stretch(n)}: {sites}" for sites, n in crowds.items())
+        left = sorted(set(masked) - opened.keys())
+        closed = f" Not opened by this site: rounds {_stretch(left)}." if left else ""
+        return [
+            Text(
+                "The parts left under masks: of their values the server learns sums alone. This "
+                f"site has helped to open the sums of {told or 'nobody'}.{closed}"
+            )
+        ]
 
     def _heading(self) -> list[Text]:
         study = f"study {self.study[:12]}" if self.study else "no study"
@@ -128,15 +149,19 @@ class Balance:
     @cached_property
     def charged(self) -> set[str]:
         """The requests whose noise was charged."""
-        spent = Budget(self.folder / CHARGES, delta=DELTA, unit="example")
-        return {each.about for each in spent.charges}
+        return {each.about for each in self._spent.charges}
+
+    @property
+    def _spent(self) -> Budget:
+        file = self.folder / CHARGES
+        return Budget(file, delta=DELTA, unit=unit_in(file))
 
     def json(self) -> dict[str, Any]:
         """It as plain values."""
         lines = self.lines
         kinds = {"turns": UPDATE, "polls": SCORES}
         distinct = {n: {x["content"] for x in lines if x["answer"] == k} for n, k in kinds.items()}
-        spent = Budget(self.folder / CHARGES, delta=DELTA, unit="example")
+        spent = self._spent
         return {
             "account": self.folder.name,
             **{name: len(found) for name, found in distinct.items()},
@@ -209,6 +234,10 @@ def _agreements(home: Path) -> dict[tuple[str, str], dict[str, Any]]:
             raise BrokenChain(f"{folder} does not hold what a site agreed to: its file was changed")
         found[agreed["experiment"], str(agreed.get("run", ""))] = agreed
     return found
+
+
+def _stretch(numbers: list[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 2 else ", ".join(map(str, numbers))
 
 
 def limits_said(agreed: Mapping[str, Any]) -> str:

@@ -28,7 +28,14 @@ from fedplan.storage.files import put_file
 from fedplan.studies.folder import study_in
 from fedplan.studies.run import Run, open_run
 from fedplan.studies.schema import ConfigError, Study, read_study
-from fedplan.studies.stage import Stage, guarantee_of, method_of, participation_of, stage_of
+from fedplan.studies.stage import (
+    Stage,
+    guarantee_of,
+    method_of,
+    participation_of,
+    stage_of,
+    statement_of,
+)
 from fedplan.training.fit import Pace
 
 
@@ -51,7 +58,7 @@ def foreseen_of(study: Study, stage: Stage) -> tuple[Explanation, Statement | No
         fare=agreement.fare,
         step=_step(study, agreement.params),
     )
-    return explanation, Statement.of(agreement.guarantee, rounds) if agreement.guarantee else None
+    return explanation, statement_of(study)
 
 
 def foreseen(
@@ -129,11 +136,11 @@ def stated(place: Path) -> Statement:
 
 
 def _stated(study: Study, place: Path, charged: Path | None = None, run: str = "") -> Statement:
-    guarantee = guarantee_of(study)
-    if guarantee is None:
+    found = statement_of(study, charged, run=run)
+    if found is None:
         raise ConfigError(f"{place} promises nothing: it has no [privacy]")
-    require_sound(guarantee, method_of(study))
-    return Statement.of(guarantee, study.train.rounds, charged, run=run)
+    require_sound(found.guarantee, method_of(study))
+    return found
 
 
 def _require_charges(run: Run) -> None:

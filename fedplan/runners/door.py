@@ -81,6 +81,7 @@ def simulate(
     evaluate: Mapping[str, Any] | None = None,
     privacy: Mapping[str, Any] | None = None,
     defence: Mapping[str, Any] | None = None,
+    aggregation: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
     device: str = AUTO,
     deterministic: bool = Client.deterministic,
@@ -98,9 +99,9 @@ def simulate(
     a length and `batch`. `test` are rows for the federation's model, `own` for each client's. With
     a `task` rows are tables that it prepares; else `loss`, `collate` and `metrics` are functions,
     the loss that of the model itself unless it is given, and clients are compared by `primary`.
-    `train`, `evaluate`, `privacy` and `defence` are what a study file says under these names. It
-    computes on the `device`: the best there is, or the one that is named. Without a `folder` the
-    run is kept as long as this process lives.
+    `train`, `evaluate`, `privacy`, `defence` and `aggregation` are what a study file says under
+    these names. It computes on the `device`: the best there is, or the one that is named. Without a
+    `folder` the run is kept as long as this process lives.
     With `run=False` nothing is played yet: `for closed in simulation.rounds()` does, one by one.
     """
     if not isinstance(method, Method | Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -129,6 +130,7 @@ def simulate(
         **({"evaluate": dict(evaluate)} if evaluate else {}),
         **({"privacy": dict(privacy)} if privacy else {}),
         **({"defence": dict(defence)} if defence else {}),
+        **({"aggregation": dict(aggregation)} if aggregation else {}),
     )
     require_free(place, study, resume=resume)
     status = Status(place) if folder else None

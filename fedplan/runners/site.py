@@ -60,6 +60,8 @@ class Site(Section):
     """Packages that a study may name code of."""
     traits: dict[str, str] = Field(default_factory=dict[str, str])
     """What the site says of itself, for by(...) and trait(...) in a plan."""
+    peers: str = ""
+    """The folder with the node key of every site, as NAME.pub, for masked sums."""
     policy: str = "policy.toml"
     """The file of its policy."""
     server: ServerSection | None = None
@@ -102,6 +104,6 @@ def _placed(site: Site, base: Path) -> Site:
     if server is not None:
         found = {"ca": placed(server.ca), "node": placed(server.node)}
         server = server.model_copy(update=found)
-    names = ("data", "home", "key", "rows", "policy")
+    names = ("data", "home", "key", "rows", "policy", "peers")
     change = {name: placed(getattr(site, name)) for name in names}
     return site.model_copy(update={**change, "server": server})

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING
 
 from fedplan.data.tables import load
 from fedplan.federation.account import Account, Limits
-from fedplan.federation.client import Client, guard_of
+from fedplan.federation.client import Client, guard_of, share_guard_of
 from fedplan.federation.codes import said_of
 from fedplan.federation.egress import Egress
 from fedplan.federation.endpoint import Endpoint, journal_in, place_of
 from fedplan.federation.exams import Disclosure
 from fedplan.federation.fault_log import FaultLog
-from fedplan.federation.messages import run_of
+from fedplan.federation.messages import Refused, run_of
 from fedplan.naming import allowing
 from fedplan.runners.site import Site
 from fedplan.storage.journal import Journal
 from fedplan.storage.names import folder_named
 from fedplan.studies.folder import note_task, write_run
 from fedplan.studies.schema import ConfigError, Study
-from fedplan.studies.stage import exam_of, stage_of
+from fedplan.studies.stage import exam_of, participation_of, stage_of
 from fedplan.tensors.devices import device_named, settled
 from fedplan.tensors.message import Message
 from fedplan.tensors.riders import is_rider
@@ -35,6 +35,9 @@ from fedplan.tensors.serialization import packed
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    from fedplan.federation.agreement import Agreement
+    from fedplan.federation.masker import Masker
 
 
 class Worker:
@@ -106,6 +109,7 @@ def _endpoint_in(worker: Worker, run: str) -> Endpoint:
         loss=stage.shares.task.loss,
         traits=worker.traits,
         guard=guard_of(agreement, account.folder, account),
+        shares=share_guard_of(agreement, account),
         account=account,
         deterministic=study.deterministic,
         mute=worker.mute or len(stage.shares.train[name]) < worker.disclosure.least_rows,
@@ -117,7 +121,31 @@ def _endpoint_in(worker: Worker, run: str) -> Endpoint:
         _carry_over(worker, site.journal)
     write_run(place, study, agreement.params)
     note_task(place, stage.shares)
-    return Endpoint(agreement, site, folder, faults=worker.faults, egress=worker.egress)
+    masker = masker_of(worker, agreement, site, place) if agreement.masking.active else None
+    return Endpoint(
+        agreement, site, folder, faults=worker.faults, egress=worker.egress, masker=masker
+    )
+
+
+def masker_of(worker: Worker, agreement: Agreement, client: Client, place: Path) -> Masker:
+    """A site's side of masked sums, by its own key and by those of the others that it was given."""
+    from fedplan.federation.masker import Masker  # which takes an extra
+    from fedplan.runners.peers import node_key, read_peers
+
+    site, study = worker.site, worker.study
+    if not site.peers or site.server is None or not site.server.node:
+        raise Refused(
+            f"sums of {study.name} are masked, and {site.name} does not have what that takes: "
+            "say peers (a folder with every site's NAME.pub) and server.node in its site.toml"
+        ).coded("peers")
+    names = list(study.clients.names) or list(worker.stage.shares.train)
+    directory = read_peers(Path(site.peers), names)
+    who, node = participation_of(study), node_key(Path(site.server.node))
+
+    def cohort(number: int) -> list[str]:
+        return who.cohort(agreement.experiment, number, names)
+
+    return Masker(agreement, client, node, directory, place, cohort=cohort)
 
 
 def _carry_over(worker: Worker, journal: Journal) -> None:

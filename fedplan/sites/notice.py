@@ -18,7 +18,6 @@ from fedplan.language.plan import Role
 from fedplan.language.turn import Turn
 from fedplan.methods.phases import Planned
 from fedplan.models.params import Param
-from fedplan.privacy.statement import Statement
 from fedplan.reports.explanation import in_order
 from fedplan.reports.forecasts import forecast
 from fedplan.reports.units import megabytes
@@ -27,7 +26,7 @@ from fedplan.sites.policy import Policy, seen_in
 from fedplan.studies.names import found_in
 from fedplan.studies.plain import flat
 from fedplan.studies.schema import Study
-from fedplan.studies.stage import outline_of
+from fedplan.studies.stage import outline_of, statement_of
 
 MEANINGS = {
     "shared": "this site trains it, and its values leave",
@@ -120,7 +119,7 @@ def shown(
         study,
         parts,
         agreement.method.plan.text,
-        _privacy(study, agreement),
+        _privacy(study),
         tuple(f"{each.name} ({each.origin})" for each in found_in(study) if each.content),
         tuple(_tells(study, agreement, policy)),
         tuple(_news(study, last, parts, before)),
@@ -159,21 +158,32 @@ def _parts(found: Forecast) -> tuple[PartNotice, ...]:
     return tuple(notice(part, params) for part, params in kinds.items())
 
 
-def _privacy(study: Study, agreement: Agreement) -> str:
-    if agreement.guarantee is None:
+def _privacy(study: Study) -> str:
+    said = statement_of(study)
+    if said is None:
         return "nothing is hidden: what leaves follows from this site's rows"
-    return Statement.of(agreement.guarantee, study.train.rounds).text()
+    return said.text()
 
 
 def _tells(study: Study, agreement: Agreement, policy: Policy | None) -> Iterator[str]:
     """What leaves beside values: a few words and numbers."""
     yield "this site's name, its traits and the versions of its packages"
     yield "digests of what it trains, keyed by a secret where it is the site's own"
-    if agreement.guarantee is None:
+    if agreement.in_shares:
+        yield (
+            "keys and shares of a masked sum: its change, clipped here and with noise that this "
+            "site adds, of which the server learns the sum with all other sites' alone"
+        )
+    elif agreement.masking.active:
+        of = "values" if agreement.masking.alike else "values and of rows"
+        yield f"keys and shares of a masked sum: of {of} the server learns sums alone"
+    elif agreement.guarantee is None:
         yield "how many rows it has, and how many steps it took"
         if policy is None or "loss" in policy.metrics:
             yield "the mean loss of its training"
-    if agreement.most:
+    if agreement.most and agreement.masking.active:
+        yield "which layers it has chosen"
+    elif agreement.most:
         yield "scores of the model's blocks, by which layers are chosen"
     yield from _scores(study, agreement, policy)
 

@@ -83,6 +83,8 @@ class Policy(Section):
     """From how many rows on a score may leave."""
     weight: bool = True
     """Whether a study may tell how many rows there are."""
+    require_masked: Count = 0
+    """Of how many sites a sum must be that the server sees; 0 lets it see this site's update."""
     approvers: list[str] = Field(default_factory=list[str])
     """The users who may approve; if there are none, whoever can write the site's home."""
     limits: LimitsSection = LimitsSection()
@@ -145,6 +147,7 @@ def judged(
         *_never_shared(policy, study, agreement, site),
         *_past_limits(policy.limits, study, agreement),
         *_unhidden(policy, study, agreement),
+        *_unmasked(policy, study, agreement),
     ]
 
 
@@ -242,7 +245,8 @@ def _past_limits(limits: LimitsSection, study: Study, agreement: Agreement) -> I
             f"{megabytes(least)} MB leave at the least, and limits.bytes is "
             f"{megabytes(limits.bytes)} MB"
         )
-    if limits.epsilon and (guarantee is None or guarantee.unit != "example"):
+    hidden = agreement.in_shares or (guarantee is not None and guarantee.unit == "example")
+    if limits.epsilon and not hidden:
         yield f"it hides no examples, and limits.epsilon is {limits.epsilon:g}"
     elif limits.epsilon and guarantee is not None:
         spent = replace(guarantee, delta=limits.delta).forecast(rounds)
@@ -263,7 +267,16 @@ def _least_up(agreement: Agreement, rounds: int) -> int:
 
 def _unhidden(policy: Policy, study: Study, agreement: Agreement) -> Iterator[str]:
     guarantee = agreement.guarantee
-    if not policy.weight and (guarantee is None or guarantee.cap):
+    told = not agreement.masking.alike
+    if guarantee is not None:
+        told = guarantee.cap and not agreement.in_shares
+    if not policy.weight and told and agreement.masking.active:
+        yield (
+            "the sum of rows is told of each part, and weight is false: two parts that differ by "
+            "this site, or two rounds, tell its rows; a study with [privacy], or with "
+            "aggregation.alike, does not"
+        )
+    elif not policy.weight and told:
         yield (
             "each update tells how many rows there are, and weight is false: a study with "
             "[privacy] does not tell it"
@@ -279,6 +292,21 @@ def _unhidden(policy: Policy, study: Study, agreement: Agreement) -> Iterator[st
             f"it promises epsilon {said.epsilon:g} at delta {said.delta:g}, and require_privacy "
             f"asks for {asked.epsilon:g} at {asked.delta:g}"
         )
+
+
+def _unmasked(policy: Policy, study: Study, agreement: Agreement) -> Iterator[str]:
+    least, masking = policy.require_masked, agreement.masking
+    if least and not masking.active:
+        yield f"the server would see this site's update, and require_masked is {least}"
+    elif least:
+        names = study.clients.names
+        asked = max(1, round(study.clients.share * len(names))) if names else 0
+        fewest = min(masking.floor, masking.threshold or (masking.least(asked) if asked else 0))
+        if fewest < least:
+            yield (
+                f"a sum of {fewest} sites may be opened (aggregation.threshold, floor), and "
+                f"require_masked is {least}"
+            )
 
 
 def picked(study: Study) -> list[str]:
@@ -304,6 +332,8 @@ def _words(policy: Policy) -> Iterator[str]:
         else "No score of its rows leaves, and no loss."
     )
     yield f"How many rows there are {'may leave' if policy.weight else 'never leaves'}."
+    if policy.require_masked:
+        yield f"The server sees no update, but sums of {policy.require_masked} sites or more."
     said = {name: value for name, value in policy.limits.model_dump().items() if name != "delta"}
     limits = ", ".join(f"{name} {value:g}" for name, value in said.items() if value)
     yield f"Limits of each dataset, over all studies: {limits or 'none'}."

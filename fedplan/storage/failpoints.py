@@ -22,6 +22,8 @@ POINTS = (
     *("store.manifest_written", "store.manifest_renamed", "store.folder_synced", "store.pruned"),
     *("journal.before_commit", "journal.after_commit"),
     *("budget.before", "budget.written", "budget.synced"),
+    *("masking.roster", "masking.boxes", "masking.survivors", "masking.consented"),
+    "masking.answered",
     "round.answered",
     "round.pulled",
     "round.before_close",

@@ -24,12 +24,16 @@ from fedplan.models.hub import bare, fetched, is_hub_id, quiet
 from fedplan.models.images import centre_of
 from fedplan.models.quantised import is_quantised
 from fedplan.models.values import put
-from fedplan.privacy.statement import Statement
 from fedplan.studies.card import CARD, Card, secrets_of
 from fedplan.studies.folder import agreement_in, noted_task, study_in
 from fedplan.studies.run import Run, looked_at
 from fedplan.studies.schema import ConfigError, Study
-from fedplan.studies.stage import Stage, guarantee_of, require_files, stage_without_rows
+from fedplan.studies.stage import (
+    Stage,
+    require_files,
+    stage_without_rows,
+    statement_of,
+)
 from fedplan.studies.vector import (
     TOLERANCE,
     Vector,
@@ -154,9 +158,9 @@ def _of_run(folder: Path, client: str, *, best: bool = False) -> _Held:
 
 
 def _card(run: Run, number: int, *, own: bool) -> Card:
-    study, guarantee = run.study, guarantee_of(run.study)
+    study, stated = run.study, statement_of(run.study, run.folder)
     clients = run.clients or list(study.clients.names)
-    told = guarantee is None and not own
+    told = stated is None and not own
     row = next((row for row in run.metrics if told and row["round"] == number), {})
     return Card(
         study,
@@ -164,7 +168,7 @@ def _card(run: Run, number: int, *, own: bool) -> Card:
         number,
         len(clients),
         own=own,
-        statement=Statement.of(guarantee, study.train.rounds, run.folder) if guarantee else None,
+        statement=stated,
         # How many rows the test has is told to nobody.
         scores={
             name.removeprefix(TESTED): value
@@ -198,12 +202,8 @@ def _of_site(folder: Path, key: Path | None) -> _Held:
     labels, clients = noted_task(folder)
     stage = _staged(study, agreement, labels)
     names = list(study.clients.names) or clients
-    guarantee, account = guarantee_of(study), Path(str(agreed.get("account", "")))
-    stated = (
-        Statement.of(guarantee, study.train.rounds, account, run=str(agreed.get("prefix", "")))
-        if guarantee
-        else None
-    )
+    account, run = Path(str(agreed.get("account", ""))), str(agreed.get("prefix", ""))
+    stated = statement_of(study, account, run=run)
     secret = secrets_of(study, names)
     card = Card(study, agreement, 0, len(names), own=True, statement=stated, secret=secret)
     return _filled(stage, own_values(agreement, folder, key), card)

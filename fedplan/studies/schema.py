@@ -23,6 +23,7 @@ from fedplan.studies.model_section import ModelSection
 from fedplan.studies.names import code_of_metrics, code_of_names
 from fedplan.studies.plain import flat, odd, read_toml, value_of
 from fedplan.studies.sections import (
+    AggregationSection,
     ClientsSection,
     DataSection,
     DefenceSection,
@@ -95,6 +96,8 @@ class Study(Section):
     """What a run promises to hide; without it, nothing."""
     defence: DefenceSection = DefenceSection()
     """What a server does against made-up weights and values."""
+    aggregation: AggregationSection = AggregationSection()
+    """How updates are summed."""
 
     @property
     def digest(self) -> str:
@@ -167,6 +170,11 @@ class Study(Section):
             raise ValueError(
                 'evaluate.sites and evaluate.keep_best = "own" tell of clients\' rows, and nobody '
                 "pays for that under privacy: leave them out, or test on a common test"
+            )
+        if said.sites and self.aggregation.made.active:
+            raise ValueError(
+                "evaluate.sites has each client tell its scores, and sums are masked: leave it "
+                "out, or test on a common test"
             )
         if said.sites and not (self.data.own_test or self.data.given):
             raise ValueError("evaluate.sites needs rows that clients hold out: raise data.own_test")

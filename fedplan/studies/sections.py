@@ -13,6 +13,7 @@ from fedplan.federation.callbacks import Callback, EarlyStopping
 from fedplan.federation.defence import RULES, Defence
 from fedplan.federation.evaluation import Kept, Scoring
 from fedplan.federation.exams import Exam
+from fedplan.federation.masking import SUMS, Masking
 from fedplan.federation.participation import Participation
 from fedplan.federation.patience import Patience
 from fedplan.federation.trackers import tracker_named
@@ -279,6 +280,34 @@ class DefenceSection(Section):
 
     @model_validator(mode="after")
     def _sound(self) -> DefenceSection:
+        with as_fault():
+            _ = self.made
+        return self
+
+
+class AggregationSection(Section):
+    """How updates are summed: as they come, or under masks, so that a server sees the sum alone."""
+
+    kind: Annotated[str, AfterValidator(one_of("kind", SUMS))] = Masking.kind
+    """Whether updates are summed as they come (plain) or under masks (masked)."""
+    threshold: Count = Masking.threshold
+    """How many clients it takes to open a masked sum; 0 is two thirds and one more."""
+    floor: Annotated[int, Field(ge=2)] = Masking.floor
+    """How many clients must send a part for its masked sum to be opened."""
+    wide: bool = Masking.wide
+    """Whether masked numbers have two words, for weighted changes that pass one."""
+    colluders: Count = Masking.colluders
+    """How many clients may tell the server all they have, and masks and noise still hold."""
+    alike: bool = Masking.alike
+    """Whether all clients of a masked sum count alike: then no sum tells how many rows one has."""
+
+    @property
+    def made(self) -> Masking:
+        """The same as a value."""
+        return Masking(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _sound(self) -> AggregationSection:
         with as_fault():
             _ = self.made
         return self

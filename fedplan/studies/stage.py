@@ -7,6 +7,7 @@ import copy
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,7 @@ from fedplan.models.params import Params
 from fedplan.models.quantised import steadied
 from fedplan.models.values import take
 from fedplan.privacy.guarantee import Guarantee
+from fedplan.privacy.statement import Statement
 from fedplan.studies.given import Given
 from fedplan.studies.model import adapted, outlined_model, starting_model
 from fedplan.studies.schema import ConfigError, Study
@@ -252,7 +254,19 @@ def agreement_of(study: Study, params: Params, given: Method | None = None) -> A
         guarantee,
         study.digest,
         defence=study.defence.made,
+        masking=study.aggregation.made,
     )
+
+
+def statement_of(study: Study, folder: Path | None = None, *, run: str = "") -> Statement | None:
+    """What a study promises, and what was spent of it in a folder, if it promises anything."""
+    guarantee, masking = guarantee_of(study), study.aggregation.made
+    if guarantee is None:
+        return None
+    sites, shares = len(study.clients.names) or study.data.clients, ""
+    if masking.active and guarantee.unit == "client":
+        shares = masking.shares(sites, guarantee.noise, guarantee.clip)
+    return Statement.of(guarantee, study.train.rounds, folder, run=run, shares=shares)
 
 
 @cache

@@ -12,10 +12,10 @@ from pathlib import Path
 
 
 def facts_of(tree: Path) -> dict[str, object]:
-    """The commit of a tree of fedplan, the machine, and what it is measured with."""
+    """The commit of a tree of fedplan, with its studies; the machine, and what it is measured with."""
     git = ("git", "-C", str(tree))
     commit = _said(*git, "rev-parse", "--short", "HEAD")
-    changed = _said(*git, "status", "--porcelain", "fedplan")
+    changed = _said(*git, "status", "--porcelain", "fedplan", "lab/studies")
     return {
         "commit": commit + ("+changes" if changed else ""),
         "torch": version("torch"),

@@ -21,6 +21,7 @@ from fedplan.audits.attacks.leaks import Leaks
 from fedplan.audits.attacks.recovery import (
     CHANCE,
     LENGTH,
+    MASKED,
     METHODS,
     ROWS,
     VOCABULARY,
@@ -28,6 +29,7 @@ from fedplan.audits.attacks.recovery import (
     Read,
     Recovered,
     drawn,
+    masked,
     recovered,
     updates,
     ways,
@@ -153,6 +155,35 @@ def test_under_dp_sgd_nothing_is_read_that_chance_would_not_find(clients: int) -
     assert len(shares) == 27
     assert max(map(abs, shares)) < 4.5 * error
     assert abs(sum(shares) / len(shares)) < 0.02
+
+
+@BIG
+def test_of_masked_words_nothing_is_read_that_chance_would_not_find() -> None:
+    clients = 16
+    hidden = [each for each in rows(clients) if each.way == MASKED]
+    shares = [r.beyond for each in hidden for r in each.parts if r.beyond is not None]
+    LOG.info("%s", [f"{share:.3f}" for share in shares])
+    assert {each.method for each in hidden} >= {"fedavg", "fedfrozen, stage one"}
+    assert len(shares) >= 14 and max(map(abs, shares)) < 4.5 * by_chance(clients)
+    assert abs(sum(shares) / len(shares)) < 0.03
+
+
+def test_an_update_that_tells_every_token_tells_none_under_masks() -> None:
+    texts = [victims.texts(i, ROWS, vocabulary=VOCABULARY, length=LENGTH) for i in range(2)]
+    held, way = [victims.words_in(each) for each in texts], ways(epsilon=8.0)[0]
+    found = updates(METHODS["fedavg"], drawn(), texts, way.pace)
+    seen, server = masked(found), CuriousServer(drawn())
+    for part in (Kind.EMBED, Kind.VALUE):
+        plain, hidden = server.read(part, found, held), server.read(part, seen, held)
+        assert plain.beyond == 1.0
+        assert hidden.beyond is not None and abs(hidden.beyond) < 4.5 * by_chance(2)
+
+
+def by_chance(clients: int) -> float:
+    """The standard error of what chance finds beyond chance."""
+    tokens, words = ROWS * (LENGTH - 1), VOCABULARY - 4
+    spread = CHANCE * (1 - CHANCE) * (words - tokens) / (words - 1) / tokens
+    return math.sqrt(spread / clients) / (1 - CHANCE)
 
 
 def test_dp_sgd_with_hardly_any_noise_hides_nothing() -> None:

@@ -48,7 +48,8 @@ from fedplan.models.description import describe
 from fedplan.models.values import put, take
 from fedplan.reports.lines import line_of_sites
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.carrier import Carrier, carry_study
+from fedplan.runners.flower.carriage import carry_study
+from fedplan.runners.flower.carrier import Carrier
 from fedplan.runners.local import Federation
 from fedplan.runners.simulation import Simulation
 from fedplan.sites.policy import policy_of

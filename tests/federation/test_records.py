@@ -20,7 +20,7 @@ from fedplan.federation.messages import request_message
 from fedplan.federation.record import Defended, RecordError, RoundRecord, TurnRecord, read_record
 from fedplan.federation.rounds import push
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.carrier import carry_study
+from fedplan.runners.flower.carriage import carry_study
 from fedplan.runners.simulation import Simulation
 from fedplan.runners.site import Site
 from fedplan.runners.worker import Worker, folder_of

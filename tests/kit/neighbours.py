@@ -41,7 +41,7 @@ from fedplan.privacy.mechanisms.gaussian import Change, Mechanism
 from fedplan.privacy.mechanisms.noise import Noise
 from fedplan.privacy.mechanisms.secret import derived
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.carrier import carry_study
+from fedplan.runners.flower.carriage import carry_study
 from fedplan.runners.flower.records import message_in, records_of
 from fedplan.runners.site import Site
 from fedplan.sites.desk import Desk

@@ -15,7 +15,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
+WRITTEN = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/design").glob("*.md"))]
+DOCUMENTS = ["README.md", *(p.relative_to(ROOT).as_posix() for p in WRITTEN)]
 GENERATED = [f"docs/reference/{p.name}" for p in sorted((ROOT / "docs/reference").glob("*.md"))]
 PROJECT = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 PLAYED = "<!-- played"

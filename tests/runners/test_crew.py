@@ -109,7 +109,8 @@ def test_processes_leave_the_same_files(
     assert files(begun.by(pool, "pool", monkeypatch)) == files(begun.alone())
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kills", [1, 20])
 def test_processes_that_are_killed_leave_the_same_files(
     kills: int, here: Path, monkeypatch: Patch, pool: Resident
 ) -> None:

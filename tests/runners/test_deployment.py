@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import threading
@@ -20,6 +21,7 @@ from proxy import Proxy
 
 from fedplan.federation.endpoint import journal_in
 from fedplan.federation.identity import is_id
+from fedplan.runners.flower.keys import make_site_keys
 from fedplan.runners.flower.node import QUIET
 from fedplan.runners.worker import folder_of
 from fedplan.storage.encryption import Encryption
@@ -364,3 +366,35 @@ def until_round(ledger: Path, number: int, seconds: float = 300.0) -> None:
             return
         time.sleep(0.3)
     raise TimeoutError(f"round {number} did not come")
+
+
+@pytest.mark.nightly
+def test_masked_sums_of_three_sites_with_tls_have_the_bits_of_the_plain_sum(here: Path) -> None:
+    masked = '\n[aggregation]\nkind = "masked"\nthreshold = 2\n'
+    fed = Deployment(here / "fed", SITES, rows_of(here), more=MORE)
+    give_peers(here / "fed")
+    with fed as deployed:
+        for name in ("fedavg", "fedper"):
+            study = study_of(here, name, rounds=2)
+            expected = whole(here, study, name)
+            out = deployed.run(study + masked, name)
+            one, other = (Store(folder / "world").read() for folder in (out, expected))
+            assert one is not None and other is not None
+            assert digests(one.tensors) == digests(other.tensors)
+            require_same_homes(here / "fed", here, name)
+            rounds = [line for line in read_lines(out / "ledger.jsonl") if line["kind"] == "round"]
+            assert [line["masked"]["sites"] for line in rounds] == [SITES] * 2
+            assert run("verify", str(out))[0] == 0
+        code, told = run("egress", str(here / "fed/sites/client-01/home"))
+    assert code == 0 and "under masks" in told
+
+
+def give_peers(fed: Path) -> None:
+    """The keys of all sites in a folder, as each site would have them from hand to hand."""
+    (fed / "peers").mkdir()
+    for name in SITES:
+        place = fed / "sites" / name
+        make_site_keys(place)
+        shutil.copy(place / "node.pub", fed / "peers" / f"{name}.pub")
+        said = (place / "site.toml").read_text()
+        (place / "site.toml").write_text(f'peers = "{fed}/peers"\n{said}')

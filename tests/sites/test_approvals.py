@@ -51,6 +51,7 @@ CHANGES: dict[str, Any] = {
     "patience.sites": 3.0,
     "stop": {"metric": "loss"},
     "defence": {"share_cap": 0.5},
+    "aggregation": {"kind": "masked"},
     "privacy": {"unit": "client", "epsilon": 9.0, "noise": 9.0},
 }
 

@@ -44,6 +44,8 @@ from fedplan.training.optimisers import sgd
 
 ROUNDS = 3
 PACE = Pace(sgd(), rate=1e-2, batch=2, steps=1)
+MASKED = '[aggregation]\nkind = "masked"\nthreshold = 5'
+CLIENTS = 'unit = "client"\nepsilon = 900.0\nnoise = 1.0\n'
 
 
 def played(name: str, folder: Path) -> tuple[Agreement, set[str], set[str]]:
@@ -187,8 +189,20 @@ def test_rounds_without_end_are_judged_in_no_time() -> None:
             {"privacy": PRIVATE},
             "it spends epsilon .* at delta 1e-05",
         ),
+        ({"limits": {"epsilon": 99.0}}, {"privacy": CLIENTS}, "it hides no examples"),
+        ({"limits": {"epsilon": 99.0}}, {"privacy": CLIENTS, "data": MASKED}, ""),
+        (
+            {"limits": {"epsilon": 1e-3}},
+            {"privacy": CLIENTS, "data": MASKED},
+            "it spends epsilon .* at delta 1e-05",
+        ),
         ({"weight": False}, {}, "each update tells how many rows there are"),
         ({"weight": False}, {"privacy": PRIVATE}, ""),
+        ({"weight": False}, {"data": MASKED}, "the sum of rows is told of each part"),
+        ({"weight": False}, {"privacy": PRIVATE, "data": MASKED}, ""),
+        ({"weight": False}, {"data": f"{MASKED}\nalike = true"}, ""),
+        ({"require_masked": 3}, {"data": MASKED}, ""),
+        ({"require_masked": 4}, {"data": MASKED}, "a sum of 3 sites may be opened"),
         ({"require_privacy": {"unit": "example", "epsilon": 9.0}}, {}, "promises no privacy"),
         (
             {"require_privacy": {"unit": "client", "epsilon": 1e4}},

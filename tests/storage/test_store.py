@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from often import often
 from torch import Tensor
 
 from fedplan.errors import StoreError
@@ -252,7 +253,7 @@ def test_flipped_bits_are_found_and_the_generation_before_is_read(tmp_path: Path
     two(tmp_path)
     chance = random.Random(0)
     for file in files(tmp_path, 2):
-        for place in chance.sample(range(8 * file.stat().st_size), 500):
+        for place in chance.sample(range(8 * file.stat().st_size), often(1000)):
             damage(tmp_path, flip(place), file)
     assert is_generation(Store(tmp_path).read(), 2)
 

@@ -24,7 +24,7 @@ from fedplan.federation.server import Server
 from fedplan.methods.registry import METHODS
 from fedplan.privacy.mechanisms import secret
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.carrier import carry_study
+from fedplan.runners.flower.carriage import carry_study
 from fedplan.runners.site import Site
 from fedplan.runners.worker import Worker, folder_of
 from fedplan.studies.schema import read_study

@@ -18,6 +18,7 @@ from fedplan.data.tables import DataError
 from fedplan.data.tasks import TASK_KINDS, Task, task
 from fedplan.federation.defence import RULES, Defence
 from fedplan.federation.evaluation import Scoring
+from fedplan.federation.masking import SUMS, Masking
 from fedplan.federation.participation import Participation
 from fedplan.federation.patience import Patience
 from fedplan.methods.method import Method
@@ -27,6 +28,7 @@ from fedplan.privacy.guarantee import Guarantee
 from fedplan.studies import schema
 from fedplan.studies.schema import study_of
 from fedplan.studies.sections import (
+    AggregationSection,
     ClientsSection,
     DataSection,
     DefenceSection,
@@ -46,6 +48,7 @@ VALUES: dict[type[Section], type] = {
     PatienceSection: Patience,
     PrivacySection: Guarantee,
     DefenceSection: Defence,
+    AggregationSection: Masking,
     ClientsSection: Participation,
     DataSection: Partition,
     TaskSection: Task,
@@ -118,6 +121,7 @@ def test_every_task_can_be_loaded_prepared_and_said() -> None:
         ("method", "probe", ("", *PROBES)),
         ("privacy", "unit", ("client", "example")),
         ("defence", "rule", RULES),
+        ("aggregation", "kind", SUMS),
     ],
 )
 def test_a_study_says_all_names_there_are_and_no_other(
@@ -131,6 +135,7 @@ def test_a_study_says_all_names_there_are_and_no_other(
         "train": {"steps": 1, "batch": 1},
         "privacy": {"unit": "example", "epsilon": 1.0, "size": 9},
         "defence": {},
+        "aggregation": {},
     }
     for word in words:
         made = study_of(said | {section: said[section] | {field: word}})

@@ -95,7 +95,8 @@ class Leaks:
             table.add_row("" if again else row.method, row.way, *map(_cell, row.parts))
         return table, (
             "Share of the client's tokens that are read off each part, beyond chance: 0 is a "
-            "guess, 100 % all of them. One step of SGD on all rows is the server's best case; ten "
+            "guess, 100 % all of them. One step of SGD on all rows is the server's best case; "
+            "masked, the server has words of each update that are uniform, and sees their sum; ten "
             "steps are AdamW on some of them, with dropout, where the linear test finds little and "
             "the rows of the embedding still tell all; DP-SGD is the one step at epsilon "
             f"{EPSILON:g} (delta {recovery.DELTA:g}) for each row (a standard error there is "

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +30,8 @@ from fedplan.privacy.dpsgd.fit import DPSGD, dp_sgd
 from fedplan.privacy.mechanisms.noise import Noise
 from fedplan.runners.local import Federation
 from fedplan.tensors.devices import forked
+from fedplan.tensors.modular import Words
+from fedplan.tensors.totals import GRID
 from fedplan.training.fit import Fit, Pace
 from fedplan.training.optimisers import sgd
 
@@ -47,6 +50,8 @@ METHODS: dict[str, Method] = {
 PROMPTED: dict[str, Method] = {
     "pfeddc": method_named("pfeddc", {"text": 2, "vision": 2, "width": 16})
 }
+PLAINEST, MASKED = "one step", "one step, masked"
+"""The server's best case, and the same where sums are masked."""
 Change = Mapping[Param, Tensor]
 
 
@@ -76,7 +81,7 @@ def ways(epsilon: float) -> tuple[Way, ...]:
     """The server's best case, training as on any day, and the best case under privacy."""
     step = Pace(sgd(), rate=0.1, steps=1, batch=ROWS)
     return (
-        Way("one step", step),
+        Way(PLAINEST, step),
         Way("ten steps", Pace(rate=1e-3, steps=10, batch=4), dropout=0.1),
         Way("DP-SGD", step, epsilon=epsilon),
     )
@@ -121,6 +126,11 @@ def recovered(clients: int, epsilon: float) -> Iterator[Recovered]:
         for way in ways(epsilon):
             found = updates(way.changed(made), drawn(way.dropout), texts, way.pace)
             yield Recovered(name, way.name, tuple(server.read(part, found, held) for part in PARTS))
+            alike = len({frozenset(change) for change in found}) == 1
+            if way.name == PLAINEST and alike and clients > 1:  # one alone cannot be masked
+                words = masked(found)
+                told = tuple(server.read(part, words, held) for part in PARTS)
+                yield Recovered(name, MASKED, told)
     for name, made in PROMPTED.items():
         for way in ways(epsilon):
             found = updates(way.changed(made), victims.viewer(), pictures, way.pace)
@@ -161,6 +171,49 @@ def updates(
         {p: each[p.key] - federation.server.start[p.key] for p in agreement.params if p.key in each}
         for each in values
     ]
+
+
+def masked(changes: Sequence[Change]) -> list[dict[Param, Tensor]]:
+    """What a server has of each change where sums are masked: its words, as numbers of the grid.
+
+    All clients send the same params. The words are those that a site sends, letter by letter.
+    """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from fedplan.privacy.masking.ciphers import node_public
+    from fedplan.privacy.masking.diary import Unwritten
+    from fedplan.privacy.masking.masks import PartWords
+    from fedplan.privacy.masking.server import MaskingServer
+    from fedplan.privacy.masking.site import MaskingSite
+    from fedplan.privacy.masking.terms import Slot, Terms, parts_of
+
+    slots = tuple(Slot(param.key, param.numel) for param in changes[0])
+    names = [f"client-{place:04}" for place in range(len(changes))]
+    terms = Terms("leaks", "", "", 1, "", len(names) // 2 + 1, 2, slots)
+    keys = {name: Ed25519PrivateKey.generate() for name in names}
+    known = {name: node_public(key) for name, key in keys.items()}
+    sites = {name: MaskingSite(name, keys[name], known, Unwritten()) for name in names}
+    server, found = MaskingServer(terms, known), list[dict[Param, Tensor]]()
+    for site in sites.values():
+        server.advertised(site.advertise(terms, [slot.name for slot in slots]))
+    for site in sites.values():
+        server.shared(site.share(server.adverts()))
+    (part,) = parts_of(terms, {name: [slot.name for slot in slots] for name in names})
+    for name, change in zip(names, changes, strict=True):
+        steps = {p.key: _in_steps(value) for p, value in change.items()}
+        sent = sites[name].mask(server.delivery(name), steps, ROWS).parts[part.name]
+        words = PartWords.read(part, sent).numbers(part)
+        found.append({p: _as_change(words[p.key]).view(p.shape) for p in change})
+    return found
+
+
+def _in_steps(change: Tensor) -> Words:
+    steps = (change.double().flatten() * (ROWS / GRID)).round().to(torch.int64)
+    return steps.numpy().view(np.uint64)
+
+
+def _as_change(words: Words) -> Tensor:
+    return torch.from_numpy(words.view(np.int64).copy()).double() * (GRID / ROWS)
 
 
 class CuriousServer:

@@ -13,7 +13,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedplan.errors import FedplanError
-from fedplan.runners.flower.carrier import carry_study
+from fedplan.federation.masking import STEPS
+from fedplan.runners.flower.carriage import carry_study
 from fedplan.runners.flower.executor import answered
 from fedplan.runners.site import Site
 from fedplan.runners.worker import Worker, roster_of
@@ -40,6 +41,8 @@ def client_app(answer: Callable[[Context, str, Message], Message]) -> ClientApp:
 
     app.query("hello")(reply)
     app.query("poll")(reply)
+    for step in STEPS:
+        app.query(step)(reply)
     app.train()(reply)
     app.evaluate()(reply)
     return app

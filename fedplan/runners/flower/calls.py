@@ -43,6 +43,7 @@ class Guest:
     """A site that said who it is: its node, what it agreed to, in which run, and its traits.
 
     `versions` are of what both ends must have alike; of a site that says none, nothing is known.
+    `key` is its node key as it says it, where sums are masked: the sites know each other's better.
     """
 
     node: int
@@ -51,6 +52,7 @@ class Guest:
     run: str
     traits: dict[str, str]
     versions: dict[str, str] = field(default_factory=dict[str, str])
+    key: bytes = b""
 
 
 @dataclass
@@ -237,6 +239,7 @@ class Calls:
                 return self._refused(node, "", f"is {name[:80]!r}, whom the study does not name")
             traits, versions = (_words(said.get(word)) for word in ("traits", "versions"))
             agreed, start, run = (str(said.get(word)) for word in ("agreed", "start", "run"))
+            key = bytes.fromhex(str(said.get("node", "")))
         except (FedplanError, TypeError, ValueError) as error:
             return self._refused(node, "", f"does not say who it is: {str(error)[:200]}")
         other = self.guests.get(name)
@@ -248,7 +251,7 @@ class Calls:
             "site greeted", f"its record of what left ends with {ends}", level="info", site=name
         )
         self.refusals.pop(name, None)
-        self.guests[name] = Guest(node, agreed, start, run, traits, versions)
+        self.guests[name] = Guest(node, agreed, start, run, traits, versions, key)
 
     def _refused(self, node: int, name: str, why: str) -> None:
         """Note why a node is not a guest, and greet it again later."""

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord
@@ -18,23 +17,17 @@ from fedplan.federation.codes import KINDS, meant
 from fedplan.federation.evaluation import Scoring, together
 from fedplan.federation.messages import Request, request_header, request_message, scored, update_of
 from fedplan.federation.patience import Patience
-from fedplan.federation.rounds import Tally
+from fedplan.federation.rounds import Tally, hear
 from fedplan.federation.server import Server
 from fedplan.federation.states import RunState, SiteState, state_said
 from fedplan.federation.status import Status
-from fedplan.federation.trackers import close_all
 from fedplan.federation.versions import other_versions, unlike_versions
-from fedplan.models.values import put
 from fedplan.privacy.errors import PrivacyError
-from fedplan.runners.faults import Faults, faults_of
-from fedplan.runners.flower.calls import Calls, Ended, Guest, Letter
+from fedplan.runners.faults import Faults
+from fedplan.runners.flower.calls import Calls, Guest, Letter
 from fedplan.runners.flower.evaluations import Evaluations
 from fedplan.runners.flower.records import arrays_of
-from fedplan.studies.continuation import require_free
-from fedplan.studies.folder import agreed_run, opened_run
 from fedplan.studies.schema import Study
-from fedplan.studies.stage import Stage, participation_of, scoring_of, stage_of
-from fedplan.tensors.devices import device_named, settled
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import Tensors, nbytes
 from fedplan.tensors.serialization import JSON, packed, unpacked
@@ -42,63 +35,6 @@ from fedplan.tensors.serialization import JSON, packed, unpacked
 log = logging.getLogger("fedplan")
 Test = Callable[[Tensors], dict[str, float]]
 """What is measured of the world's values on a common test."""
-
-
-def carry_study(
-    grid: Grid,
-    study: Study,
-    folder: Path,
-    callbacks: Sequence[Callback] = (),
-    status: Status | None = None,
-    registered: Callable[[], Iterable[str]] | None = None,
-) -> None:
-    """Carry a study, or go on with it from what its folder holds.
-
-    A run that goes on waits for no site that is `registered` no longer.
-    """
-    require_free(folder, study, resume=True)
-    stage = stage_of(study)
-    claim = opened_run(folder, study, stage.agreement.params, stage.shares)
-    names = study.clients.names or list(stage.shares.train)
-    server = Server(
-        stage.agreed,
-        stage.start,
-        folder,
-        rounds=study.train.rounds,
-        roster={name: study.clients.traits.get(name, {}) for name in names},
-        participation=participation_of(study),
-        marks=stage.marks,
-    )
-    agreed_run(server, study, stage.shares)
-    patience = Patience(**study.patience.model_dump())
-    quorum, faults = study.clients.quorum, faults_of(study)
-    stop = study.stop.callback if study.stop else None
-    scoring, test = scoring_of(study, stage.shares), tester_of(study, stage)
-    if stop is not None:
-        # The rows are at the sites, and so is every score but that of a common test.
-        stop.require_measured([*(["world"] if test else []), *(["sites"] if scoring.sites else [])])
-    # A server needs no model, unless it tests one: what it starts with is in its world.
-    del stage
-    told = status or Status(folder)
-    carrier = Carrier(
-        grid,
-        server,
-        patience,
-        quorum=quorum,
-        faults=faults,
-        callbacks=[*callbacks, *study.evaluate.callbacks, *([stop] if stop else [])],
-        study=study,
-        scoring=scoring,
-        test=test,
-        status=told,
-    )
-    carrier.calls.registered = registered if server.world.round else None
-    try:
-        with told.driving(server, study.name, patience, rows=False, passing=Ended):
-            carrier.carry()
-    finally:
-        close_all(carrier.callbacks)
-    del claim
 
 
 class Carrier:
@@ -137,6 +73,7 @@ class Carrier:
         self.callbacks = tuple(callbacks)
         self.faults, self._late = faults or Faults(), set[str]()
         self._unfit: dict[str, str] = {}
+        self._adverts: dict[str, Any] = {}
         self._unlike: dict[str, str] = {}
         self._packed: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
         self.scoring, self.test = scoring or Scoring(), test
@@ -162,7 +99,10 @@ class Carrier:
                 tally.rejected[name] = f"not asked: it {self._unfit[name]}"
             self._choose_together(tally)
             self.status.opened(len(tally.cohort.keys() - self._unfit.keys()))
-            self._ask(tally)
+            if server.agreement.masking.active:
+                self._ask_masked(tally)
+            else:
+                self._ask(tally)
             server.end(tally)
             closed = self._directed(self._scored(server.commit(tally)))
             log.info("%s", _told(closed, self.scoring.primary))
@@ -273,6 +213,17 @@ class Carrier:
                 f"{self.quorum}: {reasons}; start the run again to go on with it"
             )
 
+    def _ask_masked(self, tally: Tally) -> None:
+        """Ask all for their turns, and then for a sum that nobody has a share of in the clear."""
+        from fedplan.runners.flower.masked import MaskedRound  # which takes an extra
+
+        made = MaskedRound(self.calls, self.server, tally, late=self._late)
+        while made.begins():
+            self._adverts = {}
+            self._ask(tally)
+            made.play(self._adverts)
+        made.settle()
+
     def _enough(self, tally: Tally) -> bool:
         return len(tally.heard) >= min(self.quorum, len(tally.cohort))
 
@@ -318,6 +269,11 @@ class Carrier:
             log.warning("%s is not counted: %s", name, tally.rejected[name])
             self.status.site(name, SiteState.FAILED, tally.rejected[name])
             return
+        if self.server.agreement.masking.active:
+            if hear(self.server.agreement, self.server.world, tally, update):
+                self._adverts[name] = said.get("advert")
+                self.status.site(name, SiteState.ANSWERED)
+            return
         self.server.take(tally, update, late=name in self._late)
         self.status.site(name, SiteState.ANSWERED)
 
@@ -325,6 +281,8 @@ class Carrier:
         voters = self.server.voters(tally)
         if voters is None:
             return
+        if self.server.agreement.masking.active:
+            return self._poll_masked(tally, voters)
         letters = {name: self._letter(tally, name) for name in voters if name not in self._unfit}
         polled = dict[str, Any]()
         enough = min(self.quorum, len(voters))
@@ -342,6 +300,32 @@ class Carrier:
             # What came with the question is there: it need not come again.
             tally.cohort[name] = replace(tally.cohort[name], values={})
 
+    def _poll_masked(self, tally: Tally, voters: Sequence[str]) -> None:
+        """Have all say what they would choose, so that only the sum of it is seen."""
+        from fedplan.runners.flower.masked import MaskedRound, poll_of  # which takes an extra
+
+        total = poll_of(self.server, tally)
+        made = MaskedRound(self.calls, self.server, tally, poll=total)
+        while made.begins():
+            made.play(self._polled(tally, voters))
+        if not total.scores:
+            raise FedplanError(
+                f"round {total.number}: what clients would choose was not summed: "
+                f"{total.failed}; start the run again to go on with this round"
+            )
+        self.server.choose(tally, {"all": total.scores})
+
+    def _polled(self, tally: Tally, voters: Sequence[str]) -> dict[str, Any]:
+        """The adverts of all who are polled."""
+        found = dict[str, Any]()
+        letters = {name: self._letter(tally, name) for name in voters if name not in self._unfit}
+        for name, answer in self.calls.ask("query.poll", letters, lambda: True):
+            if isinstance(answer, Message) and self._lacks(tally, name, answer):
+                letters[name] = self._letter(tally, name)
+            elif isinstance(answer, Message) and (advert := _said(answer).get("advert")):
+                found[name] = advert
+        return found
+
 
 def hello_of(run: str, study: Study | None) -> Message:
     """What a site is asked first: whether it takes part in a run of a study, which comes whole."""
@@ -356,20 +340,6 @@ def _said(answer: Message) -> dict[str, Any]:
         return unpacked(Message(answer.header))[1]
     except FedplanError:
         return {}
-
-
-def tester_of(study: Study, stage: Stage) -> Test | None:
-    """What scores the world on the common test, where the study has one."""
-    task, rows, model = stage.shares.task, stage.shares.test, stage.model
-    if rows is None:
-        return None
-    settled(model, device_named(study.device))
-
-    def test(values: Tensors) -> dict[str, float]:
-        put(model, values, stage.agreement.trainable)
-        return task.score(model, rows, batch_size=study.evaluate.batch)
-
-    return test
 
 
 def _told(closed: Closed, primary: str) -> str:

@@ -32,7 +32,7 @@ from fedplan.errors import FedplanError
 from fedplan.federation.callbacks import Callback
 from fedplan.federation.status import Status
 from fedplan.runners.flower.calls import Ended
-from fedplan.runners.flower.carrier import carry_study
+from fedplan.runners.flower.carriage import carry_study
 from fedplan.runners.flower.link import Link
 from fedplan.storage.locks import alone
 from fedplan.studies.schema import Study

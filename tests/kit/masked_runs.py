@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masked runs over a grid in one process: sites with disks, diaries and node keys of their own."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import zoo
+from clients import few, loss
+from flwr.app import Context
+from grids import InProcess
+from masked import directory, node
+from torch import nn
+
+from fedplan.audits.ledger import verify_lines
+from fedplan.federation.account import Account, Limits
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import Client, share_guard_of
+from fedplan.federation.endpoint import Endpoint, place_of
+from fedplan.federation.identity import read_identity
+from fedplan.federation.masker import Masker
+from fedplan.federation.masking import Masking
+from fedplan.federation.patience import Patience
+from fedplan.federation.server import Server
+from fedplan.methods.method import Method
+from fedplan.models.description import describe
+from fedplan.models.values import take
+from fedplan.privacy.guarantee import Guarantee
+from fedplan.runners.flower.apps import client_app
+from fedplan.runners.flower.carrier import Carrier
+from fedplan.storage.journal import Journal, home_of
+from fedplan.storage.lines import read_lines
+from fedplan.tensors.message import Message
+from fedplan.tensors.named import digests
+from fedplan.training.fit import Pace
+
+NAMES = ("client-0", "client-1", "client-2")
+PACE = Pace(rate=1e-2, batch=2, steps=2)
+MASKED = Masking("masked", threshold=2, floor=2)
+SOON = Patience(sites=2.0, answers=60.0, absent=1.0, look=0.01)
+TRAITS = {"client-1": {"site": "a"}}
+Answer = Callable[[str, str, Message], Message]
+"""The answer of a site, by its name, to a request of a kind."""
+
+
+def model_of(made: Method) -> nn.Module:
+    """The same at every end."""
+    torch.manual_seed(0)
+    return made.adapt(zoo.build("bert")) if made.adapt else zoo.build("bert")
+
+
+class MaskedRun:
+    """A run over an in-process grid. Sites are there again after each as after a kill.
+
+    With `accounts` sites have one each, beside all their runs, and `limits` on it.
+    """
+
+    def __init__(
+        self,
+        made: Method,
+        folder: Path,
+        masking: Masking = MASKED,
+        *,
+        rounds: int = 2,
+        accounts: Path | None = None,
+        guarantee: Guarantee | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self.folder, self.made, model = folder, made, model_of(made)
+        self.accounts, self.limits = accounts, limits
+        agreement = Agreement("flower", describe(model), made, PACE, guarantee, masking=masking)
+        folder.mkdir(exist_ok=True)
+        self.server = Server(
+            agreement,
+            take(model, agreement.params),
+            folder,
+            rounds=rounds,
+            roster={name: TRAITS.get(name, {}) if guarantee else {} for name in NAMES},
+        )
+        self.endpoints = {name: self.endpoint(name) for name in NAMES}
+        self.said = list[bytes]()
+        nodes = [{"name": name} for name in reversed(NAMES)]
+        self.grid = InProcess(client_app(self._answered), nodes)
+        self.answer: Answer = lambda name, kind, asked: self.endpoints[name].answer(kind, asked)
+
+    def endpoint(self, name: str) -> Endpoint:
+        """A site as it starts: with what lies on its disk, and nothing else."""
+        run, model = read_identity(self.folder).id, model_of(self.made)
+        agreement = replace(self.server.agreement, run=run)
+        start = take(model, agreement.params)
+        account = Account(self.accounts / name, self.limits) if self.accounts else None
+        site = Client(
+            name=name,
+            rows=few("bert", 3)[name],
+            journal=Journal(home_of(self.folder, name), replies=True),
+            model=model,
+            start=start,
+            marks=digests(start),
+            loss=loss,
+            traits=TRAITS.get(name, {}),
+            account=account,
+            shares=share_guard_of(agreement, account) if account else None,
+        )
+        place, masker = place_of(self.folder / "sites" / name, run), None
+        if agreement.masking.active:
+            known = directory(NAMES)
+            masker = Masker(agreement, site, node(name), known, place, cohort=lambda number: NAMES)
+        return Endpoint(agreement, site, self.folder / "sites" / name, masker=masker)
+
+    def restart(self, name: str) -> None:
+        """A site as after a kill."""
+        del self.endpoints[name]
+        gc.collect()
+        self.endpoints[name] = self.endpoint(name)
+
+    def _answered(self, context: Context, kind: str, message: Message) -> Message:
+        found = self.answer(str(context.node_config["name"]), kind, message)
+        self.said += [found.header, *found.blobs]
+        return found
+
+    def carry(self, patience: Patience = SOON) -> Server:
+        Carrier(self.grid, self.server, patience).carry()
+        return self.server
+
+    def lines(self) -> list[dict[str, Any]]:
+        return read_lines(self.folder / "ledger.jsonl")
+
+    def rounds(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines() if line["kind"] == "round"]
+
+    def faults(self) -> list[str]:
+        return verify_lines(self.server.agreement, self.lines())

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of the masked sum: the bits of the plain one, for whoever dies at whatever step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import masked
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from often import AT_NIGHT, DAY, NIGHT
+from scipy.stats import chisquare
+
+from fedplan.privacy.masking.ciphers import KeyStream, is_signed, node_public, signed
+from fedplan.privacy.masking.masks import context_of, self_key
+from fedplan.privacy.masking.terms import Slot
+
+
+@settings(max_examples=NIGHT if AT_NIGHT else DAY)
+@given(st.integers(0, 2**32))
+def test_the_masked_sum_is_the_plain_sum_of_the_survivors(seed: int) -> None:
+    made = masked.federation(seed)
+    wanted = masked.plain(made)
+    if wanted is None:
+        assert masked.refusal(made.play)
+    else:
+        found = made.play()
+        assert found is not None
+        assert masked.said(found, made) == wanted
+
+
+def test_half_of_the_random_federations_open_and_many_lose_sites() -> None:
+    """So that the law above is not about rounds that are given up."""
+    made = [masked.federation(seed) for seed in range(200)]
+    opened = [each for each in made if masked.plain(each) is not None]
+    assert len(opened) > 100
+    assert sum(bool(each.gone) for each in opened) > 40
+
+
+def test_memory_does_not_grow_with_the_sites() -> None:
+    """Neither that of a site as it masks, nor that of the server as it adds and opens."""
+    few, many = peaks(3), peaks(12)
+    size = 8 * WIDE_ENOUGH
+    for step in few:
+        assert many[step] < few[step] + size / 10, (step, few, many)
+        assert few[step] < 3.5 * size, step
+
+
+WIDE_ENOUGH = 2**18
+"""Numbers whose bytes are far more than all keys and shares."""
+
+
+def peaks(count: int) -> dict[str, int]:
+    """The most memory that each step takes beside what it is given, in a round that loses a site."""
+    sites = [f"site {n:02}" for n in range(count)]
+    numbers = {"body": np.ones(WIDE_ENOUGH, np.uint64)}
+    agreed = masked.terms([Slot("body", WIDE_ENOUGH)], threshold=count - 1, floor=2)
+    made = masked.Round(agreed, dict.fromkeys(sites, numbers), dict.fromkeys(sites, 1))
+    made.gone = {sites[-1]: 2}
+    made.play(until=2)
+    held = {name: made.server.delivery(name) for name in sites}
+    found = dict.fromkeys(("mask", "add", "open"), 0)
+    for name in sites[:-1]:
+        said, peak = measured(lambda name=name: made.sites[name].mask(held[name], numbers, 1))
+        found["mask"] = max(found["mask"], peak)
+        found["add"] = max(found["add"], measured(lambda said=said: made.server.add(said))[1])
+    made.consent()
+    made.answer()
+    opened, found["open"] = measured(made.server.open)
+    assert set(opened.numbers["body"].tolist()) == {count - 1}
+    return found
+
+
+def measured(asked: Callable[[], Any]) -> tuple[Any, int]:
+    tracemalloc.start()
+    try:
+        said = asked()
+        return said, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("words", [2**14, pytest.param(10**6, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("value", [0, 1, 2**64 - 1])
+def test_masked_words_are_uniform(words: int, value: int) -> None:
+    """Whatever is masked: each byte of the words comes as often as another (chi-squared)."""
+    sites = [f"site {n}" for n in range(3)]
+    numbers = {"body": np.full(words, value, np.uint64)}
+    agreed = masked.terms([Slot("body", words)], threshold=3)
+    made = masked.Round(agreed, dict.fromkeys(sites, numbers), dict.fromkeys(sites, 1))
+    made.play(until=2)
+    for name in sites:
+        said = made.sites[name].mask(made.server.delivery(name), numbers, 1)
+        (content,) = said.parts.values()
+        columns = np.frombuffer(content, dtype=np.uint8).reshape(-1, 8)
+        for column in columns.T:
+            # 24 tests, whose secrets are drawn anew each time: none is this far off by chance.
+            assert chisquare(np.bincount(column, minlength=256)).pvalue > 1e-9
+
+
+def test_one_bit_of_anything_that_is_agreed_changes_every_mask() -> None:
+    """Two rounds of one secret that differ in one thing have masks that are nothing alike."""
+    secret, part = bytes(range(32)), "p"
+    agreed = masked.terms([Slot("body", 8)], threshold=2)
+    others = [
+        replace(agreed, **{field: value})
+        for field, value in (
+            *(("experiment", "lawt"), ("run", "b"), ("agreed", "e" + "f" * 15), ("round", 2)),
+            *(("base", "c" * 16), ("threshold", 3), ("floor", 3), ("attempt", 2)),
+            ("slots", (Slot("body", 9),)),
+        )
+    ]
+    contexts = [context_of(each.digest, b"roster", ["ada", "bea"]) for each in (agreed, *others)]
+    contexts += [context_of(agreed.digest, b"rostes", ["ada", "bea"])]
+    contexts += [context_of(agreed.digest, b"roster", ["ada", "bea", "cleo"])]
+    keys = [self_key(secret, context, part, "ada") for context in contexts]
+    keys += [self_key(secret, contexts[0], "q", "ada"), self_key(secret, contexts[0], part, "bea")]
+    streams = [next(KeyStream(key).words(64))[1].copy() for key in keys]
+    for one, other in itertools.combinations(streams, 2):
+        differing = sum(int(word).bit_count() for word in one ^ other)
+        assert abs(differing - 32 * 64) < 6 * 32  # six standard deviations
+
+
+def test_a_part_with_too_few_senders_stays_closed_and_the_others_open() -> None:
+    dice, sites = random.Random(3), [f"site {n}" for n in range(4)]
+    slots = [Slot("body", 4), Slot("head", 2), Slot("own", 2)]
+    sent = {s: slots[:2] if n < 3 else slots[:1] for n, s in enumerate(sites)}
+    sent[sites[0]] = slots
+    numbers = {s: {slot.name: masked.drawn(dice, slot) for slot in sent[s]} for s in sites}
+    agreed = masked.terms(slots, threshold=3, floor=3)
+    made = masked.Round(agreed, numbers, dict.fromkeys(sites, 2), {sites[1]: 2})
+    found = made.play()
+    assert found is not None and masked.said(found, made) == masked.plain(made)
+    assert found.senders == {"body": tuple(s for s in sites if s != sites[1])}
+    # One was never sent: only one site had it. The other was, and a sender has gone since.
+    assert found.closed == {
+        "head": "2 of 3 senders are left",
+        "own": "1 of 3 senders are left",
+    }
+    assert all("own" not in str(each.masks) for each in made.server._answers.values())
+    part = next(p for p in made.server._parts if p.slots == (slots[1],))
+    assert all(part.name not in each.masks for each in made.server._answers.values())
+
+
+def test_a_site_that_sends_rubbish_is_noticed_and_nothing_is_opened() -> None:
+    """By masks of its own making, or by shares of something else."""
+    sites = [f"site {n}" for n in range(4)]
+    numbers = {"body": np.ones(3, np.uint64)}
+    agreed = masked.terms([Slot("body", 3)], threshold=3)
+    for step in ("words", "weight", "mask share", "key share"):
+        gone = {sites[3]: 2} if step == "key share" else {}
+        made = masked.Round(agreed, dict.fromkeys(sites, numbers), dict.fromkeys(sites, 1), gone)
+        made.play(until=4 if step not in ("words", "weight") else 2)
+        if step in ("words", "weight"):
+            made.mask()
+            (held,) = made.server._sums.values()
+            held.words[int(step == "weight")] += np.uint64(2**39)
+            made.consent()
+        made.answer()
+        answer = made.server._answers[sites[0]]
+        wrong = bytes(33)
+        if step == "mask share":
+            masks = {part: dict.fromkeys(each, wrong) for part, each in answer.masks.items()}
+            made.server._answers[sites[0]] = replace(answer, masks=masks)
+        if step == "key share":
+            keys = dict.fromkeys(answer.keys, wrong)
+            made.server._answers[sites[0]] = replace(answer, keys=keys)
+        assert any(said in masked.refusal(made.server.open) for said in ("does not open", "fit"))
+
+
+def test_node_keys_of_a_site_sign_too() -> None:
+    """As `fedplan site keys` makes them: ECDSA on P-384."""
+    key, other = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
+    signature = signed(key, b"advert")
+    assert is_signed(node_public(key), b"advert", signature)
+    assert not is_signed(node_public(key), b"another", signature)
+    assert not is_signed(node_public(other), b"advert", signature)
+    assert not is_signed(node_public(masked.node("ada")), b"advert", signature)

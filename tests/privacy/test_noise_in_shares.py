@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An audit of noise in shares: what is left of a masked sum when colluders take theirs away."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import ndtr
+from torch import Tensor
+
+from fedplan.audits.bounds import Draws, draws, flat, gaussian_lower_bound
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.masked import VALUE
+from fedplan.federation.masking import Masking
+from fedplan.federation.noised import NoisedSum
+from fedplan.language.plan import share
+from fedplan.methods.method import Method
+from fedplan.models.params import Kind, Param
+from fedplan.privacy.accounting.accountant import epsilon
+from fedplan.privacy.guarantee import Guarantee
+from fedplan.privacy.guard import SECRET, ServerGuard
+from fedplan.privacy.mechanisms.gaussian import Change, Mechanism
+from fedplan.privacy.mechanisms.noise import Noise
+from fedplan.tensors.totals import GRID
+from fedplan.testing import PACE
+
+SITES, MASKING = 5, Masking("masked", threshold=4, colluders=1)
+HIDDEN = Guarantee("client", 1e6, 1e-5, 1.0, 1.0)
+SHAPES = {"a": (2,), "b": (1,)}
+MECHANISM = Mechanism(
+    {name: (shape, torch.float64) for name, shape in SHAPES.items()},
+    *(1.0, 1.0, 4.0, None, MASKING.honest(SITES)),
+)
+DELTA = 1e-5
+CLAIMED = epsilon([MECHANISM.event], DELTA)
+LOG = logging.getLogger(__name__)
+
+
+class Faint(Mechanism):
+    """Each share has four fifths of the noise that it should have."""
+
+    @property
+    def part(self) -> float:
+        return 0.8 * super().part
+
+
+class Sparse(Mechanism):
+    """Noise is added to one param alone, as by a site that sends what it shares."""
+
+    def _noises(self, source: Noise) -> dict[str, Tensor]:
+        found = super()._noises(source)
+        return found | {"a": torch.zeros_like(found["a"])}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that has a colluder's numbers, and opens a sum of as few sites as it can."""
+
+    kind: type[Mechanism] = Mechanism
+    parts: int = MASKING.honest(SITES)
+
+    def sees(self, mechanism: Mechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
+        """The shipped sum of a threshold of sites, less what the colluder had put in."""
+        held = replace(mechanism, parts=self.parts)
+        made = self.kind(**vars(held))
+        params = tuple(Param(n, Kind.MLP, s, "float64") for n, (s, _) in made.shared.items())
+        told = Agreement("audit", params, Method(share()), PACE, HIDDEN, masking=MASKING)
+        base = {p.key: torch.zeros(p.shape, dtype=torch.float64) for p in params}
+        with TemporaryDirectory() as folder:
+            # A secret for each world, the same in every run: a bound of draws is now and then off.
+            (Path(folder) / SECRET).touch(mode=0o600)
+            (Path(folder) / SECRET).write_bytes(bytes([len(changes[0])]) * 32)
+            guard = ServerGuard(HIDDEN, Path(folder))
+            total = NoisedSum(
+                told, base, SITES, 1, MASKING.least(SITES), guard=guard, mechanism=made
+            )
+            for number, change in enumerate(changes):
+                values = {key: base[key] + each for key, each in change.items()}
+                total.add(f"site {number}", values, {}, 1)
+            found = total.close()
+        assert found.masked is not None and not found.masked.closed
+        own = total.held[f"site {len(changes) - 1}"].numbers
+        return {
+            key: mean - _floats(own[VALUE + key], mean) / made.over
+            for key, mean in found.means.items()
+        }
+
+
+def _floats(words: np.ndarray[tuple[int], np.dtype[np.uint64]], like: Tensor) -> Tensor:
+    return torch.from_numpy(words.view(np.int64)).double().mul(GRID).view(like.shape)
+
+
+def audited(server: Server, count: int) -> float:
+    """A lower bound on epsilon: in one world the first site adds nothing but its noise."""
+    victim = {"a": torch.tensor([1.0, 0.0], dtype=torch.float64)}
+    other = {"a": torch.tensor([-0.3, 0.4]).double(), "b": torch.tensor([9.0]).double()}
+    worlds = ([victim, other, other, other], [{}, other, other, other])
+    one, two = (flat(draws(MECHANISM, world, count, server.sees)) for world in worlds)
+    moved = one[::2].mean(0) - two[::2].mean(0)
+
+    def statistics(rows: Draws) -> Draws:
+        return np.column_stack([rows, rows @ moved])
+
+    return gaussian_lower_bound(statistics(one), statistics(two), delta=DELTA)
+
+
+@pytest.mark.parametrize(("ratio", "count"), [(8, 2), (16, 3), (32, 7)])
+def test_rounded_shares_add_up_to_one_rounded_gaussian_as_closely_as_the_page_says(
+    ratio: int, count: int
+) -> None:
+    """The bound of docs/design/secure-sums.md, where it is large enough to be seen."""
+
+    def rounded(scale: float, most: int) -> Draws:
+        k = np.abs(np.arange(-most, most + 1))
+        return ndtr(-(k - 0.5) / scale) - ndtr(-(k + 0.5) / scale)
+
+    one = rounded(ratio, 30 * ratio)
+    sums = one
+    for _ in range(count - 1):
+        sums = np.convolve(sums, one)
+    whole = rounded(ratio * sqrt(count), len(sums) // 2)
+    near = np.abs(np.arange(len(sums)) - len(sums) // 2) <= 9 * ratio * sqrt(count)
+    apart = np.abs(np.log(sums[near] / whole[near])).max()
+    assert 0 < apart <= 12.5 * (count + 1) / ratio**2
+
+
+SIZES = [20_000, pytest.param(200_000, marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_the_shares_of_as_many_as_are_honest_hide_each_of_them_as_was_claimed(count: int) -> None:
+    """4 of 5 sites open a sum, 1 of them colludes: what the 3 others have added is left."""
+    found = audited(Server(), count)
+    LOG.info("audited %s of %s", round(found, 3), round(CLAIMED, 3))
+    assert 0.9 * CLAIMED < found <= CLAIMED
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize(
+    "server", [Server(Faint), Server(parts=SITES), Server(Sparse)], ids=["0.8", "all", "sparse"]
+)
+def test_shares_that_are_too_small_are_flagged(server: Server, count: int) -> None:
+    """Four fifths of the noise; shares of all sites, as if none were lost; no noise on a param."""
+    assert audited(server, count) > CLAIMED
