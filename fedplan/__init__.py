@@ -23,13 +23,13 @@ from fedplan.language.resolution import Resolver, permitted, resolve
 from fedplan.language.turn import Turn, after, client_in, phase, trait
 from fedplan.models.architectures import teach
 from fedplan.models.catalog import params_of
-from fedplan.reports.explanation import explain
 
 if TYPE_CHECKING:
     from fedplan import data, methods, models
     from fedplan.audits.run import verify_run
     from fedplan.federation.callbacks import EarlyStopping
     from fedplan.models.description import describe
+    from fedplan.reports.explanation import explain
     from fedplan.reports.pages.reporting import report
     from fedplan.runners.door import run_study, simulate
     from fedplan.studies.export import export_run
@@ -99,6 +99,7 @@ __getattr__, __dir__ = face(
         "audits.run": "verify_run",
         "federation.callbacks": "EarlyStopping",
         "models.description": "describe",
+        "reports.explanation": "explain",
         "reports.pages.reporting": "report",
         "runners.door": "run_study simulate",
         "studies.export": "export_run",

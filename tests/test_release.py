@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,10 @@ import fedplan
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-MOST = 0.5
-"""Seconds of a processor that `import fedplan` may take, beyond those of an empty Python."""
+YARDSTICK = "import typer, rich.console"
+"""What the command line cannot do without: a measure that is as slow as the machine is."""
+MOST = {"fedplan": 1.0, "fedplan.cli": 2.0}
+"""How often the yardstick's processor time an import may take, beyond that of an empty Python."""
 
 
 def test_the_version_is_the_same_everywhere() -> None:
@@ -35,21 +36,21 @@ def test_the_version_is_the_same_everywhere() -> None:
     )
 
 
-@cache
 def seconds(code: str) -> float:
-    """The processor time of a program of one line, its best of three."""
+    """The processor time of a program of one line."""
     words = f"import time; {code}; print(time.process_time())"
-    done = [
-        subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
-        for _ in range(3)
-    ]
-    return min(float(each.stdout) for each in done)
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    return float(done.stdout)
 
 
-@pytest.mark.parametrize("module", ["fedplan", "fedplan.cli"])
-def test_to_import_it_takes_less_than_half_a_second(module: str) -> None:
-    taken = seconds(f"import {module}") - seconds("pass")
-    assert taken < MOST, f"import {module} took {taken:.2f} s"
+@pytest.mark.parametrize("module", MOST)
+def test_to_import_it_takes_little(module: str) -> None:
+    """Beside the yardstick, in turn, the best of five: a busy machine slows both."""
+    programs = ("pass", YARDSTICK, f"import {module}")
+    tries = [[seconds(each) for each in programs] for _ in range(5)]
+    empty, yardstick, taken = (min(each) for each in zip(*tries, strict=True))
+    times = (taken - empty) / (yardstick - empty)
+    assert times < MOST[module], f"import {module} took {times:.2f} times {YARDSTICK!r}"
 
 
 def test_every_extra_is_tried_alone_and_told_in_the_readme() -> None:

@@ -176,7 +176,8 @@ class WeightsAndBiases(Tracker):
                 config={"score": closed.primary, "rounds": closed.rounds},
                 settings=wandb.Settings(silent=True, console="off", disable_git=True),
             )
-        self._run.log(numbers(closed), step=closed.round)
+        # Else W&B holds a step back until the next one, and a run that is killed has lost it.
+        self._run.log(numbers(closed), step=closed.round, commit=True)
         return None
 
     def close(self) -> None:
