@@ -85,6 +85,8 @@ class Policy(Section):
     """Whether a study may tell how many rows there are."""
     require_masked: Count = 0
     """Of how many sites a sum must be that the server sees; 0 lets it see this site's update."""
+    colluders: Count = 0
+    """How many other sites may tell the server all they have, and masks must still hold."""
     approvers: list[str] = Field(default_factory=list[str])
     """The users who may approve; if there are none, whoever can write the site's home."""
     limits: LimitsSection = LimitsSection()
@@ -296,6 +298,11 @@ def _unhidden(policy: Policy, study: Study, agreement: Agreement) -> Iterator[st
 
 def _unmasked(policy: Policy, study: Study, agreement: Agreement) -> Iterator[str]:
     least, masking = policy.require_masked, agreement.masking
+    if masking.colluders < policy.colluders:
+        yield (
+            f"masks and noise hold against {masking.colluders} sites that tell the server all they "
+            f"have (aggregation.colluders), and colluders is {policy.colluders}"
+        )
     if least and not masking.active:
         yield f"the server would see this site's update, and require_masked is {least}"
     elif least:
@@ -334,6 +341,8 @@ def _words(policy: Policy) -> Iterator[str]:
     yield f"How many rows there are {'may leave' if policy.weight else 'never leaves'}."
     if policy.require_masked:
         yield f"The server sees no update, but sums of {policy.require_masked} sites or more."
+    if policy.colluders:
+        yield f"Masks hold though {policy.colluders} other sites tell the server all they have."
     said = {name: value for name, value in policy.limits.model_dump().items() if name != "delta"}
     limits = ", ".join(f"{name} {value:g}" for name, value in said.items() if value)
     yield f"Limits of each dataset, over all studies: {limits or 'none'}."

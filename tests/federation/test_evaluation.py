@@ -325,7 +325,7 @@ def test_who_is_away_or_slow_is_left_out_and_named(here: Path) -> None:
     sites.broken = broken
     began = time.monotonic()
     run = sites.carry()
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 30.0
     for line in lines(run):
         assert set(line["sites"]["by"]) == {third}
         assert line["sites"]["silent"][first] == "no answer"

@@ -35,6 +35,8 @@ HIDDEN = {"client", "example"}
 STATES = ("ended", "between", "within", "killed")
 """A run that has ended; two that live, of which one has played a round and not committed it; and
 one whose writer was killed in the middle of a line."""
+TRIED = STATES if AT_NIGHT else ("within", "killed")
+"""Those that are read: by day the two that another process could most easily get wrong."""
 
 KILLED = """
 import os, signal, sys
@@ -148,7 +150,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     known, living = dict[str, dict[str, Any]](), list[Simulation]()
     for name in NAMES:
         made = study(place / "data", name)
-        for state in STATES[:3]:
+        for state in sorted({*TRIED} - {"killed"}):
             simulation = Simulation(made, place / "runs" / name / state)
             play(simulation, 3 if state == "ended" else 1)
             known[f"{name}/{state}"] = truth(simulation)
@@ -159,7 +161,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
         words = (str(place / "data" / f"{name}.toml"), str(place / "runs" / name / "killed"))
         ended = subprocess.run([sys.executable, "-c", KILLED, *words], check=False)
         assert ended.returncode == -9
-        known[f"{name}/killed"] = {"round": 1, "world": known[f"{name}/between"]["world"]}
+        known[f"{name}/killed"] = {"round": 1, "world": known[f"{name}/within"]["world"]}
     before = tree(place / "runs")
     said, refused = read_elsewhere(place)
     yield Told(said, known, before, tree(place / "runs"), refused)
@@ -169,7 +171,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
 def read_elsewhere(place: Path) -> tuple[dict[str, Any], str]:
     """Everything read by another process, from a mount that cannot be written if there may be."""
     runs = place / "runs"
-    folders = [str(runs / name / state) for name in NAMES for state in STATES]
+    folders = [str(runs / name / state) for name in NAMES for state in TRIED]
     command = [sys.executable, "-c", READ, str(place / "models"), *folders]
     readonly = ["unshare", "-m", "sh", "-c", MOUNTED, str(runs)]
     tried = subprocess.run([*readonly, "true"], capture_output=True, text=True, check=False)
@@ -183,7 +185,7 @@ def read_elsewhere(place: Path) -> tuple[dict[str, Any], str]:
     return json.loads(done.stdout), refused
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", TRIED)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_is_read_as_it_was_committed(told: Told, name: str, state: str) -> None:
     said, known = told.said[f"{name}/{state}"], told.truth[f"{name}/{state}"]
@@ -203,7 +205,7 @@ def test_a_run_is_read_as_it_was_committed(told: Told, name: str, state: str) ->
 
 
 def test_the_folder_is_left_as_it_was(told: Told) -> None:
-    assert told.before == told.after and len(told.before) > 50 * len(NAMES) // 2
+    assert told.before == told.after and len(told.before) > 6 * len(NAMES) * len(TRIED)
 
 
 def test_it_is_read_from_where_nobody_can_write(told: Told) -> None:
