@@ -389,6 +389,30 @@ def test_masked_sums_of_three_sites_with_tls_have_the_bits_of_the_plain_sum(here
     assert code == 0 and "under masks" in told
 
 
+@pytest.mark.nightly
+def test_sites_that_hide_themselves_each_pay_for_a_round_and_can_read_it(here: Path) -> None:
+    """Noise in shares between real nodes: no plain run has its bits, since nobody knows its noise."""
+    said = """
+[aggregation]
+kind = "masked"
+threshold = 3
+[privacy]
+unit = "client"
+epsilon = 900.0
+clip = 0.5
+noise = 1.0
+"""
+    fed = Deployment(here / "fed", SITES, rows_of(here))
+    give_peers(here / "fed")
+    with fed as deployed:
+        out = deployed.run(study_of(here, "fedavg", rounds=2) + said, "run")
+        rounds = [line for line in read_lines(out / "ledger.jsonl") if line["kind"] == "round"]
+        assert len(rounds) == 2 and run("verify", str(out))[0] == 0
+        for name in SITES:
+            code, told = run("egress", str(here / f"fed/sites/{name}/home"))
+            assert code == 0 and "under masks" in told and "epsilon" in told, told
+
+
 def give_peers(fed: Path) -> None:
     """The keys of all sites in a folder, as each site would have them from hand to hand."""
     (fed / "peers").mkdir()
