@@ -19,8 +19,8 @@ SUMS = (PLAIN, MASKED)
 SHARE, WORDS, CONSENT, UNMASK = STEPS = ("share", "words", "consent", "unmask")
 """What a site is asked in a masked sum, one after the other, after the turn that begins it."""
 SQUARES = 4
-"""The least floor where squares are opened: the sum of two numbers and that of their squares tell
-both."""
+"""The least floor where squares are opened, with one who takes his own off: the sum of two numbers
+and that of their squares tell both. Each colluder beyond him asks for one more."""
 NARROW, WIDE = 8, 16
 """Bytes of a number of one word, and of two."""
 
@@ -56,6 +56,11 @@ class Masking:
             raise FedplanError(
                 f"colluders is {self.colluders} and threshold {self.threshold}: those who collude "
                 "could open every sum; take fewer of them than the threshold"
+            )
+        if self.colluders and not self.active:
+            raise FedplanError(
+                f"colluders is {self.colluders}, and sums are plain: the server sees each update, "
+                "whoever works with it; say aggregation.kind = 'masked', or leave colluders out"
             )
         if self.alike and not self.active:
             raise FedplanError(
@@ -147,6 +152,7 @@ def require_masking(
 ) -> None:
     """Refuse what a server cannot do that sees one sum of each change, and say what would do."""
     hidden = guarantee if guarantee is not None and guarantee.unit == "client" else None
+    squares = SQUARES + max(0, masking.colluders - 1)
     refusals: list[tuple[bool, str]] = [
         (
             defence.active,
@@ -184,9 +190,9 @@ def require_masking(
             "more of a site than a sum does: average the sides apart (fedit)",
         ),
         (
-            bool(followed_kinds(method)) and masking.floor < SQUARES,
+            bool(followed_kinds(method)) and masking.floor < squares,
             "its phases follow how far changes lie apart, so a square is opened beside each sum: "
-            f"aggregation.floor is {masking.floor}, take {SQUARES} at least, or plan the phases "
+            f"aggregation.floor is {masking.floor}, take {squares} at least, or plan the phases "
             "by rounds",
         ),
     ]

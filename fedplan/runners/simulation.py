@@ -78,6 +78,10 @@ class Simulation:
     ) -> None:
         if not study.gathered:
             raise ConfigError("data.path: each site of this study has its own: --runner flower")
+        if workers is not None and study.aggregation.made.active:
+            raise ConfigError(
+                "aggregation.kind: workers sum in parts, and a masked sum has none: --runner local"
+            )
         self.study, self.folder, self.given, self.earlier = study, folder, given, earlier
         self.callbacks, self.stopped = (*callbacks, *study.evaluate.callbacks), ""
         self.status, self.workers = status or Status(), workers

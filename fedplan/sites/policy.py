@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, ValidationError
 
+from fedplan.errors import FedplanError
 from fedplan.federation.account import Limits
 from fedplan.federation.agreement import Agreement
 from fedplan.language.crowds import kinds_of, phases_in
@@ -86,7 +87,7 @@ class Policy(Section):
     require_masked: Count = 0
     """Of how many sites a sum must be that the server sees; 0 lets it see this site's update."""
     colluders: Count = 0
-    """How many other sites may tell the server all they have, and masks must still hold."""
+    """How many other sites may tell the server all they have: masks and noise must still hold."""
     approvers: list[str] = Field(default_factory=list[str])
     """The users who may approve; if there are none, whoever can write the site's home."""
     limits: LimitsSection = LimitsSection()
@@ -298,17 +299,25 @@ def _unhidden(policy: Policy, study: Study, agreement: Agreement) -> Iterator[st
 
 def _unmasked(policy: Policy, study: Study, agreement: Agreement) -> Iterator[str]:
     least, masking = policy.require_masked, agreement.masking
+    if not masking.active:
+        for name, value in (("require_masked", least), ("colluders", policy.colluders)):
+            if value:
+                yield f"the server would see this site's update, and {name} is {value}"
+        return
     if masking.colluders < policy.colluders:
         yield (
-            f"masks and noise hold against {masking.colluders} sites that tell the server all they "
-            f"have (aggregation.colluders), and colluders is {policy.colluders}"
+            f"aggregation.colluders is {masking.colluders}, and this site's colluders is "
+            f"{policy.colluders}"
         )
-    if least and not masking.active:
-        yield f"the server would see this site's update, and require_masked is {least}"
-    elif least:
+    if least:
         names = study.clients.names
         asked = max(1, round(study.clients.share * len(names))) if names else 0
-        fewest = min(masking.floor, masking.threshold or (masking.least(asked) if asked else 0))
+        try:
+            opens = masking.threshold or (masking.least(asked) if asked else 0)
+        except FedplanError as error:
+            yield str(error)
+            return
+        fewest = min(masking.floor, opens)
         if fewest < least:
             yield (
                 f"a sum of {fewest} sites may be opened (aggregation.threshold, floor), and "
@@ -342,7 +351,10 @@ def _words(policy: Policy) -> Iterator[str]:
     if policy.require_masked:
         yield f"The server sees no update, but sums of {policy.require_masked} sites or more."
     if policy.colluders:
-        yield f"Masks hold though {policy.colluders} other sites tell the server all they have."
+        yield (
+            f"The server sees no update, though it is told all that others have, "
+            f"{policy.colluders} of them at most."
+        )
     said = {name: value for name, value in policy.limits.model_dump().items() if name != "delta"}
     limits = ", ".join(f"{name} {value:g}" for name, value in said.items() if value)
     yield f"Limits of each dataset, over all studies: {limits or 'none'}."

@@ -340,6 +340,8 @@ def test_of_each_change_one_linear_sum_is_opened_and_squares_only_for_a_plan_and
     assert kinds(agreed(DRIFTING, masking=Masking("masked", floor=4))) == {ALL, "value", "square"}
     with pytest.raises(FedplanError, match="take 4 at least"):
         agreed(DRIFTING, masking=MASKED)
+    with pytest.raises(FedplanError, match="take 5 at least"):
+        agreed(DRIFTING, masking=Masking("masked", floor=4, colluders=2))
 
 
 def test_a_part_settles_under_masks_as_it_does_without_and_only_its_squares_are_opened(

@@ -8,6 +8,8 @@ import struct
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,14 @@ from fedplan.errors import FedplanError
 from fedplan.federation.callbacks import Closed
 from fedplan.federation.history import Metrics
 from fedplan.federation.record import RoundRecord
-from fedplan.federation.trackers import SINGLE, TRACKERS, Tracker, numbers, tracker_named
+from fedplan.federation.trackers import (
+    SINGLE,
+    TRACKERS,
+    Tracker,
+    WeightsAndBiases,
+    numbers,
+    tracker_named,
+)
 from fedplan.naming import UnknownName
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import read_study
@@ -102,6 +111,18 @@ def test_a_tracker_has_every_number_of_every_round_once(here: Path, name: str) -
     for key, rounds in wanted.items():
         assert found[key] == pytest.approx(rounds, rel=1e-6), key
     assert len((here / "out/metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_round_is_written_when_it_is_told_and_not_with_the_next() -> None:
+    """W&B holds a step back unless it is told that nothing more comes of it."""
+    if find_spec("wandb") is None:
+        pytest.skip("wandb is not installed: pip install 'fedplan[wandb]'")
+    mine, told = WeightsAndBiases(), list[tuple[Any, Any]]()
+    log = lambda row, step, commit=None: told.append((step, commit))  # noqa: E731
+    mine._run = SimpleNamespace(log=log)  # pyright: ignore[reportPrivateUsage]
+    whole = RoundRecord(1, "", (), {}, {}, {}, 0, 0)
+    mine(Closed(1, whole, (), {}, Metrics([{"round": 1, "loss": 0.5}])))
+    assert told == [(1, True)]
 
 
 @pytest.mark.parametrize("name", TRACKERS)

@@ -175,6 +175,13 @@ def test_a_command_runs_by_workers_and_goes_on_by_others(here: Path) -> None:
         assert code == 0, said
 
 
+def test_a_masked_sum_has_no_parts_and_is_refused_before_anything_is_written(here: Path) -> None:
+    masked = ("--set", "aggregation.kind='masked'", "--set", "clients.share=1.0")
+    code, said = run("run", "study.toml", "--output", "a", "--runner", "pool", *masked)
+    assert code == 2 and "a masked sum has none: --runner local" in " ".join(said.split()), said
+    assert not (here / "a").exists()
+
+
 def test_updates_that_leave_no_room_are_taken_in_the_order_of_the_clients(
     here: Path, monkeypatch: Patch
 ) -> None:

@@ -407,7 +407,9 @@ noise = 1.0
     with fed as deployed:
         out = deployed.run(study_of(here, "fedavg", rounds=2) + said, "run")
         rounds = [line for line in read_lines(out / "ledger.jsonl") if line["kind"] == "round"]
-        assert len(rounds) == 2 and run("verify", str(out))[0] == 0
+        assert [line["masked"]["sites"] for line in rounds] == [SITES] * 2
+        assert not any(line["masked"]["closed"] for line in rounds), "each sum was opened"
+        assert run("verify", str(out))[0] == 0
         for name in SITES:
             code, told = run("egress", str(here / f"fed/sites/{name}/home"))
             assert code == 0 and "under masks" in told and "epsilon" in told, told

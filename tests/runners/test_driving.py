@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,9 @@ class Driven:
         )
         return Endpoint(self.server.agreement, site, self.folder / "sites" / name)
 
-    def drive(self, quorum: int = 1) -> RunStatus:
-        carrier = Carrier(self.grid, self.server, SOON, quorum=quorum, status=self.status)
-        with self.status.driving(self.server, "driven", SOON, rows=False):
+    def drive(self, quorum: int = 1, patience: Patience = SOON) -> RunStatus:
+        carrier = Carrier(self.grid, self.server, patience, quorum=quorum, status=self.status)
+        with self.status.driving(self.server, "driven", patience, rows=False):
             carrier.carry()
         found = read_status(self.folder)
         assert found is not None
@@ -167,7 +168,7 @@ def test_while_the_link_is_in_trouble_a_run_says_so_and_can_be_stopped(
         raise ConnectionError("503, say")
 
     monkeypatch.setattr(driven.grid, "pull_messages", down)
-    found = driven.drive()
+    found = driven.drive(patience=replace(SOON, sites=60.0))
     assert (found.state, found.round) == (RunState.STOPPED, 0) and "operator" in found.why
     assert told[1:] == ["the SuperLink does not answer, and is asked again"] * 2
 

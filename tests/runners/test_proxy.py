@@ -143,7 +143,7 @@ def test_delay_is_of_time_and_not_of_speed(proxy: Proxy) -> None:
     proxy.delay(0.2)
     began = time.monotonic()
     assert echoed(proxy, data) == data
-    assert 0.4 <= time.monotonic() - began < 6
+    assert 0.4 <= time.monotonic() - began < 60
 
 
 def test_calm_lets_go_what_a_delay_would_keep(proxy: Proxy) -> None:
@@ -158,7 +158,7 @@ def test_slow_is_as_slow_as_it_says(proxy: Proxy) -> None:
     proxy.slow(100_000)
     began = time.monotonic()
     assert echoed(proxy, noise(50_000)) == noise(50_000)
-    assert 0.4 < time.monotonic() - began < 6
+    assert 0.4 < time.monotonic() - began < 60
 
 
 def test_cut_resets_what_is_open_and_nothing_else(proxy: Proxy) -> None:
@@ -271,7 +271,7 @@ def test_a_script_plays_the_faults_of_its_seed_until_calm(echo: int) -> None:
     def played(seed: int) -> list[str]:
         with Proxy(echo) as proxy:
             proxy.script(seed, period=0.02)
-            until = time.monotonic() + 10
+            until = time.monotonic() + 60
             while len(proxy.history) < 20 and time.monotonic() < until:
                 with suppress(OSError), connect(proxy) as peer:
                     peer.settimeout(0.05)

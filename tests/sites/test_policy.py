@@ -203,8 +203,9 @@ def test_rounds_without_end_are_judged_in_no_time() -> None:
         ({"weight": False}, {"data": f"{MASKED}\nalike = true"}, ""),
         ({"require_masked": 3}, {"data": MASKED}, ""),
         ({"require_masked": 4}, {"data": MASKED}, "a sum of 3 sites may be opened"),
-        ({"colluders": 1}, {}, "masks and noise hold against 0 sites"),
-        ({"colluders": 1}, {"data": MASKED}, "masks and noise hold against 0 sites"),
+        ({"require_masked": 3}, {"data": MASKED[:-13]}, "1 clients are asked and a masked sum"),
+        ({"colluders": 1}, {}, "the server would see this site's update, and colluders is 1"),
+        ({"colluders": 1}, {"data": MASKED}, "aggregation.colluders is 0, and this site's"),
         ({"colluders": 1}, {"data": f"{MASKED}\ncolluders = 1"}, ""),
         ({"require_privacy": {"unit": "example", "epsilon": 9.0}}, {}, "promises no privacy"),
         (
