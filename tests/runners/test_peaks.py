@@ -21,17 +21,8 @@ def limit(name: str, found: dict[str, Any]) -> float:
     return found["limit"] + SLACK + (SUMS * part if CASES[name].dtype == "bfloat16" else 0.0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "small-float32",
-        *(
-            pytest.param(name, marks=pytest.mark.nightly)
-            for name in CASES
-            if name != "small-float32"
-        ),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
 def test_a_local_run_holds_no_more_than_the_limit(name: str) -> None:
     found = peaks("local", name)
     assert found["peak"] <= limit(name, found), found
