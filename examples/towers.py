@@ -41,7 +41,7 @@ KINDS = {
 
 def main() -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     digits = load_digits()
     images = (digits.images * 255 / 16).astype(np.uint8)
     order = np.random.default_rng(0).permutation(len(images))
