@@ -13,6 +13,7 @@ from typing import Any
 from fedplan.storage.files import put_file
 from fedplan.sweeps.statistics import interval
 from fedplan.sweeps.tables import table
+from lab.decide.places import SEED
 from lab.decide.proof import digest_at, time_of
 from lab.decide.question import Question, QuestionError, QuestionFile, Score
 from lab.decide.verdicts import Verdict, judged, markdown
@@ -136,7 +137,8 @@ def _differing(runs: Sequence[Played]) -> Iterator[str]:
     found = dict[str, set[str]]()
     for each in runs:
         for path, digest in each.sources.items():
-            found.setdefault(path, set()).add(digest)
+            # A path that tells the seed is of another thing for each.
+            found.setdefault(path.replace(SEED, str(each.seed)), set()).add(digest)
     for path, digests in found.items():
         if len(digests) > 1:
             yield f"there were {len(digests)} different things behind {path}"
