@@ -231,6 +231,13 @@ def test_limits_and_privacy(policy: dict[str, Any], change: dict[str, Any], word
         assert re.search(words, found[0]), found
 
 
+@pytest.mark.parametrize("said", ["colluders = 1", "alike = true"])
+def test_what_only_masks_can_keep_is_refused_without_them(said: str) -> None:
+    """Else a site whose policy asks for it would let a study in that shows its update."""
+    with pytest.raises(ConfigError, match="sums are plain"):
+        offered(data=f"[aggregation]\n{said}")
+
+
 LORA = {"type": "lora", "target": "query | value", "r": 2}
 SAID: dict[str, dict[str, Any]] = {
     "plain": {},
