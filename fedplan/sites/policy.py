@@ -352,8 +352,8 @@ def _words(policy: Policy) -> Iterator[str]:
         yield f"The server sees no update, but sums of {policy.require_masked} sites or more."
     if policy.colluders:
         yield (
-            f"The server sees no update, though it is told all that others have, "
-            f"{policy.colluders} of them at most."
+            "The server sees no update, even if it is told all that "
+            f"{policy.colluders} of the other sites have."
         )
     said = {name: value for name, value in policy.limits.model_dump().items() if name != "delta"}
     limits = ", ".join(f"{name} {value:g}" for name, value in said.items() if value)
