@@ -17,16 +17,16 @@ CHECKED = "<!-- checked by: tests/test_commands.py, which parses it: its files a
 FILE = Path(__file__).parent / "commands.md"
 HEAD = """# Commands
 
-This page is written by `python docs/commands.py` from the commands themselves, and a test holds it to them. `fedplan COMMAND --help` says
-the same in a terminal.
+For everyone who types `fedplan`: each command with its options, their defaults, and an example. `python docs/commands.py` writes this page from the
+commands; `fedplan COMMAND --help` prints the same.
 
-| For all commands | |
+| all commands | meaning |
 | --- | --- |
-| `--json` | One JSON document on stdout, and nothing else there. Errors and progress go to stderr. `status`, `logs` and `sweep` print a line of JSON for each thing, so that they can be followed. |
-| Exit code | 0: done. 1: it was looked at and is not sound (`verify`, `egress`, `report` of a site, `propose`, `attack`, `site doctor`). 2: the question was wrong, and a message says what to mend. 130: stopped by Ctrl-C. |
-| Progress | `run` shows how many clients of the open round are done, and the time left, from the first client on. Where stdout is no terminal there is no bar: only the line of each round. |
-| `--version` | The version. |
-| Completion | `fedplan --install-completion` for bash, zsh, fish and PowerShell; then start a new shell. `--show-completion` prints the script instead. |
+| `--json` | One JSON document on stdout and nothing else; errors and progress go to stderr. `status`, `logs` and `sweep` print one line of JSON for each item. |
+| Exit code | 0: done. 1: the check failed (`verify`, `egress`, `report` of a site, `propose`, `attack`, `site doctor`). 2: invalid arguments or study; the message names the remedy. 130: stopped by Ctrl-C. |
+| Progress | `run` shows a bar with the clients done in the open round and the time left. Without a terminal it prints one line for each round. |
+| `--version` | Print the version. |
+| Completion | `fedplan --install-completion` for bash, zsh, fish and PowerShell; then start a new shell. `--show-completion` prints the script. |
 
 ## From a table to a run
 
@@ -39,24 +39,69 @@ fedplan run study.toml --output run
 fedplan verify run
 ```
 
-`new study` looks at the first 2,000 rows of the table, and writes a study with a comment at each choice. What it found it prints; what it got wrong you say:
+`new study` reads the first 2,000 rows of the table and writes a study with a comment for each choice. Options replace a wrong guess:
 
-| It looks for | By | Say it yourself |
+| choice | found by | option |
 | --- | --- | --- |
-| the input | a column of conversations, of words, of pictures, or of texts; of several, one called `text`, `review`, `image`, ..., else the longest | `--input` |
-| the label | a column called `label`, `class`, `target`, ...; else one with few different values | `--label` |
-| the clients | a column called `client`, `site`, `hospital`, `user`, ...; without one, rows are dealt out by chance, with labels skewed | `--client`, or `--clients` for how many |
-| the task | pictures with labels are `image-classification`, texts with labels `text-classification`, with measured numbers `regression`; a prompt and a response, or messages, `instruction`; texts alone `causal-lm` | `--task` |
-| a common test | a split called `test`, `validation`, `valid` or `dev` beside one called `train`: a column `split`, files of a folder, a folder of `datasets`, arrays of an `.npz` | edit `[data]` |
+| input | a column of conversations, tokens, images or texts; of several, one named `text`, `review`, `image`, ..., else the longest | `--input` |
+| label | a column named `label`, `class`, `target`, ...; else one with few different values | `--label` |
+| clients | a column named `client`, `site`, `hospital`, `user`, ...; without one, a Dirichlet partition with unequal labels | `--client`, or `--clients` for their number |
+| task | images with labels: `image-classification`; texts with labels: `text-classification`, with numbers: `regression`; prompt and response, or messages: `instruction`; texts alone: `causal-lm` | `--task` |
+| test set | a split named `test`, `validation`, `valid` or `dev` beside `train`: a column `split`, files of a folder, a folder of `datasets`, arrays of an `.npz` | edit `[data]` |
 
-It refuses columns with gaps, a model of pictures for texts, and to write over a file. `data` divides the rows as the run will, and draws them: how many each client trains on and is
-tested on, and a bar for each label, as high as its share of the client's rows. How unlike clients are is one number: the total variation between a client's labels and those of all,
-the mean over rows. It is 0 if all are alike.
+It rejects columns with missing values and an image model for texts, and never overwrites a file. `data` divides the examples as the run does, and prints for each
+client its numbers of training and test examples and a bar for each label. Its last line is the mean total variation distance between a client's labels and all labels: 0
+means that all clients are alike.
 """
+
+FUNCTIONS = {
+    "run": "fedplan.run_study",
+    "status": "fedplan.reports.run_snapshot",
+    "stop": "fedplan.reports.stop_run",
+    "attach": "fedplan.attach",
+    "logs": "fedplan.storage.read_log",
+    "sweep": "fedplan.sweep",
+    "compare": "fedplan.compare",
+    "estimate": "fedplan.estimate",
+    "report": "fedplan.report",
+    "explain": "fedplan.explain",
+    "parts": "fedplan.params_of",
+    "propose": "fedplan.models.propose_layer_map",
+    "verify": "fedplan.verify_run",
+    "export": "fedplan.export_run",
+    "privacy": "fedplan.reports.privacy_statements.read_privacy_statement",
+    "egress": "fedplan.reports.egress_report.read_egress_report",
+    "faults": "fedplan.federation.fault_log.read_faults",
+    "attack": "fedplan.audits.attacks.report.run_attacks",
+    "digest": "fedplan.studies.build_experiment",
+    "methods": "fedplan.methods.method_info.method_info",
+    "data": "fedplan.reports.data_distribution.data_distribution",
+    "draw": "fedplan.reports.draw_roles",
+    "keys": "fedplan.runners.flower.keys.make_keys",
+    "new study": "fedplan.studies.starter.new_study",
+    "new federation": "fedplan.runners.flower.starter.new_federation",
+    "new site": "fedplan.runners.flower.starter.new_site",
+    "site inbox": "fedplan.sites.Inbox",
+    "site show": "fedplan.sites.review_study",
+    "site approve": "fedplan.sites.Approvals",
+    "site refuse": "fedplan.sites.Approvals",
+    "site withdraw": "fedplan.sites.Approvals",
+    "site policy": "fedplan.sites.read_policy",
+    "site keys": "fedplan.runners.flower.keys.make_site_keys",
+    "site serve": "fedplan.sites.serving.serve_site",
+    "site rejoin": "fedplan.sites.gateway.allow_rejoin",
+    "site doctor": "fedplan.sites.doctor.check_site",
+    "site lock": "fedplan.sites.lock.write_requirements_lock",
+    "server link": "fedplan.runners.flower.superlink.run_superlink",
+    "server register": "fedplan.runners.flower.superlink.SuperLink",
+    "server revoke": "fedplan.runners.flower.superlink.SuperLink",
+    "server sites": "fedplan.runners.flower.superlink.SuperLink",
+}
+"""The Python function or class behind each command."""
 
 
 def commands(command: Any, words: str) -> Iterator[tuple[str, Any]]:
-    """All commands, those of groups too, in their order."""
+    """All commands with their full names, subcommands included."""
     if isinstance(command, TyperGroup):
         for name, each in command.commands.items():
             yield from commands(each, f"{words} {name}")
@@ -70,7 +115,7 @@ def cell(text: str) -> str:
 
 
 def default(param: Any) -> str:
-    """What a parameter is without being said; of a switch that is nothing."""
+    """The default of a parameter; empty for a switch."""
     if param.required:
         return "required"
     value = param.default() if callable(param.default) else param.default
@@ -86,12 +131,12 @@ def row(param: Any) -> str:
 
 
 def section(words: str, command: Any) -> str:
-    """One command: what it does, what it takes, and an example."""
+    """One command: description, Python function, parameters and example."""
     examples = "\n".join(re.findall(r"^fedplan .*$", command.epilog or "", flags=re.M))
     rows = "\n".join(row(param) for param in command.params)
     about = " ".join((command.help or "").split())
-    table = f"| | | without it |\n| --- | --- | --- |\n{rows}\n\n" if rows else ""
-    return f"\n## {words}\n\n{about}\n\n{table}{CHECKED}\n\n```bash\n{examples}\n```\n"
+    table = f"| parameter | meaning | default |\n| --- | --- | --- |\n{rows}\n\n" if rows else ""
+    return f"\n## {words}\n\n{about} In Python: `{FUNCTIONS[words.removeprefix('fedplan ')]}`.\n\n{table}{CHECKED}\n\n```bash\n{examples}\n```\n"
 
 
 def written() -> str:

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from fedplan.models.catalog import MANIFESTS, SHORT, skeleton
+from fedplan.models.catalog import MANIFEST_FOLDER, SHORT_NAMES, meta_model
 from fedplan.models.description import describe
-from fedplan.models.schema import written
+from fedplan.models.manifest import manifest_json
 
 if __name__ == "__main__":
-    for name in SHORT:
-        (MANIFESTS / f"{name}.json").write_text(written(describe(skeleton(name))))
+    for name in SHORT_NAMES:
+        (MANIFEST_FOLDER / f"{name}.json").write_text(manifest_json(describe(meta_model(name))))

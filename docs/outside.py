@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring into the site what its pages link to outside of `docs/`: changes, scripts, results.
+"""Add the files outside of `docs/` that pages link to: changes, scripts, results, pages of the lab.
 
-A page's links are those of the repository, so that they lead somewhere there too. In the site each
-such file stands at its path from the root, and links are turned to it.
+Links in pages are those of the repository. In the site each such file keeps its path from the root,
+and links are rewritten to it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ START = {"README.md": "index.md"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add all that is linked to, and the pages of the root."""
-    texts = [(file.src_uri, DOCS / file.src_uri) for file in files if file.is_documentation_page()]
-    texts += [(name, ROOT / name) for name in PAGES]
-    wanted = {place for _, file in texts for place in targets(file) if not inside(place)}
-    for place in sorted({ROOT / name for name in PAGES} | wanted):
+    """Add the pages of the root and every file that a page links to, also by way of other pages."""
+    open_pages = [DOCS / file.src_uri for file in files if file.is_documentation_page()]
+    added = {ROOT / name for name in PAGES}
+    open_pages += sorted(added)
+    while open_pages:
+        linked = {place for place in targets(open_pages.pop()) if not inside(place)} - added
+        added |= linked
+        open_pages += sorted(place for place in linked if place.suffix == ".md")
+    for place in sorted(added):
         name = place.relative_to(ROOT).as_posix()
         if name not in START:
             files.append(File.generated(config, name, abs_src_path=str(place)))
@@ -36,30 +40,31 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn a page's links to where things stand in the site."""
+    """Rewrite a page's links to the paths of the site."""
     uri = page.file.src_uri
-    folder = ROOT if uri in PAGES else (DOCS / uri).parent
+    outside = page.file.generated_by is not None
+    folder = (ROOT if outside else DOCS).joinpath(uri).parent
 
-    def turned(found: re.Match[str]) -> str:
-        place = (folder / found[2]).resolve()
-        if uri not in PAGES and inside(place):
-            return found[0]
+    def rewritten(match: re.Match[str]) -> str:
+        place = (folder / match[2]).resolve()
+        if not outside and inside(place):
+            return match[0]
         name = (place.relative_to(DOCS if inside(place) else ROOT)).as_posix()
         name = START.get(name, name) if not inside(place) else name
-        anchor = "" if name in START.values() else found[3] or ""
-        return f"{found[1]}{relpath(name, Path(uri).parent)}{anchor}{found[4]}"
+        anchor = "" if name in START.values() else match[3] or ""
+        return f"{match[1]}{relpath(name, Path(uri).parent)}{anchor}{match[4]}"
 
-    return LINK.sub(turned, markdown)
+    return LINK.sub(rewritten, markdown)
 
 
 def targets(file: Path) -> Iterator[Path]:
     """The files that a page links to."""
-    for found in LINK.finditer(file.read_text(encoding="utf-8")):
-        place = (file.parent / found[2]).resolve()
+    for match in LINK.finditer(file.read_text(encoding="utf-8")):
+        place = (file.parent / match[2]).resolve()
         if place.is_file():
             yield place
 
 
 def inside(place: Path) -> bool:
-    """Whether a file is one of the documents."""
+    """Whether a file is below docs/."""
     return place.is_relative_to(DOCS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedplan import Turn, params_of, parse
 from fedplan.models.params import Block, Kind, Param
-from fedplan.reports.figure import Figure, draw
+from fedplan.reports.role_figure import RoleFigure, draw_roles
 
 CHOSEN = (2, 5, 9, 11)
 
@@ -34,12 +34,12 @@ def main() -> None:
     safl = parse("chain(freeze(), share(head), best(4))")
     pfeddc = parse("chain(freeze(), share(prompt & common), keep(prompt & own | fusion))")
     scores = {Block("encoder", i): float(i in CHOSEN) for i in range(12)}
-    draw(
+    draw_roles(
         [
-            Figure("FedFrozen on a ViT, rounds 1 to 20", vit, frozen, Turn(round=1)),
-            Figure("FedFrozen, from round 21", vit, frozen, Turn(round=21)),
-            Figure("SAFL on BERT: this client, this round", bert, safl, Turn(scores=scores)),
-            Figure("pFedDC on CLIP", prompted_clip(), pfeddc),
+            RoleFigure("FedFrozen on a ViT, rounds 1 to 20", vit, frozen, Turn(round=1)),
+            RoleFigure("FedFrozen, from round 21", vit, frozen, Turn(round=21)),
+            RoleFigure("SAFL on BERT: this client, this round", bert, safl, Turn(scores=scores)),
+            RoleFigure("pFedDC on CLIP", prompted_clip(), pfeddc),
         ],
         Path(__file__).parent / "roles.png",
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the pages of the reference, `reference/*.md`, from the schemas and the sources.
 
-A field's sentence stands below it in its class, and its default is taken from there. What a package
-shows is read from the source of its face, so that nothing is imported for it, and a page is the
-same with every version of Python.
+Descriptions and defaults of fields come from the classes. Public names of a package are read from its
+source without importing it, so that a page is the same with every version of Python. `glossary.md` is
+written by hand.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ KINDS = {
 }
 STUDY = """# The study file
 
-A study is one TOML file. This page has every field of it: what it takes, what it is where nothing is
-said, and what it means. A field that is not here is refused by name, and so is a value that does not
-fit. `--set train.rounds=30` on the command line lays a value over the file's.
+A study is one TOML file. This page lists every field with its type, default and meaning. An unknown
+field or an invalid value is an error. `--set train.rounds=30` on the command line replaces a value.
 
-`fedplan explain study.toml` says what a study will do, before anything runs. The [dictionary](../concepts.md) has
-the words."""
+`fedplan explain study.toml` describes a study before it runs. The [glossary](glossary.md) defines the
+words."""
 SITE = """# The files of a site
 
-A [site](../sites.md) has two files that nobody else writes. `site.toml` says what it is, and
-`policy.toml` what it lets happen. Both are read anew whenever they are needed."""
+A [site](../how-to/approve.md) writes two files itself. `site.toml` has its name, its data and its keys;
+`policy.toml` has its limits on studies. Both are read again for every request."""
 
 
 def section_in(field: FieldInfo) -> type[BaseModel] | None:
@@ -91,27 +90,27 @@ def bounds(said: Mapping[str, Any]) -> str:
 def default(field: FieldInfo) -> str:
     """What a field is where nothing is said, as TOML says it."""
     if field.is_required():
-        return "must be said"
+        return "required"
     value = field.get_default(call_default_factory=True)
     if section_in(field) is not None:
-        return "none" if value is None else "its own"
+        return "none" if value is None else "its defaults"
     return f"`{json.dumps(value)}`"
 
 
 def cell(text: str) -> str:
     """A text as a cell of a table."""
-    return text.replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def table(path: str, made: type[BaseModel]) -> str:
-    """The fields of a section; each has an anchor, as train.rate."""
+    """The fields of a section; each has an anchor, as train.lr."""
     schema = made.model_json_schema()
     own = (
         schema["properties"]
         if "properties" in schema
         else schema["$defs"][made.__name__]["properties"]
     )
-    lines = ["| field | takes | without it | what it says |", "|---|---|---|---|"]
+    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
     for name, field in made.model_fields.items():
         inner, said = section_in(field), own[name]
         whole = f"{path}.{name}".lstrip(".")
@@ -254,7 +253,7 @@ def of_class(node: ast.ClassDef) -> str:
         for method in node.body
         if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
     ]
-    methods = "\n".join(["| method | what it gives or does |", "|---|---|", *rows]) if rows else ""
+    methods = "\n".join(["| method | meaning |", "|---|---|", *rows]) if rows else ""
     return f"```py\n{code}\n```\n\n{prose(ast.get_docstring(node) or '')}\n\n{methods}".strip()
 
 
@@ -271,21 +270,21 @@ def packages() -> dict[str, list[str]]:
         if "templates" not in f.parts and "__all__" in f.read_text(encoding="utf-8")
     )
     found: dict[str, list[str]] = {}
-    for face in faces:
-        found.setdefault(".".join(face.split(".")[:2]), []).append(face)
+    for package in faces:
+        found.setdefault(".".join(package.split(".")[:2]), []).append(package)
     return found
 
 
 def page_of_package(faces: list[str]) -> str:
     """The page of a package and of the packages in it."""
     said = [MADE]
-    for face in faces:
+    for package in faces:
         said += [
-            f"{'#' if face == faces[0] else '##'} {face}",
-            prose(ast.get_docstring(tree_of(face)) or ""),
+            f"{'#' if package == faces[0] else '##'} {package}",
+            prose(ast.get_docstring(tree_of(package)) or ""),
         ]
-        for name, module in shown(face).items():
-            head = "##" if face == faces[0] else "###"
+        for name, module in shown(package).items():
+            head = "##" if package == faces[0] else "###"
             place = ROOT.joinpath(*module.split("."), name)
             told = (
                 f"The package [`fedplan.{name}`]({name}.md)."
@@ -305,10 +304,10 @@ def list_of_packages() -> str:
     head = [
         MADE,
         "# Python, package by package",
-        "Each page lists all that a package shows. [The house](../architecture.md) says what each is\n"
-        "for and which stands on which; [From Python](../python.md) is where to begin.",
+        "Each page lists the public names of a package. [Architecture](../architecture.md) describes the packages\n"
+        "and their dependencies; [Python](../tutorials/python.md) is the tutorial.",
     ]
-    return "\n\n".join([*head, "\n".join(["| package | holds |", "|---|---|", *rows])]) + "\n"
+    return "\n\n".join([*head, "\n".join(["| package | content |", "|---|---|", *rows])]) + "\n"
 
 
 def pages() -> dict[str, str]:
@@ -328,12 +327,12 @@ def pages() -> dict[str, str]:
 
 
 def main() -> None:
-    """Write them, and take away those of packages that are gone."""
+    """Write all pages, and remove those of packages that no longer exist."""
     place = DOCS / "reference"
     place.mkdir(exist_ok=True)
     made = pages()
     for old in place.glob("*.md"):
-        if old.name not in made:
+        if old.name not in made and old.name != "glossary.md":
             old.unlink()
     for name, text in made.items():
         (place / name).write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Link words of ours to the dictionary where a page of the site first says them.
+"""Link words of fedplan to the glossary where a page of the site first uses them.
 
-Only words that mean nothing else are linked: "part" and "home" are left to their sentences.
+Only words without another meaning are linked: "part" and "state" are not.
 """
 
 from __future__ import annotations
@@ -14,36 +14,33 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
-DICTIONARY = "concepts.md"
+GLOSSARY = "reference/glossary.md"
 TERMS = {
     "agreement": "agreement",
     "drift": "drift",
     "epsilon": "epsilon",
     "fingerprint": "fingerprint",
     "ledger": "ledger",
-    "param": "param",
-    "params": "param",
+    "param": "parameter",
+    "params": "parameter",
     "probe": "probe",
-    "quorum": "quorum",
-    "rider": "rider",
-    "riders": "rider",
     "trait": "trait",
     "traits": "trait",
-    "world": "world",
 }
+"""Each word with its anchor in the glossary."""
 WORD = re.compile(rf"\b(?:{'|'.join(TERMS)})\b")
 APART = re.compile(
     r"(^ *```.*?^ *```$|`[^`\n]*`|!?\[[^\]]*\]\([^)]*\)|^[#|][^\n]*$|<!--.*?-->)", re.M | re.S
 )
-"""Where no word is linked: code, links, headings, tables and comments."""
+"""Places without links: code, links, headings, tables and comments."""
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with the first of each word as a link; dictionary and reference stay."""
+    """The page with a link at the first use of each word; glossary and reference are unchanged."""
     uri = page.file.src_uri
-    if uri == DICTIONARY or "/" in uri:
+    if uri.startswith(("reference/", "lab/")):
         return markdown
-    return linked(markdown, relpath(DICTIONARY, Path(uri).parent))
+    return linked(markdown, relpath(GLOSSARY, Path(uri).parent))
 
 
 def linked(markdown: str, target: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/troubleshooting.md from mistakes that are made here and now."""
+"""Write the generated part of docs/troubleshooting.md: mistakes, made now, with their messages."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).parent
+PAGE = HERE / "troubleshooting.md"
 sys.path.insert(0, str(HERE.parent / "tests" / "kit"))
 
 from mistakes import MISTAKES, asked, made, message  # noqa: E402
 
-HEAD = """# Troubleshooting, by the message
+START = "<!-- made by docs/troubleshooting.py: all that follows -->"
+"""The page above this line is written by hand."""
+HEAD = """
 
-Each error names the thing, the value and the remedy. None is a traceback, and none leaves a file behind that blocks the next try. A message
-of the command line ends with exit code 2.
+## Messages of the command line
 
-This page is written by `python docs/troubleshooting.py`, which makes these {count} mistakes and writes down what it is told. A test makes them too,
-and holds the page to it. `study.toml` is a small study of pictures; `done` is a run of it that has ended.
-
-For what goes wrong while a run goes on, at a server or at a site, see [operation](operations.md).
+Each of these {count} mistakes ends with exit code 2 and changes no file. `study.toml` is a small study of images; `done` is a finished run of it.
 """
 
 
-def written() -> str:
-    """The whole page."""
-    parts = [HEAD.format(count=len(MISTAKES))]
+def written(page: str) -> str:
+    """The page with its generated part written again."""
+    parts = [page.partition(START)[0].rstrip("\n"), "\n\n", START, HEAD.format(count=len(MISTAKES))]
     with TemporaryDirectory() as folder:
         made(Path(folder))
         for each in MISTAKES:
-            _, words = asked(Path(folder), each.command)
-            told = message(words, Path(folder))
-            parts.append(f"\n## {each.what}\n\n```text\n$ fedplan {each.command}\n{told}\n```\n")
+            _, output = asked(Path(folder), each.command)
+            text = message(output, Path(folder))
+            parts.append(f"\n### {each.what}\n\n```text\n$ fedplan {each.command}\n{text}\n```\n")
     return "".join(parts)
 
 
 if __name__ == "__main__":
-    (HERE / "troubleshooting.md").write_text(written(), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
