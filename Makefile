@@ -12,7 +12,7 @@ check: ## format, lint and types
 test: ## the tests that every change must pass
 	pytest -n auto -m 'not nightly'
 
-examples: ## the scripts of docs/python.md, and two rounds of each of the README's studies
+examples: ## the scripts of examples, and two rounds of each of the README's studies
 	folder=$$(mktemp -d) && cd $$folder && for script in chat own_model own_method instruct qlora trainer; do \
 	  python $(CURDIR)/examples/$$script.py || exit 1; done && rm -r $$folder
 	python examples/digits.py

@@ -7,7 +7,7 @@ from sklearn.datasets import load_digits
 from transformers import BertConfig, BertForSequenceClassification
 
 import fedplan as fp
-from fedplan.tensors.riders import rider
+from fedplan.tensors.aux_tensors import aux_name as aux
 
 
 def dynamic(fit, alpha=0.1):
@@ -17,10 +17,10 @@ def dynamic(fit, alpha=0.1):
                 gradient += alpha * (value - job.start[param.key] - gap[param.key])
 
         shared = [p for p, role in job.roles.items() if role is fp.language.Role.SHARE]
-        gap = {p.key: job.memory.get(rider(p.key, "gap"), 0) for p in shared}
-        done = fit(replace(job, adjust=(*job.adjust, correct)))
-        end = fp.models.take(job.model, shared)
-        return replace(done, memory={rider(k, "gap"): gap[k] + job.start[k] - end[k] for k in gap})
+        gap = {p.key: job.memory.get(aux(p.key, "gap"), 0) for p in shared}
+        done = fit(replace(job, gradient_hooks=(*job.gradient_hooks, correct)))
+        end = fp.models.get_values(job.model, shared)
+        return replace(done, memory={aux(k, "gap"): gap[k] + job.start[k] - end[k] for k in gap})
 
     return fit_with_gap
 
@@ -35,6 +35,6 @@ rows = [{"input_ids": images[i].astype(int), "labels": int(labels[i])} for i in 
 clients = {str(i): [row for row in rows if row["labels"] // 2 == i] for i in range(5)}
 size = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 10}
 model = BertForSequenceClassification(BertConfig(vocab_size=17, intermediate_size=64, **size))
-method = replace(fp.methods.fedbn(), wraps=(dynamic,), server_optimiser=server)
-run = fp.simulate(method, model, clients, rounds=2, train={"optimiser": "sgd", "rate": 0.1})
+method = replace(fp.methods.fedbn(), client_hooks=(dynamic,), server_optimizer=server)
+run = fp.simulate(method, model, clients, rounds=2, train={"optimizer": "sgd", "lr": 0.1})
 print(run.metrics.to_pandas())

@@ -28,13 +28,13 @@ def right(model, batch):
     return {"accuracy": (model(batch["inputs"]).argmax(-1) == batch["labels"]).float().mean()}
 
 
-fp.teach("Reader", head="top", embed="embed")
+fp.register_layer_map("Reader", head="top", embed="embed")
 images, labels = load_digits(return_X_y=True)
 images = torch.tensor(images).reshape(-1, 8, 8).float() / 16
 rows = [(images[i], int(labels[i])) for i in range(len(labels))]
 hospitals = {f"hospital-{i}": rows[i * 300 : i * 300 + 300] for i in range(4)}
 tests = dict.fromkeys(hospitals, rows[1200:])
-words = {"metrics": right, "own": tests, "primary": "accuracy", "train": {"rate": 3e-3}}
+words = {"metrics": right, "client_tests": tests, "primary": "accuracy", "train": {"lr": 3e-3}}
 torch.manual_seed(0)
 run = fp.simulate(fp.chain(fp.share(), fp.keep(head)), Reader(), hospitals, loss, rounds=4, **words)
-print(run.metrics.to_pandas()[["round", "loss", "up", "personal.mean", "personal.worst"]])
+print(run.metrics.to_pandas()[["round", "loss", "personal.accuracy", "personal.accuracy_worst"]])

@@ -6,17 +6,15 @@ from pathlib import Path
 import fedplan as fp
 
 folder = str(Path(__file__).parent / "chat")  # examples/chat.py writes it
+adapter = {"type": "lora", "target": "query | value | mlp", "r": 8}
+by_shop = {"partition": "column", "partition_column": "shop", "num_clients": 3}
 study = fp.Study(
     name="qlora",
-    model={
-        "path": folder,
-        "quantised": "nf4",
-        "adapter": {"type": "lora", "target": "query | value | mlp", "r": 8},
-    },
+    model={"path": folder, "quantization": "nf4", "adapter": adapter},
     task={"kind": "instruction", "input": "prompt response", "max_length": 64},
-    data={"path": f"{folder}/rows.jsonl", "by": "column", "column": "shop", "clients": 3},
+    data={"path": f"{folder}/rows.jsonl", **by_shop},
     method={"plan": "chain(freeze(), share(adapter))"},
-    train={"rounds": 3, "rate": 1e-2, "batch": 12, "epochs": 4},
+    train={"rounds": 3, "lr": 1e-2, "batch_size": 12, "epochs": 4},
 )
 run = fp.run_study(study)
 print(run.metrics.to_pandas()[["round", "loss", "up", "down"]])

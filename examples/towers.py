@@ -86,14 +86,14 @@ def teach(
 ) -> None:
     """Bring each picture near the text of its number."""
     texts = tokenizer([f"a picture of a {name}" for name in NUMBERS], return_tensors="pt")
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     for _ in range(12):
         for batch in torch.randperm(len(images)).split(32):
             logits = model(pixel_values=images[batch], **texts).logits_per_image
             loss = cross_entropy(logits, labels[batch])
             loss.backward()
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
     print(f"towers: loss {loss.item():.3f} in the end")
 
 

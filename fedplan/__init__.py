@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fedplan: which part of a Transformer each client trains, shares and keeps, round by round."""
+"""fedplan: federated fine-tuning of Transformers by plans of trained, shared and kept parts."""
 
 from typing import TYPE_CHECKING
 
 from fedplan.errors import FedplanError, PlanError, UnknownArchitecture, UnknownModel
-from fedplan.faces import face
 from fedplan.language.parser import parse
 from fedplan.language.plan import (
     Plan,
@@ -19,9 +18,10 @@ from fedplan.language.plan import (
     share,
     when,
 )
-from fedplan.language.resolution import Resolver, permitted, resolve
+from fedplan.language.resolution import Resolver, permitted_roles, resolve
 from fedplan.language.turn import Turn, after, client_in, phase, trait
-from fedplan.models.architectures import teach
+from fedplan.lazy import lazy_exports
+from fedplan.models.architectures import register_layer_map
 from fedplan.models.catalog import params_of
 
 if TYPE_CHECKING:
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from fedplan.federation.callbacks import EarlyStopping
     from fedplan.models.description import describe
     from fedplan.reports.explanation import explain
-    from fedplan.reports.pages.reporting import report
-    from fedplan.runners.door import run_study, simulate
+    from fedplan.reports.pages.run_report import report
+    from fedplan.runners.api import run_study, simulate
     from fedplan.studies.export import export_run
     from fedplan.studies.run import open_run
     from fedplan.studies.schema import Study, read_study
     from fedplan.sweeps.comparisons import compare
-    from fedplan.sweeps.rehearsals import rehearse
+    from fedplan.sweeps.cost_estimate import estimate
     from fedplan.sweeps.sweeping import sweep
-    from fedplan.training.freezing import mark
+    from fedplan.training.freezing import trainable
     from fedplan.training.loops import attach
 
 __version__ = "0.1.0"
@@ -69,30 +69,30 @@ __all__ = [
     "freeze",
     "hold",
     "keep",
-    "mark",
+    "trainable",
     "methods",
     "models",
     "open_run",
     "params_of",
     "parse",
-    "permitted",
+    "permitted_roles",
     "phase",
     "read_study",
-    "rehearse",
+    "estimate",
     "report",
     "resolve",
     "run_study",
     "share",
     "simulate",
     "sweep",
-    "teach",
+    "register_layer_map",
     "trait",
     "verify_run",
     "when",
 ]
 
-# To read a plan takes no torch: what needs it is imported when it is first asked for.
-__getattr__, __dir__ = face(
+# Parsing a plan must not import torch: names that need it are imported on first use.
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "": "data methods models",
@@ -100,15 +100,15 @@ __getattr__, __dir__ = face(
         "federation.callbacks": "EarlyStopping",
         "models.description": "describe",
         "reports.explanation": "explain",
-        "reports.pages.reporting": "report",
-        "runners.door": "run_study simulate",
+        "reports.pages.run_report": "report",
+        "runners.api": "run_study simulate",
         "studies.export": "export_run",
         "studies.run": "open_run",
         "studies.schema": "Study read_study",
         "sweeps.comparisons": "compare",
-        "sweeps.rehearsals": "rehearse",
+        "sweeps.cost_estimate": "estimate",
         "sweeps.sweeping": "sweep",
-        "training.freezing": "mark",
+        "training.freezing": "trainable",
         "training.loops": "attach",
     },
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person asks of a run or a site afterwards: its proof, its models, what left and why."""
+"""Commands to check a run or a site: verify, export, privacy, egress, faults and attack."""
 
 from __future__ import annotations
 
@@ -9,115 +9,139 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.console import Json, print_json, told
+from fedplan.console import JsonOption, print_errors, print_json
 
 
-def verify(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    as_json: Json = False,
+def verify_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    as_json: JsonOption = False,
 ) -> None:
-    """Re-check a run: nothing frozen moved, nothing private left, the bytes are those explained."""
+    """Verify a run: frozen tensors unchanged, private tensors not sent, bytes as explained.
+
+    The exit code is 1 if a check fails.
+    """
     from fedplan.audits.run import verify_run
 
-    with told():
-        faults, checked = verify_run(folder)
+    with print_errors():
+        faults, summary = verify_run(folder)
     if as_json:
-        print_json({"sound": not faults, "faults": list(faults), "checked": checked})
+        print_json({"sound": not faults, "faults": list(faults), "checked": summary})
     else:
         for fault in faults[:20]:
             Console(stderr=True).print(fault, style="red", markup=False)
     if faults:
         raise typer.Exit(1)
     if not as_json:
-        Console().print(checked, markup=False)
+        Console().print(summary, markup=False)
 
 
-def export(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run, or of a site's experiment.")],
-    output: Annotated[Path, typer.Argument(help="The folder to write, empty or new.")],
-    client: Annotated[str, typer.Option(help="Whose model; without it, the world's.")] = "",
-    key: Annotated[Path | None, typer.Option(help="At a site: what opens its home.")] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter.")] = False,
-    best: Annotated[bool, typer.Option("--best", help="The best round, if it is kept.")] = False,
-    as_json: Json = False,
+def export_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run, or of a site's experiment.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write: new or empty.")],
+    client: Annotated[
+        str, typer.Option(help="Export this client's personal model instead of the global model.")
+    ] = "",
+    key: Annotated[
+        Path | None, typer.Option(help="At a site: key file of its encrypted state.")
+    ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write only the peft adapter.")
+    ] = False,
+    best: Annotated[
+        bool,
+        typer.Option("--best", help="Export the best round (the study sets evaluate.keep_best)."),
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Write a model of a run as a folder that loads and predicts: safetensors and JSON."""
+    """Write a model of a run as a Hugging Face folder: safetensors, configuration, model card."""
     from fedplan.studies.export import export_run
 
-    with told():
-        how = export_run(folder, output, client, key, adapter=adapter, best=best)
+    with print_errors():
+        loading_code = export_run(folder, output, client, key, adapter=adapter, best=best)
     if as_json:
-        print_json({"folder": str(output), "load": how})
+        print_json({"folder": str(output), "load": loading_code})
     else:
-        Console(soft_wrap=True).print(f"Written. Load it: {how}", markup=False, highlight=False)
+        Console(soft_wrap=True).print(
+            f"Written. Load it: {loading_code}", markup=False, highlight=False
+        )
 
 
-def privacy(
+def privacy_command(
     place: Annotated[Path, typer.Argument(help="A study file (TOML), or the folder of a run.")],
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Say what a study promises and will cost, or what a run has spent, and what is not covered."""
-    from fedplan.reports.preview import stated
+    """Print the differential-privacy guarantee of a study, or the epsilon that a run has spent.
 
-    with told():
-        found = stated(place)
-        if as_json:
-            print_json(found.json())
-        else:
-            Console(soft_wrap=True, highlight=False).print(found.text(), markup=False)
-
-
-def egress(
-    folder: Annotated[Path, typer.Argument(help="A site's home.")],
-    as_json: Json = False,
-) -> None:
-    """At a site: every byte that left it, by round and part, and the plan that it agreed to.
-
-    The record is proved first: a chain that is broken is told, and nothing else is.
+    Lists what the guarantee does not cover, too.
     """
-    from fedplan.reports.egress import told_of
+    from fedplan.reports.privacy_statements import read_privacy_statement
 
-    with told():
-        found = told_of(folder)
-    if as_json:
-        return print_json([each.json() for each in found])
-    for each in found:
-        # A table of bytes is read whole, or not at all.
-        Console(width=max(Console().width, each.width)).print(each)
+    with print_errors():
+        statement = read_privacy_statement(place)
+        if as_json:
+            print_json(statement.json())
+        else:
+            Console(soft_wrap=True, highlight=False).print(statement.text(), markup=False)
 
 
-def faults(
-    folder: Annotated[Path, typer.Argument(help="A site's home.")],
-    key: Annotated[Path | None, typer.Option(help="What opens its home, if it is sealed.")] = None,
-    as_json: Json = False,
+def egress_command(
+    folder: Annotated[Path, typer.Argument(help="A site's state folder.")],
+    as_json: JsonOption = False,
 ) -> None:
-    """At a site: what went wrong there, in full. Of all this only a code has left it."""
+    """At a site: list every byte that left it, by round and part, and the plan it agreed to.
+
+    The site's record is verified first; if its hash chain is broken, only that is reported.
+    """
+    from fedplan.reports.egress_report import read_egress_report
+
+    with print_errors():
+        reports = read_egress_report(folder)
+    if as_json:
+        return print_json([report.json() for report in reports])
+    for report in reports:
+        # Never cut a column: a table of bytes must be complete.
+        Console(width=max(Console().width, report.width)).print(report)
+
+
+def faults_command(
+    folder: Annotated[Path, typer.Argument(help="A site's state folder.")],
+    key: Annotated[
+        Path | None, typer.Option(help="Key file of the site's state, if it is encrypted.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """At a site: print its errors in full. The server has received only an error code for each."""
     from fedplan.federation.fault_log import read_faults
     from fedplan.storage.encryption import Encryption
 
-    with told():
-        found = list(read_faults(folder, Encryption.from_file(key) if key else None))
+    with print_errors():
+        faults = list(read_faults(folder, Encryption.from_file(key) if key else None))
         if as_json:
-            return print_json(found)
-        for each in found:
-            Console(soft_wrap=True, highlight=False).print(each, markup=False)
+            return print_json(faults)
+        for fault in faults:
+            Console(soft_wrap=True, highlight=False).print(fault, markup=False)
 
 
-def attack(
-    draws: Annotated[int, typer.Option(help="Releases of each world.", min=100)] = 50_000,
-    clients: Annotated[int, typer.Option(help="Clients that are attacked.", min=2)] = 8,
-    as_json: Json = False,
+def attack_command(
+    draws: Annotated[
+        int, typer.Option(help="Releases drawn with and without the target.", min=100)
+    ] = 50_000,
+    clients: Annotated[int, typer.Option(help="Number of attacked clients.", min=2)] = 8,
+    as_json: JsonOption = False,
 ) -> None:
-    """Attack tiny federations here and now: what leaks, and what privacy buys."""
+    """Attack small simulated federations: measure leakage with and without differential privacy.
+
+    The exit code is 1 if an attack contradicts a privacy guarantee.
+    """
     import os
 
-    from fedplan.audits.attacks.leaks import attack as attacked
+    from fedplan.audits.attacks.report import run_attacks
 
-    with told(), Console(stderr=True).status("Attacking: this takes about a minute."):
-        found = attacked(draws, clients, os.urandom(32))
+    with print_errors(), Console(stderr=True).status("Attacking: this takes about a minute."):
+        report = run_attacks(draws, clients, os.urandom(32))
     if as_json:
-        print_json(found.json())
+        print_json(report.json())
     else:
-        Console(width=max(Console().width, found.width), highlight=False).print(found)
-    if not found.sound:
+        Console(width=max(Console().width, report.width), highlight=False).print(report)
+    if not report.sound:
         raise typer.Exit(1)

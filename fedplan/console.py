@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console: options that several commands take, how commands are added, errors as messages."""
+"""Shared parts of the command line: common options, command registration, error messages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from inspect import unwrap
 from math import isfinite
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 
 import typer
@@ -17,91 +18,123 @@ from typer.models import ArgumentInfo
 
 from fedplan.errors import FedplanError
 
-Asked = TypeVar("Asked", bound=Callable[..., Any])
+CommandFunction = TypeVar("CommandFunction", bound=Callable[..., Any])
 
-Model = Annotated[
-    str, typer.Argument(help="A short name (vit-base-16), a folder, hub:org/name, or a manifest.")
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A short name (vit-base-16), a folder, hub:org/name, or a manifest file (JSON)."
+    ),
 ]
-PlanText = Annotated[str, typer.Argument(help="A plan, in quotes: 'chain(share(), keep(head))'.")]
-Task = Annotated[str, typer.Option(help="Another head: text-classification, causal-lm, ...")]
-Labels = Annotated[int, typer.Option(help="How many labels the head has.", min=0)]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else.")]
-JsonLines = Annotated[
-    bool, typer.Option("--json", help="Print JSON: a line for each thing that happens.")
+PlanArgument = Annotated[
+    str, typer.Argument(help="A plan, in quotes: 'chain(share(), keep(head))'.")
 ]
-Sites = Annotated[list[str] | None, typer.Option("--site", help="The name of a site; repeat it.")]
+StudyArgument = Annotated[Path, typer.Argument(help="A study file (TOML).")]
+TaskOption = Annotated[
+    str,
+    typer.Option(help="Replace the head by that of this task: text-classification, causal-lm, ..."),
+]
+LabelsOption = Annotated[
+    int, typer.Option(help="Number of labels of the head; 0: as in the model.", min=0)
+]
+DtypeOption = Annotated[str, typer.Option(help="Dtype of the weights: float32, bfloat16, float16.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")]
+JsonLinesOption = Annotated[
+    bool, typer.Option("--json", help="Print JSON, one line for each event or status.")
+]
+SitesOption = Annotated[
+    list[str] | None, typer.Option("--site", help="Name of a site; repeat for several.")
+]
 
 
 class Group(TyperGroup):
-    """Commands whose arguments show their help.
-
-    click 8.5 has a help of its own for arguments, and a typer that stands on it loses its own by
-    that: so it is put back here, from where the command says it. A newer typer brings a click
-    along, and nothing here may import the other one.
-    """
+    """A command group that shows the help of arguments with every supported version of click."""
 
     def __init__(self, **attrs: Any) -> None:
-        # Where click stands by itself, it suggests commands too, and would say so twice.
-        alone = TyperGroup.__mro__[1].__module__.startswith("click.")
-        attrs["suggest_commands"] = not alone
+        # The standalone click package suggests similar commands itself; typer would repeat that.
+        standalone_click = TyperGroup.__mro__[1].__module__.startswith("click.")
+        attrs["suggest_commands"] = not standalone_click
         super().__init__(**attrs)
         for each in self.commands.values():
             if isinstance(each, TyperCommand):
-                _put_back(each)
+                _restore_argument_help(each)
 
 
-def _put_back(command: TyperCommand) -> None:
+def _restore_argument_help(command: TyperCommand) -> None:
+    """Set the help of each argument of a command from its annotation, in place.
+
+    click 8.5 has its own `help` attribute of arguments, which hides that of older typers. Newer
+    typers bundle click, so this module must not import click itself.
+    """
     hints = get_type_hints(unwrap(cast("Any", command.callback)), include_extras=True)
     for param in command.params:
-        said = get_args(hints.get(param.name or ""))
-        found = [each.help for each in said if isinstance(each, ArgumentInfo)]
-        if isinstance(param, TyperArgument) and found:
-            param.help = found[0]
+        metadata = get_args(hints.get(param.name or ""))
+        help_texts = [each.help for each in metadata if isinstance(each, ArgumentInfo)]
+        if isinstance(param, TyperArgument) and help_texts:
+            param.help = help_texts[0]
 
 
-def group(about: str) -> typer.Typer:
-    """A group of commands, to be filled by `command`."""
-    return typer.Typer(help=about, cls=Group, no_args_is_help=True)
+def command_group(help_text: str) -> typer.Typer:
+    """Return an empty group of commands; fill it by `command`."""
+    return typer.Typer(help=help_text, cls=Group, no_args_is_help=True)
 
 
-def command(app: typer.Typer, *examples: str) -> Callable[[Asked], Asked]:
-    """Add a command to an app; its help ends in examples, which are typed after `fedplan`."""
-    first = "Example:" if len(examples) == 1 else "Examples:"
-    return app.command(epilog="\n\n".join([first, *(f"fedplan {each}" for each in examples)]))
+def command(
+    app: typer.Typer, *examples: str, name: str = ""
+) -> Callable[[CommandFunction], CommandFunction]:
+    """Return a decorator that adds a function as a command of an app or group.
+
+    The command is called `name`, or as the function without its ending `_command`.
+    Its help ends in the examples, each written as typed after `fedplan`.
+    """
+    title = "Example:" if len(examples) == 1 else "Examples:"
+    epilog = "\n\n".join([title, *(f"fedplan {example}" for example in examples)])
+
+    def add(function: CommandFunction) -> CommandFunction:
+        own = cast("Any", function).__name__.removesuffix("_command").replace("_", "-")
+        return app.command(name or own, epilog=epilog)(function)
+
+    return add
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document; a number that is none is null."""
-    typer.echo(json.dumps(finite(value), indent=1))
+    """Print a value as one JSON document; NaN and infinite numbers become null."""
+    typer.echo(json.dumps(replace_nonfinite(value), indent=1))
 
 
-def finite(value: Any) -> Any:
-    """Plain values as JSON has them: without numbers that are none."""
+def replace_nonfinite(value: Any) -> Any:
+    """Return a copy of nested dicts and lists with None in place of NaN and infinite floats.
+
+    Keys become strings, and tuples become lists.
+    """
     if isinstance(value, Mapping):
-        return {str(k): finite(v) for k, v in cast("Mapping[Any, Any]", value).items()}
+        return {str(k): replace_nonfinite(v) for k, v in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [finite(each) for each in cast("list[Any]", value)]
+        return [replace_nonfinite(each) for each in cast("list[Any]", value)]
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
 @contextmanager
-def told() -> Generator[None]:
-    """An error of ours, or of the files that were named, is a message for a person, not a trace."""
-    code = FedplanError.exit
+def print_errors() -> Generator[None]:
+    """Turn errors of the body into a message on stderr and the exit status of the command.
+
+    Handles FedplanError (exits with its `exit_code`), and OSError, RecursionError and MemoryError
+    (exit with 2). Other errors, and BrokenPipeError, pass through.
+    """
+    exit_code = FedplanError.exit_code
     try:
         yield
     except FedplanError as error:
-        words, code = str(error), error.exit
+        message, exit_code = str(error), error.exit_code
     except BrokenPipeError:
-        raise  # who reads has gone: there is nobody to tell
+        raise  # the reader of a pipe has closed it: nobody would see a message
     except OSError as error:
-        words = f"{error.filename or 'a file'}: {error.strerror or error}"
+        message = f"{error.filename or 'a file'}: {error.strerror or error}"
     except RecursionError:
-        words = "what was read is nested too deep"
+        message = "the input is nested too deep"
     except MemoryError:
-        words = "there is not enough memory for what was asked"
+        message = "there is not enough memory for this command"
     else:
         return
-    Console(stderr=True, soft_wrap=True).print(f"fedplan: {words}", markup=False, style="red")
-    raise typer.Exit(code)
+    Console(stderr=True, soft_wrap=True).print(f"fedplan: {message}", markup=False, style="red")
+    raise typer.Exit(exit_code)

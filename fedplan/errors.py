@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that fedplan raises on purpose: each names the thing, the value and the remedy."""
+"""Exceptions raised by fedplan; each message names the thing, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -7,30 +7,36 @@ from typing import Self
 
 
 class FedplanError(Exception):
-    """Every error that fedplan raises on purpose.
+    """Base class of all errors that fedplan raises on purpose.
 
-    Its text may tell of rows. `code` is one of `codes.py`: all of it that may leave a site. A
-    command ends in `exit`: 2, or 1 for what is a finding and no mistake of who asked.
+    `code`: an error code of `federation.error_codes`. A site sends only the code to the server,
+    because the message may quote training data.
+    `exit_code`: exit status of a command that fails with this error: 2 for a mistake of the user,
+    1 for a failed check.
     """
 
     code = "fault"
-    exit = 2
+    exit_code = 2
 
-    def coded(self, code: str) -> Self:
-        """The same error with a code of its own."""
+    def with_code(self, code: str) -> Self:
+        """Set the error code of this instance, and return the instance."""
         self.code = code
         return self
 
 
 class TextError(FedplanError):
-    """What cannot be read or does not fit; `position` is the offset in `source`, if it was text."""
+    """A text that cannot be parsed or used.
+
+    `position` is the offset of the error in `source`; if it is not None, the message ends with the
+    source line and a caret under that character.
+    """
 
     def __init__(self, message: str, *, source: str = "", position: int | None = None) -> None:
         self.message, self.source, self.position = message, source, position
         super().__init__(message if position is None else f"{message}\n{self._pointer()}")
 
     def _pointer(self) -> str:
-        """The line of the source in question, with a caret under the character."""
+        """Return the source line at `position`, cut to 76 characters, and a line with a caret."""
         position = self.position or 0
         start = self.source.rfind("\n", 0, position) + 1
         end = self.source.find("\n", position)
@@ -42,28 +48,28 @@ class TextError(FedplanError):
 
 
 class PlanError(TextError):
-    """A plan that cannot be read, or does not fit the model or the turn."""
+    """A plan that cannot be parsed, or cannot be applied to the model or the turn."""
 
     code = "plan"
 
 
 class UnknownArchitecture(PlanError):
-    """A plan that speaks of parts which no anatomy of the model tells, or one that is wrong."""
+    """A plan names parts of a model without a layer map, or with a wrong one."""
 
 
 class UnknownAdapter(FedplanError):
-    """An adapter of peft that is not checked, or not in use. The message says what is."""
+    """A peft adapter type that fedplan does not support, or an adapter that is not active."""
 
     code = "model"
 
 
 class UnknownModel(FedplanError):
-    """A model name that is neither a folder, nor a hub id, nor a short name."""
+    """A model name that is neither a folder, nor a Hub id, nor a short name of fedplan."""
 
     code = "model"
 
 
 class StoreError(FedplanError):
-    """A generation that cannot be written, or a folder without one that can be read."""
+    """A checkpoint that cannot be written, or a folder without a readable checkpoint."""
 
     code = "disk"

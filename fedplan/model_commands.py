@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person asks of a model, a plan and a method before anything runs."""
+"""Commands about a model, a plan or a method: parts, explain, propose, draw and methods."""
 
 from __future__ import annotations
 
@@ -9,65 +9,95 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.console import Dtype, Json, Labels, Model, PlanText, Task, print_json, told
+from fedplan.console import (
+    DtypeOption,
+    JsonOption,
+    LabelsOption,
+    ModelArgument,
+    PlanArgument,
+    TaskOption,
+    print_errors,
+    print_json,
+)
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse
 from fedplan.models.catalog import params_of
-from fedplan.models.schema import written
-from fedplan.reports.asked import asked
+from fedplan.models.manifest import manifest_json
+from fedplan.reports.explain_plan import explain_plan
 from fedplan.reports.explanation import parts_table
-from fedplan.reports.memory import Load
+from fedplan.reports.memory import TrainingStep
 
 
-def parts(
-    model: Model,
-    task: Task = "",
-    labels: Labels = 0,
-    dtype: Dtype = "float32",
-    as_json: Json = False,
+def parts_command(
+    model: ModelArgument,
+    task: TaskOption = "",
+    labels: LabelsOption = 0,
+    dtype: DtypeOption = "float32",
+    as_json: JsonOption = False,
 ) -> None:
-    """List the parts of a model: kinds, blocks and stacks, with their sizes."""
-    with told():
+    """List the parts of a model: kinds of layers, blocks and stacks, with their sizes."""
+    with print_errors():
         params = params_of(model, task=task, labels=labels, dtype=dtype)
     if as_json:
-        print(written(params), end="")
+        print(manifest_json(params), end="")
     else:
         Console().print(parts_table(params))
 
 
-def explain(
+def explain_command(
     context: typer.Context,
-    model: Model,
-    plan: PlanText = "",
-    rounds: Annotated[int, typer.Option(help="How long the run is.", min=1)] = 100,
+    model: ModelArgument,
+    plan: PlanArgument = "",
+    rounds: Annotated[int, typer.Option(help="Number of rounds of the run.", min=1)] = 100,
     phase: Annotated[
         list[str] | None,
-        typer.Option(help="When a phase is announced: frozen=20 is after round 20."),
+        typer.Option(help="Start of a phase: frozen=20 means after round 20; repeatable."),
     ] = None,
-    task: Task = "",
-    labels: Labels = 0,
-    dtype: Dtype = "float32",
-    method: Annotated[str, typer.Option(help="A published method instead of a plan.")] = "",
+    task: TaskOption = "",
+    labels: LabelsOption = 0,
+    dtype: DtypeOption = "float32",
+    method: Annotated[str, typer.Option(help="Explain a published method instead of a plan.")] = "",
     setting: Annotated[
-        list[str] | None, typer.Option(help="A setting of the method: with_head=false.")
+        list[str] | None, typer.Option(help="A setting of the method: with_head=false; repeatable.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Rows a step: says the memory of a turn.", min=0)] = 0,
-    length: Annotated[int, typer.Option(help="Tokens a row.", min=1)] = Load.length,
-    optimiser: Annotated[str, typer.Option(help="adamw, sgd, momentum, ...")] = Load.optimiser,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Keep less.")] = False,
-    quantised: Annotated[str, typer.Option(help="nf4, fp4 or int8: how blocks are held.")] = "",
-    as_json: Json = False,
+    batch_size: Annotated[
+        int, typer.Option(help="Batch size; if given, estimate the training memory.", min=0)
+    ] = 0,
+    max_length: Annotated[
+        int, typer.Option(help="Tokens per example, for the memory estimate.", min=1)
+    ] = TrainingStep.sequence_length,
+    optimizer: Annotated[
+        str, typer.Option(help="Optimizer, for the memory estimate: adamw, sgd, momentum, ...")
+    ] = TrainingStep.optimizer,
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--gradient-checkpointing", help="Use gradient checkpointing, for the memory estimate."
+        ),
+    ] = False,
+    quantization: Annotated[
+        str,
+        typer.Option(help="Quantization of the blocks, for the memory estimate: nf4, fp4, int8."),
+    ] = "",
+    as_json: JsonOption = False,
 ) -> None:
-    """Say what a plan will do with a model, or a study with its own, before anything runs."""
+    """Explain a plan or method on a model, or a study file, before a run.
+
+    Prints the role of each part, the bytes sent, and with --batch-size the training memory.
+    """
     if model.endswith(".toml") and not plan:
-        with told():
-            if said := _flags(context):
-                raise FedplanError(f"{model} is a study, and says it all: leave out {said[0]}")
+        with print_errors():
+            if options := _typed_options(context):
+                raise FedplanError(
+                    f"{model} is a study file, which has its own settings: leave out {options[0]}"
+                )
         return _explain_study(Path(model), as_json=as_json)
-    with told():
-        if not batch and (checkpointing or quantised or optimiser != Load.optimiser):
-            raise FedplanError("the memory of a turn is said of a batch: give --batch")
-        explanation = asked(
+    with print_errors():
+        if not batch_size and (
+            gradient_checkpointing or quantization or optimizer != TrainingStep.optimizer
+        ):
+            raise FedplanError("the memory estimate needs a batch size: add --batch-size")
+        explanation = explain_plan(
             model,
             plan,
             method=method,
@@ -77,7 +107,11 @@ def explain(
             task=task,
             labels=labels,
             dtype=dtype,
-            load=Load(batch, length, optimiser, checkpointing, quantised) if batch else None,
+            step=TrainingStep(
+                batch_size, max_length, optimizer, gradient_checkpointing, quantization
+            )
+            if batch_size
+            else None,
         )
     if as_json:
         print_json(explanation.json())
@@ -85,20 +119,21 @@ def explain(
         Console().print(explanation)
 
 
-def _flags(context: typer.Context) -> list[str]:
-    """The options that were typed, but for how the answer is to look."""
+def _typed_options(context: typer.Context) -> list[str]:
+    """Return the options that were typed on the command line, except --json."""
     sources = {
-        each: context.get_parameter_source(each.name or "") for each in context.command.params
+        param: context.get_parameter_source(param.name or "") for param in context.command.params
     }
-    typed = [each for each, source in sources.items() if source and source.name == "COMMANDLINE"]
-    return [each.opts[0] for each in typed if each.name not in ("model", "as_json")]
+    typed = [param for param, source in sources.items() if source and source.name == "COMMANDLINE"]
+    return [param.opts[0] for param in typed if param.name not in ("model", "as_json")]
 
 
 def _explain_study(file: Path, *, as_json: bool) -> None:
-    from fedplan.reports.preview import foretold
+    """Print the explanation and the privacy statement of a study file."""
+    from fedplan.reports.explain_study import explain_study
 
-    with told():
-        explanation, statement = foretold(file)
+    with print_errors():
+        explanation, statement = explain_study(file)
         if as_json:
             privacy = statement.json() if statement else None
             return print_json({**explanation.json(), "privacy": privacy})
@@ -107,57 +142,70 @@ def _explain_study(file: Path, *, as_json: bool) -> None:
             Console(soft_wrap=True, highlight=False).print("\n" + statement.text(), markup=False)
 
 
-def propose(
-    model: Annotated[str, typer.Argument(help="A model type (granite), a folder or a hub id.")],
-    as_json: Json = False,
+def propose_command(
+    model: Annotated[
+        str, typer.Argument(help="A model type (granite), a folder, or hub:org/name.")
+    ],
+    as_json: JsonOption = False,
 ) -> None:
-    """Propose an anatomy for a model type that has none, and judge it by behaviour."""
-    from fedplan.models.behaviour.proposal import propose as proposed
-    from fedplan.models.behaviour.proposal import report, small_copy
+    """Propose a layer map for a model type that fedplan does not know, and test it.
 
-    with told():
-        proposal = proposed(small_copy(model))
+    The test runs a small random model of the type. The exit code is 1 if a layer does not behave as
+    proposed.
+    """
+    from fedplan.models.behaviour.proposal import (
+        proposal_report,
+        propose_layer_map,
+        small_model_like,
+    )
+
+    with print_errors():
+        proposal = propose_layer_map(small_model_like(model))
     if as_json:
-        print_json({"name": proposal.name, "anatomy": proposal.said, "faults": proposal.faults})
+        print_json(
+            {"name": proposal.name, "layer_map": proposal.settings, "faults": proposal.faults}
+        )
     else:
-        for line in report(proposal):
+        for line in proposal_report(proposal):
             Console(soft_wrap=True, highlight=False).print(line, markup=False)
     raise typer.Exit(1 if proposal.faults else 0)
 
 
-def draw(
-    model: Model,
-    plan: PlanText,
-    output: Annotated[Path, typer.Argument(help="A .svg, .png or .pdf file.")],
-    task: Task = "",
-    labels: Labels = 0,
-    as_json: Json = False,
+def draw_command(
+    model: ModelArgument,
+    plan: PlanArgument,
+    output: Annotated[Path, typer.Argument(help="Image file to write: .svg, .png or .pdf.")],
+    task: TaskOption = "",
+    labels: LabelsOption = 0,
+    as_json: JsonOption = False,
 ) -> None:
-    """Draw the parts of a model, coloured by their roles."""
-    from fedplan.reports.figure import Figure
-    from fedplan.reports.figure import draw as drawn
+    """Draw the parts of a model, colored by their roles under a plan."""
+    from fedplan.reports.role_figure import RoleFigure, draw_roles
 
-    with told():
+    with print_errors():
         params = params_of(model, task=task, labels=labels)
-        drawn([Figure(model, params, parse(plan))], output)
+        draw_roles([RoleFigure(model, params, parse(plan))], output)
     if as_json:
         print_json({"file": str(output)})
 
 
-def methods(
-    name: Annotated[str, typer.Argument(help="One method, to be said in full.")] = "",
-    as_json: Json = False,
+def methods_command(
+    name: Annotated[str, typer.Argument(help="Show this method in detail.")] = "",
+    as_json: JsonOption = False,
 ) -> None:
-    """List the methods that a study can name, each with its origin and its plan; or say one."""
-    from fedplan.methods.registry import METHOD_NAMES, list_methods
-    from fedplan.methods.sheets import sheet_of
+    """List the methods that a study can name, with their origin and plan; or describe one."""
+    from fedplan.methods.method_info import method_info
+    from fedplan.methods.registry import METHOD_REGISTRY, list_methods
 
     console = Console(soft_wrap=True, highlight=False)
-    with told():
+    with print_errors():
         if as_json:
-            found = [sheet_of(each).json() for each in ([name] if name else METHOD_NAMES.names())]
-            return print_json(found[0] if name else found)
-        for first, *more in [sheet_of(name).lines] if name else list_methods():
-            console.print(first, style="bold", markup=False)
-            for line in more:
+            infos = [
+                method_info(method_name).json()
+                for method_name in ([name] if name else METHOD_REGISTRY.origins())
+            ]
+            return print_json(infos[0] if name else infos)
+        for title, *lines in [method_info(name).lines] if name else list_methods():
+            console.print(title, style="bold", markup=False)
+            for line in lines:
                 console.print(line, markup=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Naming: what a study calls by name, of fedplan, of this process or of an installed package."""
+"""Registries: find methods, tasks, metrics and other plug-ins by the name that a study gives."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ from fedplan.errors import FedplanError
 
 T = TypeVar("T")
 
-OURS = "fedplan"
-"""Whose the names are that everybody has."""
-_PLACE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)", re.ASCII)
-"""`package.module:attribute`: no path of a file, and no way through one module into another."""
-_ALLOWED: ContextVar[frozenset[str] | None] = ContextVar("allowed", default=None)
+BUILT_IN = "fedplan"
+"""Origin of the names that fedplan itself defines."""
+_IMPORT_PATH = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)", re.ASCII)
+"""`package.module:attribute`; file paths and nested attributes do not match."""
+_ALLOWED_PACKAGES: ContextVar[frozenset[str] | None] = ContextVar("allowed", default=None)
+"""Packages that names may be imported from; None allows all."""
 
 
 class UnknownName(FedplanError):
-    """A name that stands for nothing here, or for what this site does not let a study import."""
+    """A name that is not defined here, or that this site does not allow a study to import."""
 
     code = "unknown-name"
 
 
 @dataclass(frozen=True)
-class Found(Generic[T]):
-    """What a name stands for, and whose it is: `fedplan`, `package 1.2` or `package.module`.
+class NamedObject(Generic[T]):
+    """An object found by name, and its origin.
 
-    `module` is where it was found; of what everybody has there is none.
+    `origin`: "fedplan", "package 1.2" (an entry point) or "package.module".
+    `module`: the module that defines the name; "" for names of fedplan itself.
     """
 
     name: str
@@ -47,107 +49,134 @@ class Found(Generic[T]):
     module: str = ""
 
     @property
-    def content(self) -> str:
-        """Tells two ends apart whose name is the same and whose code is not.
+    def code_fingerprint(self) -> str:
+        """Origin and digests of the source code behind the name; "" for names of fedplan itself.
 
-        It is of all Python files of the package, so that what a function calls there is seen too;
-        what was written in a notebook has no file. Of what everybody has, the name says it.
+        Two sites whose packages differ in any Python file get different fingerprints. Code without
+        a file, as in a notebook, has the digest of an empty text.
         """
         if not self.module:
             return ""
-        tops = [each.partition(".")[0] for each in (self.module, _module_of(self.value))]
-        written = {top: _digest(top) for top in tops if top and top != OURS}
-        return f"{self.origin} {written}"
+        packages = [module.partition(".")[0] for module in (self.module, _module_of(self.value))]
+        digests = {
+            package: _package_digest(package)
+            for package in packages
+            if package and package != BUILT_IN
+        }
+        return f"{self.origin} {digests}"
 
 
-def _digest(package: str) -> str:
-    """A digest of all that a package is written in."""
+def _package_digest(package: str) -> str:
+    """Return the first 16 hex digits of SHA-256 over all Python files of a top-level package."""
     spec = find_spec(package) if package != "__main__" else None
-    found, places = hashlib.sha256(), list(spec.submodule_search_locations or ()) if spec else []
-    for place in map(Path, places):
-        for file in sorted(place.rglob("*.py")):
-            found.update(file.relative_to(place).as_posix().encode() + b"\0" + file.read_bytes())
-    if spec and not places and spec.origin and Path(spec.origin).is_file():
-        found.update(Path(spec.origin).read_bytes())
-    return found.hexdigest()[:16]
+    digest, folders = hashlib.sha256(), list(spec.submodule_search_locations or ()) if spec else []
+    for folder in map(Path, folders):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
+    if spec and not folders and spec.origin and Path(spec.origin).is_file():
+        digest.update(Path(spec.origin).read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @contextmanager
-def allowing(packages: Iterable[str]) -> Generator[None]:
-    """Import for a name only what these packages hold, and those that offer something to fedplan.
+def allow_imports(packages: Iterable[str]) -> Generator[None]:
+    """Restrict imports by name, inside the context, to some top-level packages.
 
-    A study that came over a network may name any module, and to import one is to run it. What a
-    package offers by an entry point its owner has installed for that.
+    Packages that declare a fedplan entry point stay allowed, since the site's owner installed them
+    as plug-ins. Any other import raises UnknownName.
     """
-    token = _ALLOWED.set(frozenset(packages))
+    # A study from the network may name any module, and importing a module runs its code.
+    token = _ALLOWED_PACKAGES.set(frozenset(packages))
     try:
         yield
     finally:
-        _ALLOWED.reset(token)
+        _ALLOWED_PACKAGES.reset(token)
 
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """All things of one kind by name: ours, those of this process, those of installed packages.
+    """Objects of one kind by name: built-in, registered in this process, or from other packages.
 
-    A package offers its own by an entry point of the group. `package.module:attribute` needs none.
-    What is ours no other can hide.
+    Other packages declare theirs by an entry point of `group`, or are named as
+    `package.module:attribute`. No other object can replace a built-in one.
+
+    `kind`: the word for messages, such as "method".
+    `built_in`: fedplan's own objects by name; `owner` is their origin.
+    `registered`: objects added by `register`.
     """
 
     kind: str
     built_in: Mapping[str, T]
-    owner: str = OURS
+    owner: str = BUILT_IN
     registered: dict[str, T] = field(default_factory=dict[str, T])
 
     @property
     def group(self) -> str:
-        """The group of entry points by which packages offer things of the kind."""
+        """Name of the entry-point group, such as `fedplan.methods`."""
         return f"fedplan.{self.kind.replace(' ', '_')}s"
 
-    def find(self, name: str) -> Found[T]:
-        """What a name stands for; the first place that knows it says it."""
+    def find(self, name: str) -> NamedObject[T]:
+        """Return the object of a name, importing its module if necessary.
+
+        Searches built-in names, names registered in this process, entry points, then
+        `package.module:attribute`. Raises UnknownName if the name is not defined, is offered by two
+        packages, cannot be imported, is not callable, or is not allowed here.
+        """
         if name in self.built_in:
-            return Found(name, self.built_in[name], self.owner)
+            return NamedObject(name, self.built_in[name], self.owner)
         if name in self.registered:
             module = _module_of(self.registered[name])
-            return Found(name, self.registered[name], module, module)
-        offered = [point for point in self._points() if point.name == name]
-        if len(offered) > 1:
-            both = " and ".join(sorted(map(_offered_by, offered)))
-            raise UnknownName(f"{both} both offer a {self.kind} {name!r}: uninstall one of them")
-        if offered:
-            (point,) = offered
-            return Found(name, self._loaded(name, point), _offered_by(point), point.module)
-        if place := _PLACE.fullmatch(name):
-            return Found(name, self._imported(name, place[1]), place[1], place[1])
-        raise self.unknown(name)
+            return NamedObject(name, self.registered[name], module, module)
+        points = [point for point in self._entry_points() if point.name == name]
+        if len(points) > 1:
+            packages = " and ".join(sorted(map(_distribution_of, points)))
+            raise UnknownName(
+                f"{packages} both offer a {self.kind} {name!r}: uninstall one of them"
+            )
+        if points:
+            (point,) = points
+            return NamedObject(name, self._load(name, point), _distribution_of(point), point.module)
+        if import_path := _IMPORT_PATH.fullmatch(name):
+            return NamedObject(
+                name, self._import(name, import_path[1]), import_path[1], import_path[1]
+            )
+        raise self.unknown_error(name)
 
     def register(self, name: str, value: T) -> None:
-        """Give a name to a thing of your own, in this process alone: every end must do it alike."""
+        """Add an object under a name, in this process only; every site must register the same one.
+
+        Raises FedplanError if another object has the name.
+        """
         if {**self.registered, **self.built_in}.get(name, value) is not value:
             raise FedplanError(
-                f"there is {_article(self.kind)} {name!r} already: give yours another name"
+                f"there is {_with_article(self.kind)} {name!r} already: give yours another name"
             )
         self.registered[name] = value
 
-    def names(self) -> dict[str, str]:
-        """Every name that can be said, with its origin; nothing is imported for it."""
-        offered = dict[str, str]()
-        for point in sorted(self._points(), key=_offered_by):
-            before = f"{offered[point.name]} and " if point.name in offered else ""
-            offered[point.name] = before + _offered_by(point)
-        own = {name: _module_of(value) for name, value in self.registered.items()}
-        return {**offered, **own, **dict.fromkeys(self.built_in, self.owner)}
+    def origins(self) -> dict[str, str]:
+        """Return every known name with its origin, without importing anything."""
+        installed = dict[str, str]()
+        for point in sorted(self._entry_points(), key=_distribution_of):
+            others = f"{installed[point.name]} and " if point.name in installed else ""
+            installed[point.name] = others + _distribution_of(point)
+        registered = {name: _module_of(value) for name, value in self.registered.items()}
+        return {**installed, **registered, **dict.fromkeys(self.built_in, self.owner)}
 
     def make(self, name: str, settings: Mapping[str, Any] | None = None) -> Any:
-        """What a maker of this name makes; its settings are checked by its signature."""
-        make: Any = self.find(name).value
-        require_settings(name, make, settings or {})
-        return make(**(settings or {}))
+        """Call the factory of a name with the settings as keyword arguments, and return its result.
 
-    def unknown(self, name: str) -> UnknownName:
-        """The error for a name that stands for nothing, with what is nearest to it."""
-        return UnknownName(unknown(self.kind, name, self.names()) + f"; {self._remedy}")
+        Raises UnknownName for an unknown name, and FedplanError for settings that
+        `require_settings` rejects.
+        """
+        factory: Any = self.find(name).value
+        require_settings(name, factory, settings or {})
+        return factory(**(settings or {}))
+
+    def unknown_error(self, name: str) -> UnknownName:
+        """Return the error for an undefined name; its message suggests the closest known name."""
+        return UnknownName(
+            unknown_name_message(self.kind, name, self.origins()) + f"; {self._remedy}"
+        )
 
     @property
     def _remedy(self) -> str:
@@ -156,88 +185,110 @@ class Registry(Generic[T]):
             f"package (entry point {self.group})"
         )
 
-    def _points(self) -> list[EntryPoint]:
+    def _entry_points(self) -> list[EntryPoint]:
         return list(entry_points(group=self.group))
 
-    def _loaded(self, name: str, point: EntryPoint) -> Any:
+    def _load(self, name: str, point: EntryPoint) -> Any:
+        """Load an entry point and return its object.
+
+        Raises UnknownName if the import raises anything, or if the object is not callable.
+        """
         try:
             value = point.load()
-        except Exception as error:  # what others wrote may raise anything when it is imported
+        except Exception as error:  # code of other packages may raise anything on import
             raise UnknownName(
                 f"the {self.kind} {name!r} cannot be imported: {type(error).__name__}: {error}; "
                 "install its package here, the same at every end"
             ) from error
         if not callable(value):
-            raise UnknownName(f"the {self.kind} {name!r} is {value!r:.60}: nothing can call it")
+            raise UnknownName(f"the {self.kind} {name!r} is {value!r:.60}, which is not callable")
         return value
 
-    def _imported(self, name: str, module: str) -> Any:
-        """What stands at a place: of an allowed package, and not merely imported there."""
-        _require_allowed(self.kind, name, module)
-        value = self._loaded(name, EntryPoint(name, name, self.group))
-        if (made_in := _module_of(value)).partition(".")[0] != OURS:
-            _require_allowed(self.kind, name, made_in)
+    def _import(self, name: str, module: str) -> Any:
+        """Import `package.module:attribute` and return the object.
+
+        Raises UnknownName unless both the named module and the module that defines the object are
+        allowed. So `package.module:system` with `from os import system` in it is rejected.
+        """
+        _require_allowed_package(self.kind, name, module)
+        value = self._load(name, EntryPoint(name, name, self.group))
+        if (defined_in := _module_of(value)).partition(".")[0] != BUILT_IN:
+            _require_allowed_package(self.kind, name, defined_in)
         return value
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The words for a name that stands for nothing: the nearest, or all that there are."""
-    there = sorted(filter(None, known))
-    lower = {each.lower(): each for each in there}
-    close = get_close_matches(name.lower(), lower, n=1)
+def unknown_name_message(kind: str, name: str, known_names: Iterable[str]) -> str:
+    """Return the message for an undefined name, with the closest known name or all known names."""
+    names = sorted(filter(None, known_names))
+    by_lower_case = {each.lower(): each for each in names}
+    close = get_close_matches(name.lower(), by_lower_case, n=1)
     hint = (
-        f"did you mean {lower[close[0]]}?" if close else f"there are {', '.join(there) or 'none'}"
+        f"did you mean {by_lower_case[close[0]]}?"
+        if close
+        else f"there are {', '.join(names) or 'none'}"
     )
     return f"there is no {kind} {name!r}: {hint}"
 
 
-def require_settings(name: str, make: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-    """Refuse settings that a maker does not take, or takes of another type; each has a default."""
+def require_settings(name: str, factory: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    """Raise FedplanError unless a factory can be called with these settings as keyword arguments.
+
+    Each setting must be a parameter and have the type of its default (an int is accepted for a
+    float). Parameters without a setting need a default.
+    """
     try:
-        takes = {k: p for k, p in signature(make).parameters.items() if p.kind not in _ANY}
+        params = {k: p for k, p in signature(factory).parameters.items() if p.kind not in _VARIADIC}
     except (TypeError, ValueError) as error:
-        raise FedplanError(f"{name} does not say what it takes: {error}") from error
-    if unset := [k for k, p in takes.items() if p.default is Parameter.empty and k not in settings]:
-        raise FedplanError(f"{name} has no default for {unset[0]!r}: a study makes it without")
+        raise FedplanError(f"{name} has no signature that can be read: {error}") from error
+    if missing := [
+        k for k, p in params.items() if p.default is Parameter.empty and k not in settings
+    ]:
+        raise FedplanError(
+            f"{name} has no default for {missing[0]!r}: give it one, since studies may leave it out"
+        )
     for key, value in settings.items():
-        if key not in takes:
-            raise FedplanError(f"{name} takes no {key!r}; it takes {', '.join(takes) or 'nothing'}")
-        usual = takes[key].default
-        if type(value) is not type(usual) and not (type(value) is int and type(usual) is float):
-            raise FedplanError(f"{name} takes {key} such as {usual!r}, not {value!r}")
+        if key not in params:
+            raise FedplanError(
+                f"{name} takes no {key!r}; it takes {', '.join(params) or 'nothing'}"
+            )
+        default = params[key].default
+        if type(value) is not type(default) and not (type(value) is int and type(default) is float):
+            raise FedplanError(f"{name} takes {key} such as {default!r}, not {value!r}")
 
 
-_ANY = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
-def _require_allowed(kind: str, name: str, module: str) -> None:
-    allowed, top = _ALLOWED.get(), module.partition(".")[0]
-    if allowed is None or top in allowed or top in _offering():
+def _require_allowed_package(kind: str, name: str, module: str) -> None:
+    """Raise UnknownName if `allow_imports` is active and excludes the module's package."""
+    allowed, top = _ALLOWED_PACKAGES.get(), module.partition(".")[0]
+    if allowed is None or top in allowed or top in _plugin_packages():
         return
     raise UnknownName(
-        f"the {kind} {name!r} is of {top!r}, which this site does not let a study import: install "
+        f"the {kind} {name!r} is in {top!r}, which this site does not let a study import: install "
         f'a package that offers it to fedplan, or allow it in its site.toml: allow = ["{top}"]'
     )
 
 
-def _offering() -> set[str]:
-    """The packages that offer anything to fedplan."""
-    there = entry_points()
-    groups = [group for group in there.groups if group.startswith("fedplan.")]
-    points = (point for group in groups for point in there.select(group=group))
+def _plugin_packages() -> set[str]:
+    """Return the top-level packages that declare any fedplan entry point."""
+    all_points = entry_points()
+    groups = [group for group in all_points.groups if group.startswith("fedplan.")]
+    points = (point for group in groups for point in all_points.select(group=group))
     return {point.module.partition(".")[0] for point in points}
 
 
-def _offered_by(point: EntryPoint) -> str:
+def _distribution_of(point: EntryPoint) -> str:
+    """Return the name and version of the package that declares an entry point."""
     return f"{point.dist.name} {point.dist.version}" if point.dist else point.module
 
 
 def _module_of(value: Any) -> str:
-    """Where a thing is written: of a partial, what it calls; of a value, its class."""
+    """Return the module of an object, of a partial's function, or of an instance's class."""
     while isinstance(value, partial):
         value = cast("Any", value).func
     return str(getattr(value, "__module__", None) or type(value).__module__)
 
 
-def _article(kind: str) -> str:
+def _with_article(kind: str) -> str:
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator asks of a run: to begin, how it stands, to stop, its rounds and its log."""
+"""Commands to operate a run: run, status, stop, attach and logs."""
 
 from __future__ import annotations
 
@@ -11,165 +11,190 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.console import Json, JsonLines, finite, print_json, told
+from fedplan.console import (
+    JsonLinesOption,
+    JsonOption,
+    print_errors,
+    print_json,
+    replace_nonfinite,
+)
 from fedplan.errors import FedplanError
 
-RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
+RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
 
 
-def run(
+def run_command(
     study: Annotated[Path, typer.Argument(help="A study file (TOML), or the folder of a run.")],
     change: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a field: train.rounds=5.")
+        list[str] | None,
+        typer.Option("--set", help="Override a field of the study: train.rounds=5; repeatable."),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Where the run is kept.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the run; default: runs/ and the study's name.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in its folder.")] = False,
     continue_from: Annotated[
         str,
-        typer.Option(help="An earlier run's folder or id: begin with what clients kept there."),
+        typer.Option(
+            help="Folder or id of an earlier run: start from its clients' personal parameters."
+        ),
     ] = "",
     runner: Annotated[
         str,
         typer.Option(
-            help="local: here, one client after the other; pool or ray: by workers, many at once; "
-            "flower: by the sites of a federation."
+            help="local: simulate clients one after another; pool or ray: simulate in parallel "
+            "workers; flower: train at real sites."
         ),
     ] = "local",
     workers: Annotated[
-        int | None, typer.Option(help="For pool and ray: how many; else a core each.")
+        int | None, typer.Option(help="For pool and ray: number of workers; default: one per core.")
     ] = None,
     gpus_per_worker: Annotated[
-        float, typer.Option(help="For ray: what each worker has of a GPU.")
+        float, typer.Option(help="For ray: fraction of a GPU per worker.")
     ] = 0.0,
     ray_address: Annotated[
-        str, typer.Option(help="For ray: a cluster's address; else Ray is started here.")
+        str, typer.Option(help="For ray: address of a cluster; default: start Ray here.")
     ] = "",
     server: Annotated[
-        Path, typer.Option(help="For flower: the folder of the federation's server.")
+        Path, typer.Option(help="For flower: folder of the federation's server.")
     ] = Path("server"),
     metrics_port: Annotated[
-        int | None, typer.Option(help="Answer /metrics and /health here, on this machine.")
+        int | None, typer.Option(help="Serve /metrics and /health on this port of localhost.")
     ] = None,
     webhook: Annotated[
-        list[str] | None, typer.Option(help="An address that is told of trouble; repeat it.")
+        list[str] | None, typer.Option(help="URL that is notified of problems; repeatable.")
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Run a study. Stop it at any moment: --resume goes on with the same bits.
+    """Run a study. It can be stopped at any moment; --resume continues with identical results.
 
-    With --json its rounds go to stderr, and how the run stands at its end to stdout.
+    With --json, rounds are printed to stderr and the final status to stdout.
     """
-    from fedplan.reports.operation import Operation
-    from fedplan.reports.progress import follow, follow_flower
-    from fedplan.reports.status import status_of
-    from fedplan.runners.crews.workers import workers_of
-    from fedplan.studies.continuation import open_study
+    from fedplan.reports.monitoring import MonitoringConfig
+    from fedplan.reports.progress import run_flower_with_progress, run_with_progress
+    from fedplan.reports.status import run_snapshot
+    from fedplan.runners.executors.config import make_pool_config
+    from fedplan.studies.resume import open_study
 
-    with told():
-        watched = Operation(metrics_port, tuple(webhook or ()))
+    with print_errors():
+        monitoring = MonitoringConfig(metrics_port, tuple(webhook or ()))
         console = Console(highlight=False, stderr=as_json)
-        opened = open_study(study, change or [], output, resume=resume, earlier=continue_from)
+        opened_study, folder = open_study(
+            study, change or [], output, resume=resume, earlier=continue_from
+        )
         if runner == "flower":
-            watched = replace(watched, certificates=server.absolute().parent)
-            follow_flower(*opened, server=server, operation=watched, console=console)
+            monitoring = replace(monitoring, certificates=server.absolute().parent)
+            run_flower_with_progress(
+                opened_study, folder, server=server, monitoring=monitoring, console=console
+            )
         elif runner in ("local", "pool", "ray"):
-            hired = workers_of(runner, workers, gpus_per_worker, ray_address)
-            follow(
-                *opened, earlier=continue_from, operation=watched, workers=hired, console=console
+            pool = make_pool_config(runner, workers, gpus_per_worker, ray_address)
+            run_with_progress(
+                opened_study,
+                folder,
+                earlier=continue_from,
+                monitoring=monitoring,
+                workers=pool,
+                console=console,
             )
         else:
-            raise FedplanError(f"--runner is local, pool, ray or flower, not {runner!r}")
+            raise FedplanError(f"--runner must be local, pool, ray or flower, not {runner!r}")
         if as_json:
-            print_json({"folder": str(opened[1]), **status_of(opened[1]).json()})
+            print_json({"folder": str(folder), **run_snapshot(folder).json()})
 
 
-def status(
+def status_command(
     folder: RunFolder,
-    as_json: JsonLines = False,
-    follow: Annotated[bool, typer.Option("--watch", help="Again and again, to its end.")] = False,
+    as_json: JsonLinesOption = False,
+    refresh: Annotated[bool, typer.Option("--watch", help="Refresh until the run ends.")] = False,
 ) -> None:
-    """Say how a run stands: round, loss, time left, and each site with its last fault."""
+    """Print the status of a run: round, loss, time left, and each site with its last error."""
     from rich.live import Live
 
-    from fedplan.reports.status import screen, status_of, watch
+    from fedplan.reports.status import make_console, run_snapshot, watch
 
-    with told():
+    with print_errors():
         if as_json:
-            for found in watch(folder) if follow else [status_of(folder)]:
-                print(json.dumps(finite(found.json())), flush=True)
-        elif follow:
-            with Live(console=screen(), refresh_per_second=2) as live:
+            for snapshot in watch(folder) if refresh else [run_snapshot(folder)]:
+                print(json.dumps(replace_nonfinite(snapshot.json())), flush=True)
+        elif refresh:
+            with Live(console=make_console(), refresh_per_second=2) as live:
                 try:
-                    for found in watch(folder):
-                        live.update(found)
+                    for snapshot in watch(folder):
+                        live.update(snapshot)
                 except KeyboardInterrupt:
                     raise typer.Exit(0) from None
         else:
-            screen().print(status_of(folder))
+            make_console().print(run_snapshot(folder))
 
 
-def stop(
+def stop_command(
     folder: RunFolder,
     now: Annotated[
-        bool, typer.Option("--now", help="Without the open round, which is asked again later.")
+        bool, typer.Option("--now", help="Abort the open round; --resume repeats it.")
     ] = False,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Ask a run to end after its open round. --resume goes on with the same bits."""
+    """Ask a run to stop after its open round. --resume continues with identical results."""
     from fedplan.reports.status import stop_run
 
-    with told():
-        found = stop_run(folder, at_once=now)
+    with print_errors():
+        snapshot = stop_run(folder, at_once=now)
     if as_json:
-        return print_json({"asked": "now" if now else "round", **found.json()})
-    when = "at once" if now else f"after round {min(found.round + 1, found.told.rounds)}"
-    words = f"Asked to stop {when}. See it end: fedplan attach {folder}"
-    Console(soft_wrap=True, highlight=False).print(words, markup=False)
+        return print_json({"stop": "now" if now else "round", **snapshot.json()})
+    when = "at once" if now else f"after round {min(snapshot.round + 1, snapshot.status.rounds)}"
+    message = f"Asked to stop {when}. Watch it end: fedplan attach {folder}"
+    Console(soft_wrap=True, highlight=False).print(message, markup=False)
 
 
-def attach(folder: RunFolder, as_json: Json = False) -> None:
-    """Follow a run's rounds to its end, as `run` tells them. Ctrl-C leaves the run alone."""
-    from fedplan.reports.status import attach as attached
+def attach_command(folder: RunFolder, as_json: JsonOption = False) -> None:
+    """Follow a run's rounds to its end. Ctrl-C stops following, not the run."""
+    from fedplan.reports.status import follow_run
 
     console = Console(highlight=False, stderr=as_json)
-    with told():
+    with print_errors():
         try:
-            found = attached(folder, console.print)
+            snapshot = follow_run(folder, console.print)
         except KeyboardInterrupt:
-            console.print(f"No longer followed; the run in {folder} goes on.", markup=False)
+            console.print(f"Stopped following; the run in {folder} continues.", markup=False)
             raise typer.Exit(130) from None
         if as_json:
-            return print_json(found.json())
-        why = f": {found.told.why}" if found.told.why else ""
-        console.print(f"It is {found.state}, after round {found.round}{why}.", markup=False)
+            return print_json(snapshot.json())
+        reason = f": {snapshot.status.why}" if snapshot.status.why else ""
+        console.print(
+            f"The run is {snapshot.state}, after round {snapshot.round}{reason}.", markup=False
+        )
 
 
-def logs(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run, or a site's home.")],
-    site: Annotated[str, typer.Option(help="Only what is of this site.")] = "",
+def logs_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run, or a site's state folder.")],
+    site: Annotated[str, typer.Option(help="Only events of this site.")] = "",
     since: Annotated[
-        str, typer.Option(help="From then on: 10m, 2h, 3d, or a time as 2026-11-16T09:00.")
+        str,
+        typer.Option(help="Only events since then: 10m, 2h, 3d, or a time as 2026-11-16T09:00."),
     ] = "",
-    follow: Annotated[bool, typer.Option("--follow", help="And each line as it comes.")] = False,
-    as_json: JsonLines = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Keep printing new events.")] = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
-    """Print what happened in a run, or at a site: time, round, site, event and words."""
-    from fedplan.reports.log_lines import log_line, moment
+    """Print the events of a run or of a site: time, round, site, event and text."""
+    from fedplan.reports.log_lines import format_log_entry, parse_since
     from fedplan.storage.logs import follow_log, read_log
 
     console = Console(highlight=False, soft_wrap=True)
-    with told():
-        lines = (follow_log if follow else read_log)(folder, site=site, since=moment(since))
-        found = False
+    with print_errors():
+        entries = (follow_log if follow else read_log)(folder, site=site, since=parse_since(since))
+        any_entry = False
         try:
-            for entry in lines:
-                found = True
+            for entry in entries:
+                any_entry = True
                 if as_json:
                     print(json.dumps(asdict(entry)), flush=True)
                 else:
-                    console.print(log_line(entry))
+                    console.print(format_log_entry(entry))
         except KeyboardInterrupt:
             raise typer.Exit(0) from None
-        if site and not found:
-            there = sorted({entry.site for entry in read_log(folder)} - {""})
-            raise FedplanError(f"no line is of {site!r} then; lines are of {', '.join(there)}")
+        if site and not any_entry:
+            sites = sorted({entry.site for entry in read_log(folder)} - {""})
+            raise FedplanError(
+                f"no event of {site!r} in that time; there are events of {', '.join(sites)}"
+            )

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words for parts of a Transformer: `from fedplan.parts import query, key, head`."""
+"""Names of model parts for plans: `from fedplan.parts import query, key, head`."""
 
 from fedplan.language.parts import *  # noqa: F403

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reader of texts: calls, words, numbers, strings and cases, by a table. Nothing is evaluated.
+"""Parser of small call languages such as `chain(share(), keep(head))`; no text is ever evaluated.
 
-Plans and wires are tables of calls on it. Every text that it reads is also Python that gives the
-same value, and every error points at the character.
+Plans and codecs each define a Grammar. Every accepted text is also valid Python for the same value,
+and every error points at a character.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from fedplan.errors import TextError
 
-DEEPEST = 64
-"""How deep a text may be nested."""
+MAX_DEPTH = 64
+"""Maximum nesting depth of a text."""
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<name>[A-Za-z_]\w*)|(?P<number>-?\d[\d.]*(?:e-?\d+)?)"
@@ -29,107 +29,118 @@ _TOKEN = re.compile(
 
 
 @dataclass(frozen=True)
-class Table:
-    """A language: what its texts may say, how long they may be, and what is raised otherwise.
+class Grammar:
+    """A call language: its functions, constants and operators, and the error that it raises.
 
-    `infix` joins all values between one sign at once, the loosest sign first; `alike` raises for
-    a pair that it cannot join.
+    `name`: for messages, such as "the plan language".
+    `calls`: functions by name; arguments are positional.
+    `error`: a TextError class, raised with the position of the mistake.
+    `max_length`: the most characters of a text; `remedy` is the advice for a longer one.
+    `constants`: values of bare words.
+    `prefix`: one-operand operators by sign.
+    `infix`: operators by sign, loosest first; each joins a list of operands.
+    `check_pair`: raises `error` for two operands that an infix operator cannot join.
     """
 
     name: str
     calls: Mapping[str, Callable[..., Any]]
     error: type[TextError]
-    longest: int
+    max_length: int
     remedy: str
-    words: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
     prefix: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict[str, Any])
     infix: Mapping[str, Callable[[list[Any]], Any]] = field(default_factory=dict[str, Any])
-    alike: Callable[[Any, Any], None] = lambda _first, _other: None
+    check_pair: Callable[[Any, Any], None] = lambda _first, _other: None
 
-    def read(self, text: str, wanted: Callable[[Any], Any]) -> Any:
-        """The one value of a text, as `wanted` passes it."""
+    def read(self, text: str, convert: Callable[[Any], Any]) -> Any:
+        """Parse a text that holds one value, and return `convert(value)`.
+
+        Raises the grammar's error for a mistake in the text, or if `convert` raises it.
+        """
         self.require_short(text)
-        return _Reader(self, text).whole(wanted)
+        return _Parser(self, text).whole(convert)
 
     def require_short(self, text: str) -> None:
-        """Raise for a text over the longest length."""
-        if len(text) > self.longest:
+        """Raise the grammar's error if a text is longer than `max_length` characters."""
+        if len(text) > self.max_length:
             raise self.error(
-                f"a text of {len(text)} characters is longer than {self.longest}: {self.remedy}",
+                f"a text of {len(text)} characters is longer than {self.max_length}: {self.remedy}",
                 source=text,
                 position=0,
             )
 
 
-class _Reader:
-    """One pass over a text, a token at a time."""
+class _Parser:
+    """One pass over a text; `kind`, `token` and its offset `start` are the current token."""
 
-    def __init__(self, table: Table, text: str) -> None:
-        self.table, self.text, self.at, self.depth = table, text, 0, 0
+    def __init__(self, grammar: Grammar, text: str) -> None:
+        self.grammar, self.text, self.at, self.depth = grammar, text, 0, 0
         self.kind, self.token, self.start = "", "", 0
         self.step()
 
     def step(self) -> None:
-        """Move to the next token."""
+        """Move to the next token; fail at a character that starts none."""
         match = _TOKEN.match(self.text, self.at)
         assert match is not None and match.lastgroup is not None
         self.kind, self.token = match.lastgroup, match[match.lastgroup]
         self.start, self.at = match.start(match.lastgroup), match.end()
         if self.kind == "wrong":
             unclosed = "this string is never closed"
-            strange = f"{self.token!r} is not part of {self.table.name}"
+            strange = f"{self.token!r} is not part of {self.grammar.name}"
             self.fail(unclosed if self.token in "'\"" else strange)
 
     def sees(self, sign: str) -> bool:
-        """Whether the token is this sign."""
+        """Return whether the current token is this sign."""
         return self.kind == "sign" and self.token == sign
 
     def fail(self, message: str, at: int | None = None) -> NoReturn:
+        """Raise the grammar's error at an offset, by default at the current token."""
         position = self.start if at is None else at
-        raise self.table.error(message, source=self.text, position=position)
+        raise self.grammar.error(message, source=self.text, position=position)
 
-    def whole(self, wanted: Callable[[Any], Any]) -> Any:
-        """The one value of the text."""
+    def whole(self, convert: Callable[[Any], Any]) -> Any:
+        """Parse the whole text as one value, and return `convert(value)`."""
         value = self.value()
         if self.kind != "end":
             self.fail(f"nothing may follow here, and there is {self.token!r}")
-        return self.build(wanted, (value,), at=0)
+        return self.build(convert, (value,), at=0)
 
-    def build(self, make: Callable[..., Any], args: Iterable[Any], *, at: int) -> Any:
-        """Make a value; an error of its own is pointed at where it stands."""
+    def build(self, function: Callable[..., Any], args: Iterable[Any], *, at: int) -> Any:
+        """Call a function; a grammar error without a position gets the position `at`."""
         try:
-            return make(*args)
-        except self.table.error as error:
+            return function(*args)
+        except self.grammar.error as error:
             if error.position is None:
                 self.fail(error.message, at)
             raise
 
     def value(self, level: int = 0) -> Any:
-        """Values between infix signs, from the loosest sign inwards."""
-        if level == len(self.table.infix):
+        """Parse operands joined by the infix sign of this level, and return the joined value."""
+        if level == len(self.grammar.infix):
             return self.single()
-        sign, join = [*self.table.infix.items()][level]
-        found = [self.value(level + 1)]
+        sign, join = [*self.grammar.infix.items()][level]
+        operands = [self.value(level + 1)]
         while self.sees(sign):
             at = self.start
             self.step()
-            found.append(self.value(level + 1))
-            self.build(self.table.alike, (found[0], found[-1]), at=at)
-        return join(found) if len(found) > 1 else found[0]
+            operands.append(self.value(level + 1))
+            self.build(self.grammar.check_pair, (operands[0], operands[-1]), at=at)
+        return join(operands) if len(operands) > 1 else operands[0]
 
     def single(self) -> Any:
-        """One operand: a word, a call, a number, a string, cases, or something in brackets."""
+        """Parse one operand; fail if it is nested deeper than MAX_DEPTH."""
         self.depth += 1
-        if self.depth > DEEPEST:
-            self.fail(f"nested more than {DEEPEST} deep")
+        if self.depth > MAX_DEPTH:
+            self.fail(f"nested more than {MAX_DEPTH} deep")
         value = self.operand()
         self.depth -= 1
         return value
 
     def operand(self) -> Any:
+        """Parse a constant, call, number, string, prefix operator, bracketed value or cases."""
         kind, token, start = self.kind, self.token, self.start
         if kind == "end":
-            self.fail("the text ends here, and something was expected")
+            self.fail("the text ends here, but a value is expected")
         self.step()
         if kind == "name":
             return self.call(token, start) if self.sees("(") else self.word(token, start)
@@ -137,8 +148,8 @@ class _Reader:
             return self.number(token, start)
         if kind == "string":
             return self.string(token, start)
-        if token in self.table.prefix:
-            return self.build(self.table.prefix[token], (self.single(),), at=start)
+        if token in self.grammar.prefix:
+            return self.build(self.grammar.prefix[token], (self.single(),), at=start)
         if token == "(":
             value = self.value()
             if not self.sees(")"):
@@ -150,74 +161,86 @@ class _Reader:
         self.fail(f"{token!r} cannot stand here", start)
 
     def word(self, token: str, start: int) -> Any:
-        if token not in self.table.words:
-            self.unknown(token, self.table.words or self.table.calls, start)
-        return self.table.words[token]
+        """Return the value of a constant; fail if it is unknown."""
+        if token not in self.grammar.constants:
+            self.unknown(token, self.grammar.constants or self.grammar.calls, start)
+        return self.grammar.constants[token]
 
     def call(self, token: str, start: int) -> Any:
-        if token not in self.table.calls:
-            self.unknown(token, self.table.calls, start)
-        make, opening, args = self.table.calls[token], self.start, list[Any]()
+        """Parse the arguments of a call and return the function's value.
+
+        Fails if the function is unknown or does not take that many arguments.
+        """
+        if token not in self.grammar.calls:
+            self.unknown(token, self.grammar.calls, start)
+        function, opening, args = self.grammar.calls[token], self.start, list[Any]()
         self.step()
         while not self.sees(")"):
             args.append(self.value())
             self.comma_or(")", opening)
         self.step()
         try:
-            signature(make).bind(*args)
+            signature(function).bind(*args)
         except TypeError:
             self.fail(f"{token} does not take {len(args)} arguments", start)
-        return self.build(make, args, at=start)
+        return self.build(function, args, at=start)
 
     def cases(self, start: int) -> dict[str, Any]:
-        said = dict[str, Any]()
+        """Parse `{"name": value, ...}` after its opening brace, and return the dict.
+
+        Names are unique.
+        """
+        cases = dict[str, Any]()
         while not self.sees("}"):
             name, at = self.operand(), self.start
-            if not isinstance(name, str) or name in said:
+            if not isinstance(name, str) or name in cases:
                 self.fail(f"each case needs a name of its own in quotes, not {name!s}", at)
             if not self.sees(":"):
                 self.fail("a colon is missing here, between a case and its value")
             self.step()
-            said[name] = self.value()
+            cases[name] = self.value()
             self.comma_or("}", start)
         self.step()
-        return said
+        return cases
 
     def number(self, token: str, start: int) -> int | float:
-        whole = token.lstrip("-").isdigit()
-        if whole and len(token) > 10:
+        """Return the int or float of a token; fail for an int of more than 10 characters."""
+        is_integer = token.lstrip("-").isdigit()
+        if is_integer and len(token) > 10:
             self.fail("a number is too long", start)
         try:
-            return int(token) if whole else float(token)
+            return int(token) if is_integer else float(token)
         except ValueError:
             self.fail(f"{token[:40]!r} is not a number: write such as 20 or 0.1", start)
 
     def string(self, token: str, start: int) -> str:
+        """Return the text of a quoted token; double quotes take JSON's escapes."""
         try:
             return json.loads(token) if token[0] == '"' else token[1:-1]
         except ValueError:
             self.fail("this string has an escape that is not JSON's", start)
 
     def comma_or(self, closing: str, opening: int) -> None:
-        """Pass a comma, or stay at the closing sign."""
+        """Skip a comma, or stay at the closing sign; fail at any other token."""
         if self.sees(","):
             self.step()
         elif not self.sees(closing):
             self.missing(f"a comma or {closing!r}", opening)
 
-    def missing(self, what: str, opening: int) -> NoReturn:
+    def missing(self, expected: str, opening: int) -> NoReturn:
+        """Fail for a missing sign; at the end of the text, point at the open bracket."""
         if self.kind == "end":
             closing = {"(": ")", "[": "]", "{": "}"}.get(self.text[opening], "its bracket")
             self.fail(f"this is never closed: {closing} is missing", opening)
-        self.fail(f"{what} is missing before {self.token!r}")
+        self.fail(f"{expected} is missing before {self.token!r}")
 
-    def unknown(self, token: str, known: Iterable[str], start: int) -> NoReturn:
-        """Fail with the nearest names, or some of those that could stand there."""
-        names = [*self.table.words, *self.table.calls]
-        close = get_close_matches(token.lower(), names, n=2, cutoff=0.6)
-        hint = f"; it has {', '.join(sorted(known)[:8])}, ..."
+    def unknown(self, token: str, names: Iterable[str], start: int) -> NoReturn:
+        """Fail for an unknown name with the closest names, or with some of the allowed ones."""
+        all_names = [*self.grammar.constants, *self.grammar.calls]
+        close = get_close_matches(token.lower(), all_names, n=2, cutoff=0.6)
+        hint = f"; it has {', '.join(sorted(names)[:8])}, ..."
         if close:
             hint = f": did you mean {' or '.join(close)}?"
-        if token in self.table.calls:
+        if token in self.grammar.calls:
             hint = f": write {token}(...)"
-        self.fail(f"there is no {token!r} in {self.table.name}{hint}", start)
+        self.fail(f"there is no {token!r} in {self.grammar.name}{hint}", start)

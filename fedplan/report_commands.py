@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person opens in a browser: the report of runs, and the officer's page of a site."""
+"""Command to write an HTML report of runs, or the compliance report of a site."""
 
 from __future__ import annotations
 
@@ -12,78 +12,87 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.console import Json, told
+from fedplan.console import JsonOption, print_errors
 from fedplan.errors import FedplanError
 
 
-def report(
+def report_command(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Folders of runs and sweeps; or the home of one site, for its officer."
+            help="Folders of runs and sweeps; or a site's state folder, for its compliance report."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path(
         "report.html"
     ),
     watch: Annotated[
-        float, typer.Option(help="Write it again after so many seconds, until the run ends.", min=0)
+        float,
+        typer.Option(
+            help="Rewrite the report every so many seconds, until the run ends; 0: once.", min=0
+        ),
     ] = 0.0,
     csv: Annotated[
-        Path | None, typer.Option(help="A folder for the numbers of each figure.")
+        Path | None, typer.Option(help="Folder for the numbers of each figure, as CSV.")
     ] = None,
     png: Annotated[
-        Path | None, typer.Option(help="A folder for each figure as PNG (matplotlib).")
+        Path | None, typer.Option(help="Folder for each figure as PNG (needs matplotlib).")
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Write one HTML file that shows what became of runs, or what left a site.
+    """Write one HTML file that reports on runs, or on the data that left a site.
 
-    It needs no server and no network: open it in any browser, print it, or send it.
+    The file is self-contained: open it in any browser, without a server or network. The exit code
+    is 1 if the compliance report of a site lists faults.
     """
-    from fedplan.sites.officer import is_home, officer_page
+    from fedplan.sites.compliance_report import compliance_page
+    from fedplan.sites.egress_audit import is_site_state
 
-    with told():
+    with print_errors():
         if not isfinite(watch):
-            raise FedplanError(f"--watch is {watch}: say how many seconds, as --watch 10")
+            raise FedplanError(f"--watch is {watch}: give a number of seconds, as in --watch 10")
         faults: tuple[str, ...] = ()
-        if any(map(is_home, runs)):
+        if any(map(is_site_state, runs)):
             if len(runs) > 1:
-                raise FedplanError(f"{runs[0]} and others: a site's home is reported by itself")
+                raise FedplanError(f"{runs[0]} is a site's state folder: report it alone")
             if watch:
-                raise FedplanError(f"--watch is for runs, and {runs[0]} is a site's home")
-            page = officer_page(runs[0])
+                raise FedplanError(f"--watch is for runs, but {runs[0]} is a site's state folder")
+            page = compliance_page(runs[0])
             page.write(output, csv=csv, png=png)
             faults = page.faults
         else:
-            _report(runs, output, watch, csv, png)
+            _report_runs(runs, output, watch, csv, png)
     if as_json:
         print(json.dumps({"written": str(output), "faults": len(faults)}))
     else:
-        told_of = f"; {len(faults)} faults are told in it" if faults else ""
-        Console(soft_wrap=True, highlight=False).print(f"Written: {output}{told_of}", markup=False)
+        fault_count = f"; it lists {len(faults)} faults" if faults else ""
+        Console(soft_wrap=True, highlight=False).print(
+            f"Written: {output}{fault_count}", markup=False
+        )
     if faults:
         raise typer.Exit(1)
 
 
-def _report(
+def _report_runs(
     runs: Sequence[Path], output: Path, watch: float, csv: Path | None, png: Path | None
 ) -> None:
-    from fedplan.reports.figures.drawing import printable
-    from fedplan.reports.pages.reporting import report as reported
-    from fedplan.reports.pages.reporting import watched
+    """Write the report of runs once, or every `watch` seconds until the runs end."""
+    from fedplan.reports.figures.drawing import replace_control_chars
+    from fedplan.reports.pages.run_report import report, watch_report
     from fedplan.sweeps.records import is_sweep
-    from fedplan.sweeps.results import runs_in
+    from fedplan.sweeps.results import find_run_folders
 
     if any(map(is_sweep, runs)):
-        runs, notes = runs_in(runs)
+        runs, notes = find_run_folders(runs)
         for note in notes:
-            Console(stderr=True, soft_wrap=True).print(f"Note: {printable(note)}.", markup=False)
+            Console(stderr=True, soft_wrap=True).print(
+                f"Note: {replace_control_chars(note)}.", markup=False
+            )
     if not watch:
-        reported(runs, output, csv=csv, png=png)
+        report(runs, output, csv=csv, png=png)
         return
     try:
-        for _ in watched(runs, output, watch, csv=csv, png=png):
+        for _ in watch_report(runs, output, watch, csv=csv, png=png):
             pass
     except KeyboardInterrupt:
         raise typer.Exit(0) from None

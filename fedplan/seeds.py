@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds: every random choice has a name, and its name is its seed."""
+"""Seeds: each random choice derives its seed from the words that name it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import torch
 
 
 def seed(*words: str | int) -> int:
-    """A seed from the words that name a choice: experiment, purpose, round, client."""
+    """Return a 63-bit seed: a hash of the words that name a choice, with their types.
+
+    Typical words are the experiment's name, the purpose, the round and the client.
+    """
     text = "\x1f".join(f"{type(word).__name__}:{word}" for word in words)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
 def generator(*words: str | int) -> torch.Generator:
-    """A generator of its own for a choice."""
+    """Return a new CPU generator, seeded with `seed(*words)`."""
     return torch.Generator().manual_seed(seed(*words))

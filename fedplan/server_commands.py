@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator asks of a federation's server: to run, to let a site in, to let it go."""
+"""Commands of a federation's operator: run the SuperLink, register and revoke sites."""
 
 from __future__ import annotations
 
@@ -8,66 +8,71 @@ from typing import Annotated
 
 import typer
 
-from fedplan.console import Json, command, group, print_json, told
+from fedplan.console import JsonOption, command, command_group, print_errors, print_json
 
-server_commands = group("Run a federation's server, and say whom it lets in.")
-Server = Annotated[Path, typer.Option("--server", help="The server's folder.")]
+server_commands = command_group("Run the server of a federation, and register its sites.")
+ServerOption = Annotated[Path, typer.Option("--server", help="Folder of the server.")]
 
 
 @command(server_commands, "server link --server server")
-def link(server: Server = Path("server")) -> None:
-    """Run the SuperLink. Only who can read the operator's token may ask it for anything."""
-    with told():
-        from fedplan.runners.flower.link import run_link
+def link_command(server: ServerOption = Path("server")) -> None:
+    """Run Flower's SuperLink. Only users who can read the operator's token may control it."""
+    with print_errors():
+        from fedplan.runners.flower.superlink import run_superlink
 
-        run_link(server.absolute())
+        run_superlink(server.absolute())
 
 
 @command(server_commands, "server register north north/node.pub")
-def register(
-    name: Annotated[str, typer.Argument(help="The site's name, as the study says it.")],
-    key: Annotated[Path, typer.Argument(help="The public half of its key: node.pub.")],
-    server: Server = Path("server"),
-    as_json: Json = False,
+def register_command(
+    name: Annotated[str, typer.Argument(help="Name of the site, as in the study's clients.names.")],
+    key: Annotated[Path, typer.Argument(help="Public key of the site: node.pub.")],
+    server: ServerOption = Path("server"),
+    as_json: JsonOption = False,
 ) -> None:
-    """Let a site in: its name belongs to this key from now on."""
-    with told():
-        from fedplan.runners.flower.link import link_in, public_key
+    """Register a site: its name belongs to this key from now on."""
+    with print_errors():
+        from fedplan.runners.flower.superlink import read_public_key, read_superlink
 
-        link_in(server.absolute()).register(name, public_key(key))
+        read_superlink(server.absolute()).register(name, read_public_key(key))
     if as_json:
         return print_json({"site": name, "key": str(key)})
-    print(f"{name} is known by {key}")
+    print(f"{name} is registered with {key}")
 
 
 @command(server_commands, "server revoke north")
-def revoke(
-    name: Annotated[str, typer.Argument(help="The site's name.")],
-    server: Server = Path("server"),
-    as_json: Json = False,
+def revoke_command(
+    name: Annotated[str, typer.Argument(help="Name of the site.")],
+    server: ServerOption = Path("server"),
+    as_json: JsonOption = False,
 ) -> None:
-    """Let a site in no longer. What it has sent before stays in the world."""
-    with told():
-        from fedplan.runners.flower.link import link_in
+    """Revoke a site's keys: it can no longer connect. Its past updates stay in the global model."""
+    with print_errors():
+        from fedplan.runners.flower.superlink import read_superlink
 
-        count = link_in(server.absolute()).revoke(name)
+        revoked = read_superlink(server.absolute()).revoke(name)
     if as_json:
-        return print_json({"site": name, "revoked": count})
-    print(f"{name}: {count} of its keys are let in no longer")
+        return print_json({"site": name, "revoked": revoked})
+    print(f"{name}: {revoked} keys revoked")
 
 
 @command(server_commands, "server sites")
-def sites(server: Server = Path("server"), as_json: Json = False) -> None:
-    """List the sites that are let in, and whether each is there."""
-    with told():
-        from fedplan.runners.flower.link import link_in
+def sites_command(server: ServerOption = Path("server"), as_json: JsonOption = False) -> None:
+    """List the registered sites, and whether each is connected."""
+    with print_errors():
+        from fedplan.runners.flower.superlink import read_superlink
 
-        found = link_in(server.absolute()).nodes()
+        nodes = read_superlink(server.absolute()).nodes()
         if as_json:
-            told_of = [(node.name or str(node.node_id), node) for node in found]
+            named = [(node.name or str(node.node_id), node) for node in nodes]
             return print_json(
-                [{"site": n, "state": e.status, "since": e.last_activated_at} for n, e in told_of]
+                [
+                    {"site": name, "state": node.status, "since": node.last_activated_at}
+                    for name, node in named
+                ]
             )
-        for node in found:
-            since = f"since {node.last_activated_at}" if node.last_activated_at else "has not come"
+        for node in nodes:
+            since = (
+                f"since {node.last_activated_at}" if node.last_activated_at else "never connected"
+            )
             print(f"{node.name or node.node_id}  {node.status}  {since}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person at a site asks: to serve, to see what was offered, to approve it or not."""
+"""Commands of a site: take part in a federation, and review, approve or refuse studies."""
 
 from __future__ import annotations
 
@@ -11,184 +11,198 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fedplan.console import Json, command, group, print_json, told
+from fedplan.console import JsonOption, command, command_group, print_errors, print_json
 from fedplan.errors import FedplanError
-from fedplan.naming import allowing
+from fedplan.naming import allow_imports
 
 if TYPE_CHECKING:
     from fedplan.sites.approvals import Approvals
 
-site_commands = group("At a site: nothing runs, leaves or is counted without its approval.")
-SiteFolder = Annotated[Path, typer.Option("--site", help="The site's folder, with site.toml.")]
-Digest = Annotated[
-    str, typer.Argument(help="How the study's digest begins; without it, the only one that waits.")
+site_commands = command_group(
+    "At a site: take part, and approve the studies that may run on its data."
+)
+SiteOption = Annotated[Path, typer.Option("--site", help="Folder of the site, with site.toml.")]
+DigestArgument = Annotated[
+    str, typer.Argument(help="First digits of the study's digest; default: the only waiting study.")
 ]
 
 
-@command(site_commands, "site keys --site sites/north")
-def keys(site: SiteFolder = Path(), as_json: Json = False) -> None:
-    """Make the keys of this site, here. Only node.pub is sent away. Nothing is overwritten."""
-    with told():
+@command(site_commands, "site keys --site sites/north", name="keys")
+def site_keys_command(site: SiteOption = Path(), as_json: JsonOption = False) -> None:
+    """Create the keys of this site, here. Only node.pub is sent away. Existing files are kept."""
+    with print_errors():
         from fedplan.runners.flower.keys import make_site_keys
 
-        made = list(map(str, make_site_keys(site.absolute())))
+        files = list(map(str, make_site_keys(site.absolute())))
     if as_json:
-        return print_json({"files": made})
-    for path in made:
+        return print_json({"files": files})
+    for path in files:
         print(path)
 
 
 @command(site_commands, "site serve --site sites/north")
-def serve(site: SiteFolder = Path()) -> None:
-    """Take part: keep the node running, and answer what was approved. Ends with TERM or INT."""
-    with told():
+def serve_command(site: SiteOption = Path()) -> None:
+    """Take part: run the node and answer requests of approved studies, until TERM or INT."""
+    with print_errors():
         from fedplan.sites.serving import serve_site
 
         serve_site(site)
 
 
 @command(site_commands, "site rejoin 0123456789abcdef")
-def rejoin(
-    run: Annotated[str, typer.Argument(help="The id of the run.")],
-    site: SiteFolder = Path(),
-    as_json: Json = False,
+def rejoin_command(
+    run: Annotated[str, typer.Argument(help="Id of the run.")],
+    site: SiteOption = Path(),
+    as_json: JsonOption = False,
 ) -> None:
-    """Let a run go on from a home that was put back from a copy. Good for once."""
-    with told():
+    """Let this site rejoin a run once, after its state was restored from a backup."""
+    with print_errors():
         from fedplan.runners.site import read_site
-        from fedplan.sites.desk import rejoin as rejoined
+        from fedplan.sites.gateway import allow_rejoin
 
-        rejoined(read_site(site), run)
+        allow_rejoin(read_site(site), run)
     if as_json:
         print_json({"run": run, "rejoins": True})
 
 
 @command(site_commands, "site inbox")
-def inbox(site: SiteFolder = Path(), as_json: Json = False) -> None:
-    """List the studies that were offered here, and what was said to each."""
-    with told(), _approvals(site) as approvals:
-        rows = [approvals.listed(whole) for whole in approvals.inbox.wholes()]
+def inbox_command(site: SiteOption = Path(), as_json: JsonOption = False) -> None:
+    """List the studies that were offered to this site, and the decision on each."""
+    with print_errors(), _open_approvals(site) as approvals:
+        rows = [approvals.inbox_row(digest) for digest in approvals.inbox.digests()]
     if as_json:
         return print_json(rows)
     for row in rows:
         line = f"{row['study'][:12]}  {row['time'][:16]}  {row['name']}: {row['state']}"
         Console(soft_wrap=True, highlight=False).print(line, markup=False)
     if not rows:
-        print("No study was offered here.")
+        print("No study has been offered to this site.")
 
 
 @command(site_commands, "site show 3fa9c2")
-def show(digest: Digest = "", site: SiteFolder = Path(), as_json: Json = False) -> None:
-    """Say what a study would let leave, and what is new against the last that was approved."""
-    with told(), _approvals(site) as approvals:
-        notice = approvals.shown(digest or _waiting(approvals))
+def show_command(
+    digest: DigestArgument = "", site: SiteOption = Path(), as_json: JsonOption = False
+) -> None:
+    """Show the data that a study would send, and the changes since the last approved study."""
+    with print_errors(), _open_approvals(site) as approvals:
+        review = approvals.review(digest or _only_waiting_study(approvals))
     if as_json:
-        print_json(notice.json())
+        print_json(review.json())
     else:
-        Console(highlight=False).print(notice)
+        Console(highlight=False).print(review)
 
 
 @command(site_commands, "site approve 3fa9c2")
-def approve(digest: Digest = "", site: SiteFolder = Path(), as_json: Json = False) -> None:
-    """Say yes to a study, as it stands, word for word. It is good for this study alone."""
-    with told(), _approvals(site) as approvals:
-        found = approvals.approve(digest or _waiting(approvals))
+def approve_command(
+    digest: DigestArgument = "", site: SiteOption = Path(), as_json: JsonOption = False
+) -> None:
+    """Approve a study exactly as offered. Any change of the study needs a new approval."""
+    with print_errors(), _open_approvals(site) as approvals:
+        approval = approvals.approve(digest or _only_waiting_study(approvals))
     if as_json:
-        return print_json({"study": found.study, "approver": found.approver})
-    print(f"Approved by {found.approver}: {found.study}")
+        return print_json({"study": approval.study_digest, "approver": approval.approver})
+    print(f"Approved by {approval.approver}: {approval.study_digest}")
 
 
 @command(site_commands, "site refuse 3fa9c2 --why 'not our patients'")
-def refuse(
-    digest: Digest,
-    why: Annotated[str, typer.Option(help="For this site's own record; it does not leave.")] = "",
-    site: SiteFolder = Path(),
-    as_json: Json = False,
+def refuse_command(
+    digest: DigestArgument,
+    why: Annotated[
+        str, typer.Option(help="Reason, for this site's own record; it is not sent.")
+    ] = "",
+    site: SiteOption = Path(),
+    as_json: JsonOption = False,
 ) -> None:
-    """Say no to a study. Who asks for it hears that a person has refused it, and not why."""
-    with told(), _approvals(site) as approvals:
+    """Refuse a study. The server learns that a person refused it, but not why."""
+    with print_errors(), _open_approvals(site) as approvals:
         approvals.refuse(digest, why)
     if as_json:
-        return print_json({"study": digest, "said": "refused"})
+        return print_json({"study": digest, "decision": "refused"})
     print("Refused.")
 
 
 @command(site_commands, "site withdraw 3fa9c2")
-def withdraw(digest: Digest, site: SiteFolder = Path(), as_json: Json = False) -> None:
-    """Take an approval back. The next request of the study is not answered."""
-    with told(), _approvals(site) as approvals:
+def withdraw_command(
+    digest: DigestArgument, site: SiteOption = Path(), as_json: JsonOption = False
+) -> None:
+    """Withdraw an approval: from now on this site answers no request of the study."""
+    with print_errors(), _open_approvals(site) as approvals:
         approvals.withdraw(digest)
     if as_json:
-        return print_json({"study": digest, "said": "withdrawn"})
+        return print_json({"study": digest, "decision": "withdrawn"})
     print("Withdrawn.")
 
 
 @command(site_commands, "site policy")
-def policy(site: SiteFolder = Path(), as_json: Json = False) -> None:
-    """Say the policy in words, and what it says to each study in the inbox."""
-    with told(), _approvals(site) as approvals:
-        lines, studies = approvals.policy.lines(), list[dict[str, Any]]()
-        for whole in approvals.inbox.wholes():
-            study = approvals.inbox.read(whole).study
-            said = {"study": whole, "name": study.name, "state": approvals.state(study)}
-            studies.append({**said, "against": list(approvals.against(study))})
+def policy_command(site: SiteOption = Path(), as_json: JsonOption = False) -> None:
+    """Print the site's policy in words, and its verdict on each study in the inbox."""
+    with print_errors(), _open_approvals(site) as approvals:
+        lines, studies = approvals.policy.summary_lines(), list[dict[str, Any]]()
+        for digest in approvals.inbox.digests():
+            study = approvals.inbox.read_offer(digest).study
+            row = {"study": digest, "name": study.name, "state": approvals.status_text(study)}
+            studies.append({**row, "against": list(approvals.violations(study))})
     if as_json:
         return print_json({"policy": lines, "studies": studies})
-    for each in studies:
-        lines += [f"\n{each['study'][:12]}  {each['name']}: {each['state']}"]
-        lines += [f"  - {sentence}" for sentence in each["against"]]
+    for entry in studies:
+        lines += [f"\n{entry['study'][:12]}  {entry['name']}: {entry['state']}"]
+        lines += [f"  - {sentence}" for sentence in entry["against"]]
     for line in lines:
         Console(soft_wrap=True, highlight=False).print(line, markup=False)
 
 
 @command(site_commands, "site doctor --site sites/north")
-def doctor(site: SiteFolder = Path(), as_json: Json = False) -> None:
-    """Look whether the site can take part, and say what to mend. Ends with 1 if something fails."""
-    with told(), Console(stderr=True).status("Looking: the rows of approved studies are read."):
+def doctor_command(site: SiteOption = Path(), as_json: JsonOption = False) -> None:
+    """Check whether the site can take part, and how to fix problems. Exit code 1: a check fails."""
+    with (
+        print_errors(),
+        Console(stderr=True).status("Checking: reads the data of approved studies."),
+    ):
         from fedplan.runners.site import read_site
-        from fedplan.sites.doctor import examine, screen
+        from fedplan.sites.doctor import check_site, doctor_table
 
-        found = read_site(site)
-        findings = examine(found)
+        checked_site = read_site(site)
+        findings = check_site(checked_site)
     if as_json:
         print_json([finding.json() for finding in findings])
     else:
-        Console(highlight=False).print(screen(found, findings))
+        Console(highlight=False).print(doctor_table(checked_site, findings))
     if any(finding.state == "fail" for finding in findings):
         raise typer.Exit(1)
 
 
 @command(site_commands, "site lock --site sites/north")
-def lock(site: SiteFolder = Path(), as_json: Json = False) -> None:
-    """Write what is installed here as requirements.lock, by hashes, and the wheels beside it."""
-    with told(), Console(stderr=True).status("Asking pip for the wheels."):
-        from fedplan.sites.lock import write_lock
+def lock_command(site: SiteOption = Path(), as_json: JsonOption = False) -> None:
+    """Write requirements.lock with hashes of the installed packages, and their wheels beside it."""
+    with print_errors(), Console(stderr=True).status("Downloading wheels with pip."):
+        from fedplan.sites.lock import write_requirements_lock
 
-        file = write_lock(site)
+        file = write_requirements_lock(site)
     if as_json:
         return print_json({"file": str(file)})
     print(f"Written: {file}")
 
 
-def _waiting(approvals: Approvals) -> str:
-    """The only study that waits for a person."""
-    rows = [approvals.listed(whole) for whole in approvals.inbox.wholes()]
-    found = [row["study"] for row in rows if row["state"].startswith("waits")]
-    if len(found) != 1:
-        some = ", ".join(whole[:12] for whole in found) or "none"
-        raise FedplanError(f"say which study is meant: those that wait are {some}")
-    return found[0]
+def _only_waiting_study(approvals: Approvals) -> str:
+    """Return the digest of the only study that waits for approval; raise if there is not one."""
+    rows = [approvals.inbox_row(digest) for digest in approvals.inbox.digests()]
+    waiting = [row["study"] for row in rows if row["state"].startswith("waits")]
+    if len(waiting) != 1:
+        listed = ", ".join(digest[:12] for digest in waiting) or "none"
+        raise FedplanError(f"give the study's digest: the waiting studies are {listed}")
+    return waiting[0]
 
 
 @contextmanager
-def _approvals(folder: Path) -> Generator[Approvals]:
-    """The approvals of a site, while the code that its studies name may be found.
+def _open_approvals(folder: Path) -> Generator[Approvals]:
+    """Yield the approvals of the site in a folder.
 
-    Even to tell two studies apart is to find it.
+    Inside the context, names in studies may import the packages that the site allows: comparing two
+    studies needs the digests of their code.
     """
     from fedplan.runners.site import read_site
-    from fedplan.sites.desk import approvals_of
+    from fedplan.sites.gateway import site_approvals
 
     site = read_site(folder)
-    with allowing(site.allow):
-        yield approvals_of(site)
+    with allow_imports(site.allow_packages):
+        yield site_approvals(site)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person asks of a study before it runs: to write one, who holds what, which model."""
+"""Commands about a study before it runs: new study, data and digest."""
 
 from __future__ import annotations
 
@@ -9,73 +9,78 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.console import Json, print_json, told
-
-StudyFile = Annotated[Path, typer.Argument(help="A study file (TOML).")]
+from fedplan.console import JsonOption, StudyArgument, print_errors, print_json
 
 
-def study(
+def study_command(
     data: Annotated[
         str,
-        typer.Argument(help="A table: .csv, .jsonl, .parquet, .npz, a folder, or hub:org/name."),
+        typer.Argument(help="A dataset: .csv, .jsonl, .parquet, .npz, a folder, or hub:org/name."),
     ],
     model: Annotated[
-        str, typer.Option(help="A folder with a model, hub:org/name, or vit-base-16 and the like.")
+        str, typer.Option(help="A model folder, hub:org/name, or a short name such as vit-base-16.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Study file to write.")] = Path(
         "study.toml"
     ),
-    task: Annotated[str, typer.Option(help="What the model is asked to do, if not as found.")] = "",
-    column: Annotated[
-        str, typer.Option("--input", help="The column of texts or pictures, if not as found.")
+    task: Annotated[
+        str, typer.Option(help="Task of the model; default: inferred from the data.")
     ] = "",
-    label: Annotated[str, typer.Option(help="The column of labels, if not as found.")] = "",
-    client: Annotated[str, typer.Option(help="The column that names clients.")] = "",
-    clients: Annotated[int, typer.Option(help="How many, where no column names them.", min=0)] = 0,
-    method: Annotated[str, typer.Option(help="The method: see fedplan methods.")] = "fedavg",
-    as_json: Json = False,
+    column: Annotated[
+        str, typer.Option("--input", help="Column of texts or images; default: inferred.")
+    ] = "",
+    label: Annotated[str, typer.Option(help="Column of labels; default: inferred.")] = "",
+    client: Annotated[
+        str, typer.Option(help="Column that names the client of each example; default: inferred.")
+    ] = "",
+    clients: Annotated[
+        int,
+        typer.Option(help="Number of clients, if no column names them; 0: chosen by size.", min=0),
+    ] = 0,
+    method: Annotated[str, typer.Option(help="Name of a method: see fedplan methods.")] = "fedavg",
+    as_json: JsonOption = False,
 ) -> None:
-    """Look at a table, and write a commented study of it that is ready to run."""
-    from fedplan.studies.starter import Wanted, new_study
+    """Inspect a dataset, and write a commented study file that is ready to run."""
+    from fedplan.studies.starter import StudyOptions, new_study
 
-    with told():
-        wanted = Wanted(task, column, label, client, clients, method)
-        found = new_study(data, model, output, wanted)
+    with print_errors():
+        options = StudyOptions(task, column, label, client, clients, method)
+        findings = new_study(data, model, output, options)
     if as_json:
-        return print_json({"file": str(output), "found": found})
-    for line in found:
+        return print_json({"file": str(output), "found": findings})
+    for line in findings:
         print(line)
-    print(f"Written. Look at it: fedplan data {output}. Run it: fedplan run {output} --output run")
+    print(f"Written. Inspect it: fedplan data {output}. Run it: fedplan run {output} --output run")
 
 
-def data(
-    study: StudyFile,
-    svg: Annotated[Path | None, typer.Option(help="Draw it into this .svg file too.")] = None,
-    as_json: Json = False,
+def data_command(
+    study: StudyArgument,
+    svg: Annotated[Path | None, typer.Option(help="Write a figure to this .svg file, too.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Draw who holds what: rows and labels of each client, and how unlike clients are."""
-    from fedplan.reports.holdings import holdings_of
-    from fedplan.storage.files import put_file
+    """Show the data of each client: examples, labels, and how much the clients differ."""
+    from fedplan.reports.data_distribution import data_distribution
+    from fedplan.storage.files import write_atomic
 
-    with told():
-        found = holdings_of(study)
+    with print_errors():
+        distribution = data_distribution(study)
         if svg is not None:
-            put_file(svg, found.drawn().svg(alone=True))
+            write_atomic(svg, distribution.figure().svg(alone=True))
     if as_json:
-        return print_json(found.json())
-    # A table of clients is read whole, or not at all.
-    Console(width=max(Console().width, 100), highlight=False).print(found)
+        return print_json(distribution.json())
+    # Never cut a column: the table of clients must be complete.
+    Console(width=max(Console().width, 100), highlight=False).print(distribution)
     if svg is not None:
-        print(f"Drawn: {svg}")
+        print(f"Written: {svg}")
 
 
-def digest(study: StudyFile, as_json: Json = False) -> None:
-    """Print the digest of the model that a study starts from, to pin as model.digest."""
+def digest_command(study: StudyArgument, as_json: JsonOption = False) -> None:
+    """Print the digest of the study's initial model, to be set as model.digest in the study."""
+    from fedplan.studies.experiment import build_experiment
     from fedplan.studies.schema import read_study
-    from fedplan.studies.stage import stage_of
 
-    with told():
-        found = stage_of(read_study(study)).digest
+    with print_errors():
+        model_digest = build_experiment(read_study(study)).model_digest
     if as_json:
-        return print_json({"digest": found})
-    print(found)
+        return print_json({"digest": model_digest})
+    print(model_digest)

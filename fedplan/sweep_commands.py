@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a researcher asks of many runs: to sweep over settings, to compare, and to rehearse."""
+"""Commands about several runs: sweep, compare and estimate."""
 
 from __future__ import annotations
 
@@ -10,106 +10,117 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.console import Json, JsonLines, told
+from fedplan.console import JsonLinesOption, JsonOption, StudyArgument, print_errors
 from fedplan.errors import FedplanError
 
-StudyFile = Annotated[Path, typer.Argument(help="A study file (TOML).")]
 
-
-def sweep(
-    study: StudyFile,
+def sweep_command(
+    study: StudyArgument,
     change: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A field with its values: method.name=fedavg,fedper; repeat."),
+        typer.Option(
+            "--set", help="A field with its values: method.name=fedavg,fedper; repeatable."
+        ),
     ] = None,
     seeds: Annotated[
-        str, typer.Option(help="How many, from the study's own on; or which: 0,3,7.")
+        str, typer.Option(help="Number of seeds, counted from the study's seed; or a list: 0,3,7.")
     ] = "1",
-    parallel: Annotated[int, typer.Option(help="Runs at once, a process each.", min=1)] = 1,
+    parallel: Annotated[
+        int, typer.Option(help="Number of parallel runs, each in its own process.", min=1)
+    ] = 1,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Its folder; else sweeps/ and its name.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Folder of the sweep; default: sweeps/ and the study's name."
+        ),
     ] = None,
-    as_json: JsonLines = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
-    """Run a study for every combination of settings and seeds. The same command goes on with it.
+    """Run a study for every combination of settings and seeds. The same command resumes a sweep.
 
-    A run that ended is not run again, one that was stopped goes on, and one that fails is kept
-    apart with its error while the others go on. The exit code is 1 if any failed.
+    Finished runs are not repeated, stopped runs are resumed, and failed runs are recorded with
+    their error while the others continue. The exit code is 1 if any run failed.
     """
-    from dataclasses import asdict
+    from fedplan.sweeps.progress import sweep_with_progress
+    from fedplan.sweeps.sweeping import sweep
+    from fedplan.sweeps.trials import read_base_study
 
-    from fedplan.sweeps.following import follow_sweep
-    from fedplan.sweeps.sweeping import sweep as swept
-    from fedplan.sweeps.trials import ground_of
-
-    with told():
+    with print_errors():
         if as_json:
-            place = output or Path("sweeps") / ground_of(study).study({}).name
-            found = swept(
-                study, change, folder=place, seeds=seeds, parallel=parallel,
-                tell=lambda news: print(json.dumps(asdict(news)), flush=True),
+            folder = output or Path("sweeps") / read_base_study(study).with_changes({}).name
+            result = sweep(
+                study, change, folder=folder, seeds=seeds, parallel=parallel,
+                on_trial_end=lambda event: print(json.dumps(event.json()), flush=True),
             )  # fmt: skip
         else:
-            found = follow_sweep(study, change or (), folder=output, seeds=seeds, parallel=parallel)
-    if found.failures:
+            result = sweep_with_progress(
+                study, change or (), folder=output, seeds=seeds, parallel=parallel
+            )
+    if result.failures:
         raise typer.Exit(1)
 
 
-def compare(
-    places: Annotated[list[Path], typer.Argument(help="Folders of runs, and of sweeps.")],
+def compare_command(
+    places: Annotated[list[Path], typer.Argument(help="Folders of runs and of sweeps.")],
     score: Annotated[
-        str, typer.Option(help="The number to compare by: world.loss; else the task's own score.")
+        str,
+        typer.Option(
+            help="Metric to compare, such as global.loss; default: the task's primary metric."
+        ),
     ] = "",
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: plain numbers.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print plain numbers as CSV.")] = False,
     html: Annotated[
-        Path | None, typer.Option(help="Write one page with figures into this file.")
+        Path | None, typer.Option(help="Write an HTML page with figures to this file.")
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Compare runs by their scores: groups that differ only in seed, each against the first.
+    """Compare runs: groups of runs that differ only in their seed, each against the first group.
 
-    Prints Markdown: means with intervals over seeds, differences paired by seed with p values
-    corrected for many comparisons, bytes, epsilon, time, and what differs in words.
+    Prints Markdown: means with confidence intervals over seeds, differences paired by seed,
+    p-values corrected for multiple comparisons, bytes, epsilon, time, and a summary in words.
     """
-    from fedplan.storage.files import put_file
-    from fedplan.sweeps.comparisons import compare as compared
+    from fedplan.storage.files import write_atomic
+    from fedplan.sweeps.comparisons import compare
 
-    with told():
+    with print_errors():
         if as_csv and as_json:
-            raise FedplanError("--csv and --json are two ways to print one thing: give one of them")
-        found = compared(places, score=score)
+            raise FedplanError("--csv and --json exclude each other: give one of them")
+        comparison = compare(places, score=score)
         if html is not None:
-            put_file(html, found.html())
+            write_atomic(html, comparison.html())
         if as_json:
-            print(json.dumps(found.json(), indent=1))
+            print(json.dumps(comparison.json(), indent=1))
         elif as_csv:
-            print(found.csv(), end="")
+            print(comparison.csv(), end="")
         elif html is not None:
             Console(soft_wrap=True, highlight=False).print(f"Written: {html}", markup=False)
         else:
-            print(found.markdown(), end="")
+            print(comparison.markdown(), end="")
 
 
-def rehearse(
-    study: StudyFile,
+def estimate_command(
+    study: StudyArgument,
     methods: Annotated[
-        str, typer.Option(help="Names with commas: fedavg,fedper; else the study's own.")
+        str, typer.Option(help="Methods, separated by commas: fedavg,fedper; default: the study's.")
     ] = "",
-    rounds: Annotated[int, typer.Option(help="How many are played of each.", min=1)] = 2,
+    rounds: Annotated[
+        int, typer.Option(help="Number of rounds to simulate per method.", min=1)
+    ] = 2,
     line: Annotated[
-        str, typer.Option(help="How fast a site's line is: 10Mbit, 100Mbit, 1Gbit.")
+        str, typer.Option(help="Network speed of a site: 10Mbit, 100Mbit, 1Gbit.")
     ] = "100Mbit",
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Play a few rounds of each method here, and say what the whole study would cost under it.
+    """Simulate a few rounds of each method, and estimate the cost of the whole study.
 
-    A price list: the score so far, bytes, epsilon, time and memory. Nothing is kept.
+    Prints the metric so far, bytes, epsilon, time and memory for each method. No run is kept. The
+    exit code is 1 if a method failed.
     """
-    from fedplan.sweeps.rehearsals import rehearse as rehearsed
+    from fedplan.sweeps.cost_estimate import estimate
 
-    with told():
-        with Console(stderr=True).status("Rehearsing"):
-            found = rehearsed(study, methods or (), rounds=rounds, line=line)
-        print(json.dumps(found.json(), indent=1) if as_json else found.markdown().rstrip())
-    if any(price.error for price in found.prices):
+    with print_errors():
+        with Console(stderr=True).status("Simulating a few rounds"):
+            estimates = estimate(study, methods or (), rounds=rounds, line=line)
+        print(json.dumps(estimates.json(), indent=1) if as_json else estimates.markdown().rstrip())
+    if any(price.error for price in estimates.costs):
         raise typer.Exit(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Testing: the laws that every method must keep, for ours and for anybody's."""
+"""Checks of the guarantees that every method must keep; run them on your own method."""
 
 from __future__ import annotations
 
@@ -12,259 +12,305 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
-from fedplan.audits.ledger import verify_lines
+from fedplan.audits.ledger import verify_ledger
 from fedplan.data.examples import Examples, Loss
-from fedplan.federation.aggregation import PlainSum
+from fedplan.federation.aggregation import MeanAggregator
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.record import ROLES
-from fedplan.federation.rounds import Tally, announced, close, pull, push
-from fedplan.federation.turns import local
-from fedplan.federation.world import World
-from fedplan.language.crowds import Crowd
+from fedplan.federation.client_round import train_round
+from fedplan.federation.global_state import GlobalState
+from fedplan.federation.record import ROLE_BY_LETTER
+from fedplan.federation.rounds import (
+    RoundState,
+    accept_update,
+    announce_phase,
+    close_round,
+    make_request,
+)
+from fedplan.language.client_classes import Participants
 from fedplan.language.plan import Role, share
-from fedplan.language.resolution import permitted, resolve
+from fedplan.language.resolution import permitted_roles, resolve
 from fedplan.language.turn import Turn
 from fedplan.methods.method import Method
-from fedplan.methods.phases import Planned
-from fedplan.methods.server_optimiser import mean
+from fedplan.methods.phases import PlannedPhases
+from fedplan.methods.server_optimizer import mean
 from fedplan.models.description import describe
-from fedplan.models.values import take
+from fedplan.models.values import get_values
 from fedplan.reports.forecasts import forecast
 from fedplan.runners.local import Federation
-from fedplan.storage.lines import read_lines
-from fedplan.tensors.devices import forked
+from fedplan.storage.json_lines import read_json_lines
+from fedplan.tensors.aux_tensors import is_aux, param_key
+from fedplan.tensors.devices import fork_rng_state
 from fedplan.tensors.named import digests, nbytes
-from fedplan.tensors.riders import is_rider, param_of
 from fedplan.tensors.sums import GRID
-from fedplan.training.fit import Job, Pace, plain
-from fedplan.training.optimisers import adamw
+from fedplan.training.fit import Job, TrainConfig, plain_fit
+from fedplan.training.optimizers import adamw
 
 ROUNDS = 3
-PACE = Pace(adamw(decay=0.1), rate=1e-2, batch=2, steps=2)
+"""Rounds that each check runs."""
+TRAIN_CONFIG = TrainConfig(adamw(weight_decay=0.1), lr=1e-2, batch_size=2, steps=2)
 
 
 def check_method(
-    method: Method, model: nn.Module, rows: Mapping[str, Examples], loss: Loss
+    method: Method, model: nn.Module, examples: Mapping[str, Examples], loss: Loss
 ) -> None:
-    """Run a method for a few rounds on a model, and raise AssertionError where a law is broken.
+    """Check a method for a few rounds; raise AssertionError if it breaks a guarantee.
 
-    Give it two or more clients' rows. The model is not touched.
+    Trains a copy of the model; the model itself is not changed.
+    `examples`: training data of two or more clients by name; with fewer, raises ValueError.
+    `loss`: called with the model and a batch.
     """
-    if len(rows) < 2:
-        raise ValueError("the laws need two or more clients")
-    before = {n: t.clone() for n, t in model.named_parameters()}
-    for law in LAWS:
+    if len(examples) < 2:
+        raise ValueError("give the examples of two or more clients")
+    values_before = {n: t.clone() for n, t in model.named_parameters()}
+    for check in CHECKS:
         with TemporaryDirectory() as folder:
-            law(_Case(method, model, rows, loss, Path(folder)))
+            check(_MethodCase(method, model, examples, loss, Path(folder)))
     for name, tensor in model.named_parameters():
-        assert torch.equal(tensor, before[name]), f"the caller's model was touched at {name}"
+        assert torch.equal(tensor, values_before[name]), f"the caller's model was changed at {name}"
 
 
-class _Case:
-    """A method on a copy of a model, ready to be played."""
+class _MethodCase:
+    """A method on a copy of a model, with its agreement, and a temporary folder for its runs."""
 
     def __init__(
         self,
         method: Method,
         model: nn.Module,
-        rows: Mapping[str, Examples],
+        examples: Mapping[str, Examples],
         loss: Loss,
         folder: Path,
     ) -> None:
-        self.method, self.rows, self.loss, self.folder = method, rows, loss, folder
+        self.method, self.examples, self.loss, self.folder = method, examples, loss, folder
         self.model = copy.deepcopy(model)
         if method.adapt is not None:
-            with forked(seed=0):
+            with fork_rng_state(seed=0):
                 self.model = method.adapt(self.model)
-        self.agreement = Agreement("laws", describe(self.model), method, PACE)
+        self.agreement = Agreement("laws", describe(self.model), method, TRAIN_CONFIG)
 
     def federation(
-        self, where: str = "a", *, rows: Mapping[str, Examples] | None = None
+        self, run: str = "a", *, examples: Mapping[str, Examples] | None = None
     ) -> Federation:
+        """Return a new federation in the folder of a run; run "b" stores no replies of clients."""
         return Federation(
             self.agreement,
             copy.deepcopy(self.model),
-            rows or self.rows,
+            examples or self.examples,
             self.loss,
-            self._folder(where),
+            self._run_folder(run),
             rounds=ROUNDS,
-            replies=where != "b",
+            keep_replies=run != "b",
         )
 
-    def _folder(self, where: str) -> Path:
-        (self.folder / where).mkdir(exist_ok=True)
-        return self.folder / where
+    def _run_folder(self, run: str) -> Path:
+        """Create and return the folder of a run."""
+        (self.folder / run).mkdir(exist_ok=True)
+        return self.folder / run
 
     def roles(self, turn: Turn) -> dict[str, Role]:
-        found = permitted(self.method.plan, self.agreement.params, turn)
-        return {p.key: role for p, role in found.items()}
+        """Return the role that the plan permits in a turn, by param key."""
+        roles = permitted_roles(self.method.plan, self.agreement.params, turn)
+        return {p.key: role for p, role in roles.items()}
 
 
-def law_sent_is_shared_and_own_is_in_no_message(case: _Case) -> None:
-    """What goes up is SHARE; of what is a client's own, the federation's value comes down once."""
-    federation, settled = case.federation(), {name: set[str]() for name in case.rows}
+def check_only_shared_params_are_sent(case: _MethodCase) -> None:
+    """Check that a client sends exactly its SHARE params, and gets personal params at most once.
+    ROLE_BY_LETTER
+        The server sends the global value of a personal param only before the client first owns it.
+    """
+    federation, owned = case.federation(), {name: set[str]() for name in case.examples}
     for _ in range(ROUNDS):
-        tally = federation.round()
-        assert not tally.rejected, tally.rejected
-        for client, request in tally.cohort.items():
-            may, line = case.roles(request.turn), tally.lines[client]
-            roles = dict(zip(may, (ROLES[letter] for letter in line.roles), strict=True))
-            answered = federation.clients[client].journal.answered(request.name)
-            assert answered is not None
-            sent = {param_of(k) for k in answered[0]}
-            assert sent == {k for k, role in roles.items() if role is Role.SHARE}
-            assert sent <= {k for k, role in may.items() if role is Role.SHARE}
-            own = {k for k, role in roles.items() if role.own}
-            came = own & {param_of(k) for k in request.values}
-            assert not came & settled[client] and all(request.versions[k] > 0 for k in came)
-            settled[client] |= own
-        federation.commit(tally)
-
-
-def law_the_ledger_proves_what_rested(case: _Case) -> None:
-    """Frozen and held params keep their bits, and the ledger shows it, with the bytes explained."""
-    federation = case.federation()
-    for _ in range(ROUNDS):
-        federation.commit(federation.round())
-    lines = read_lines(case.folder / "a" / "ledger.jsonl")
-    assert not verify_lines(case.agreement, lines)
-
-
-def law_a_param_is_the_mean_over_its_own_senders(case: _Case) -> None:
-    """A param nobody sent keeps its value; one sent by one of two is that client's own."""
-    federation = case.federation()
-    one, *_ = federation.clients
-    agreement = replace(federation.agreement, method=replace(case.method, server_optimiser=mean()))
-    federation.server.agreement = agreement  # both ends agree on the server optimiser, too
-    world = World.start(agreement, federation.server.start)
-    tally = Tally({one: push(agreement, world, one, {})}, PlainSum(agreement, world.values, 2))
-    federation.ask(tally)
-    update = local(agreement, federation.clients[one], tally.cohort[one])
-    pull(agreement, world, tally, update)
-    after = close(agreement, world, tally, tally.total.close(), later=set())
-    base = {k: world.values[k] for k in {param_of(k) for k in update.values}}
-    sent = agreement.method.wire.decode(update.values, base)
-    for key, value in world.values.items():
-        if not is_rider(key):
-            assert torch.allclose(after.values[key], sent.get(key, value), rtol=0, atol=GRID), key
-
-
-def law_each_gets_what_it_lacks(case: _Case) -> None:
-    """Who missed rounds gets every part it lacks; who is up to date gets nothing it has."""
-    federation = case.federation()
-    late, *rest = federation.clients
-    sites = {name: federation.clients[name] for name in rest}
-    world, agreement = federation.world, federation.agreement
-    for _ in range(2):
-        world = announced(agreement, world)
-        total = PlainSum(agreement, world.values, len(rest) + 1)
-        tally = Tally({name: push(agreement, world, name, {}) for name in rest}, total)
-        federation.ask(tally)
-        for name in rest:
-            pull(
-                agreement,
-                world,
-                tally,
-                local(agreement, sites[name], tally.cohort[name]),
+        round_state = federation.run_round()
+        assert not round_state.rejected, round_state.rejected
+        for client, request in round_state.cohort.items():
+            permitted, record = case.roles(request.turn), round_state.records[client]
+            roles = dict(
+                zip(permitted, (ROLE_BY_LETTER[letter] for letter in record.roles), strict=True)
             )
-        world = close(agreement, world, tally, total.close(), later=set())
-    request = push(agreement, announced(agreement, world), late, {})
-    roles, lacking = case.roles(request.turn), set(request.values)
-    here = {p.key for p in agreement.folded}  # it has these from the start
-    assert {k for k in lacking if not is_rider(k)} == {
+            reply = federation.clients[client].journal.reply_for(request.name)
+            assert reply is not None
+            sent = {param_key(k) for k in reply[0]}
+            assert sent == {k for k, role in roles.items() if role is Role.SHARE}
+            assert sent <= {k for k, role in permitted.items() if role is Role.SHARE}
+            personal = {k for k, role in roles.items() if role.is_personal}
+            received = personal & {param_key(k) for k in request.values}
+            assert not received & owned[client] and all(request.versions[k] > 0 for k in received)
+            owned[client] |= personal
+        federation.commit(round_state)
+
+
+def check_ledger_shows_frozen_params(case: _MethodCase) -> None:
+    """Check that the ledger verifies: FREEZE and HOLD params are unchanged, bytes as forecast."""
+    federation = case.federation()
+    for _ in range(ROUNDS):
+        federation.commit(federation.run_round())
+    lines = read_json_lines(case.folder / "a" / "ledger.jsonl")
+    assert not verify_ledger(case.agreement, lines)
+
+
+def check_mean_over_senders(case: _MethodCase) -> None:
+    """Check that a param sent by one client gets its value, and others keep theirs."""
+    federation = case.federation()
+    client, *_ = federation.clients
+    agreement = replace(federation.agreement, method=replace(case.method, server_optimizer=mean()))
+    federation.server.agreement = agreement  # server and clients must agree on the server optimizer
+    global_state = GlobalState.initial(agreement, federation.server.start)
+    round_state = RoundState(
+        {client: make_request(agreement, global_state, client, {})},
+        MeanAggregator(agreement, global_state.values, 2),
+    )
+    federation.poll_clients(round_state)
+    update = train_round(agreement, federation.clients[client], round_state.cohort[client])
+    accept_update(agreement, global_state, round_state, update)
+    next_state = close_round(
+        agreement, global_state, round_state, round_state.aggregator.close(), later=set()
+    )
+    base = {k: global_state.values[k] for k in {param_key(k) for k in update.values}}
+    sent = agreement.method.compression.decode(update.values, base)
+    for key, value in global_state.values.items():
+        if not is_aux(key):
+            assert torch.allclose(
+                next_state.values[key], sent.get(key, value), rtol=0, atol=GRID
+            ), key
+
+
+def check_clients_get_missing_updates(case: _MethodCase) -> None:
+    """Check that a client that missed rounds gets all it lacks, and others only newer params."""
+    federation = case.federation()
+    late_client, *other_clients = federation.clients
+    clients = {name: federation.clients[name] for name in other_clients}
+    global_state, agreement = federation.global_state, federation.agreement
+    for _ in range(2):
+        global_state = announce_phase(agreement, global_state)
+        aggregator = MeanAggregator(agreement, global_state.values, len(other_clients) + 1)
+        round_state = RoundState(
+            {name: make_request(agreement, global_state, name, {}) for name in other_clients},
+            aggregator,
+        )
+        federation.poll_clients(round_state)
+        for name in other_clients:
+            accept_update(
+                agreement,
+                global_state,
+                round_state,
+                train_round(agreement, clients[name], round_state.cohort[name]),
+            )
+        global_state = close_round(
+            agreement, global_state, round_state, aggregator.close(), later=set()
+        )
+    request = make_request(agreement, announce_phase(agreement, global_state), late_client, {})
+    roles, sent_keys = case.roles(request.turn), set(request.values)
+    known_from_start = {p.key for p in agreement.server_merged}
+    assert {k for k in sent_keys if not is_aux(k)} == {
         p.key
-        for p in agreement.movable
-        if not (roles[p.key].own or p.key in here) or world.versions[p.key]
+        for p in agreement.exchanged
+        if not (roles[p.key].is_personal or p.key in known_from_start)
+        or global_state.versions[p.key]
     }
-    for name in rest:
-        for key, version in push(agreement, world, name, {}).versions.items():
-            assert version > world.known_by(name).get(key, -1)
+    for name in other_clients:
+        for key, version in make_request(agreement, global_state, name, {}).versions.items():
+            assert version > global_state.versions_of(name).get(key, -1)
 
 
-def law_one_client_that_shares_all_is_plain_training(case: _Case) -> None:
-    """One client and share() are plain local training."""
-    changed = case.method.wraps or case.method.loop is not plain
-    if case.method.plan != share() or case.method.server_optimiser != mean() or changed:
+def check_single_client_equals_local_training(case: _MethodCase) -> None:
+    """Check that one client with `share()` trains like plain local training, up to rounding."""
+    custom_training = case.method.client_hooks or case.method.loop is not plain_fit
+    if case.method.plan != share() or case.method.server_optimizer != mean() or custom_training:
         return
-    name = next(iter(case.rows))
-    federation = case.federation(rows={name: case.rows[name]})
-    plain_model = copy.deepcopy(case.model)
-    for number in (1, 2):
-        federation.commit(federation.round())
-        _train_plainly(case, plain_model, name, number)
-    expected = take(plain_model, case.agreement.params)
-    # Values below the sum's grid are rounded to it, which later steps may carry on.
-    for key, value in federation.world_values().items():
+    name = next(iter(case.examples))
+    federation = case.federation(examples={name: case.examples[name]})
+    local_model = copy.deepcopy(case.model)
+    for round_number in (1, 2):
+        federation.commit(federation.run_round())
+        _train_locally(case, local_model, name, round_number)
+    expected = get_values(local_model, case.agreement.params)
+    # The exact sum rounds small values to its grid, and later steps carry the rounding on.
+    for key, value in federation.global_values().items():
         assert torch.allclose(value, expected[key], rtol=1e-5, atol=1e-7), key
 
 
-def _train_plainly(case: _Case, model: nn.Module, name: str, number: int) -> None:
+def _train_locally(case: _MethodCase, model: nn.Module, name: str, round_number: int) -> None:
+    """Train a model in place for one round on a client's examples, without a federation."""
     from fedplan import seeds
 
-    turn = Turn(round=number, client=name)
-    plain(
+    turn = Turn(round=round_number, client=name)
+    plain_fit(
         Job(
             model=model,
             roles=resolve(share(), case.agreement.params, turn),
-            rows=case.rows[name],
+            examples=case.examples[name],
             loss=case.loss,
-            pace=PACE,
-            seed=seeds.seed("laws", "fit", number, name),
+            train_config=TRAIN_CONFIG,
+            seed=seeds.seed("laws", "fit", round_number, name),
             start={},
         )
     )
 
 
-def law_the_same_again_is_the_same(case: _Case) -> None:
-    """The same seed gives the same bits; the same request the same reply, home advanced once."""
-    one, two = case.federation("a"), case.federation("b")
+def check_runs_are_reproducible(case: _MethodCase) -> None:
+    """Check that two runs with one seed agree bit by bit.
+
+    A repeated request must get the same reply, and must not change the client's state again.
+    """
+    first, second = case.federation("a"), case.federation("b")
     for _ in range(ROUNDS):
-        before = {name: one.clients[name] for name in one.clients}
-        tally = one.round()
-        for name, request in tally.cohort.items():
-            site = before[name]
-            home = digests(site.journal.home()[0])
-            again = local(one.agreement, site, request)
-            assert digests(site.journal.home()[0]) == home
-            assert again.line == tally.lines[name].json()
-        one.commit(tally)
-        two.commit(two.round())
-    assert digests(one.world.values) == digests(two.world.values)
-    for name in one.clients:
-        assert digests(one.clients[name].journal.home()[0]) == digests(
-            two.clients[name].journal.home()[0]
+        clients = {name: first.clients[name] for name in first.clients}
+        round_state = first.run_round()
+        for name, request in round_state.cohort.items():
+            client = clients[name]
+            state = digests(client.journal.client_state()[0])
+            repeated = train_round(first.agreement, client, request)
+            assert digests(client.journal.client_state()[0]) == state
+            assert repeated.ledger_line == round_state.records[name].json()
+        first.commit(round_state)
+        second.commit(second.run_round())
+    assert digests(first.global_state.values) == digests(second.global_state.values)
+    for name in first.clients:
+        assert digests(first.clients[name].journal.client_state()[0]) == digests(
+            second.clients[name].journal.client_state()[0]
         )
 
 
-def law_bytes_are_those_explained(case: _Case) -> None:
-    """The bytes of each message are those that the forecast says, or within its bounds."""
-    announce = case.method.announce
-    after = dict(announce.after) if isinstance(announce, Planned) else dict[str, int]()
-    phases = {name: number for name, number in after.items() if number < ROUNDS}
-    crowd = Crowd({name: {} for name in case.rows})
-    plan, params, fare = case.method.plan, case.agreement.params, case.agreement.fare
-    expected = forecast(plan, params, rounds=ROUNDS, phases=phases, crowd=crowd, fare=fare)
-    view, *others = expected.views
-    if not isinstance(announce, Planned) or others:
+def check_bytes_match_forecast(case: _MethodCase) -> None:
+    """Check that the bytes of every request and update are within the forecast range."""
+    phase_rule = case.method.phase_rule
+    phase_starts = (
+        dict(phase_rule.after) if isinstance(phase_rule, PlannedPhases) else dict[str, int]()
+    )
+    phases = {name: number for name, number in phase_starts.items() if number < ROUNDS}
+    clients = Participants({name: {} for name in case.examples})
+    plan, params, wire_cost = case.method.plan, case.agreement.params, case.agreement.wire_cost
+    forecasts = forecast(
+        plan, params, rounds=ROUNDS, phases=phases, participants=clients, wire_cost=wire_cost
+    )
+    client_forecast, *other_forecasts = forecasts.clients
+    if not isinstance(phase_rule, PlannedPhases) or other_forecasts:
         return
     federation = case.federation()
-    for up, request in zip(view.ups, view.downs, strict=True):
-        tally = federation.round()
-        for client, line in tally.lines.items():
-            assert up[0] <= line.up <= up[1], (client, up, line.up)
-            assert request[0] <= nbytes(tally.cohort[client].values) <= request[1], (
+    for upload_range, download_range in zip(
+        client_forecast.uploads, client_forecast.downloads, strict=True
+    ):
+        round_state = federation.run_round()
+        for client, record in round_state.records.items():
+            assert upload_range[0] <= record.up <= upload_range[1], (
                 client,
-                request,
+                upload_range,
+                record.up,
             )
-        federation.commit(tally)
+            assert (
+                download_range[0] <= nbytes(round_state.cohort[client].values) <= download_range[1]
+            ), (
+                client,
+                download_range,
+            )
+        federation.commit(round_state)
 
 
-LAWS = (
-    law_sent_is_shared_and_own_is_in_no_message,
-    law_the_ledger_proves_what_rested,
-    law_a_param_is_the_mean_over_its_own_senders,
-    law_each_gets_what_it_lacks,
-    law_one_client_that_shares_all_is_plain_training,
-    law_the_same_again_is_the_same,
-    law_bytes_are_those_explained,
+CHECKS = (
+    check_only_shared_params_are_sent,
+    check_ledger_shows_frozen_params,
+    check_mean_over_senders,
+    check_clients_get_missing_updates,
+    check_single_client_equals_local_training,
+    check_runs_are_reproducible,
+    check_bytes_match_forecast,
 )

@@ -26,8 +26,8 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "te
 from deployment import BIN, Deployment, free_ports, until_open
 from study import FACTS, LAB
 
-from fedplan.runners.flower.node import QUIET
-from fedplan.storage.lines import read_lines
+from fedplan.runners.flower.supernode import FLOWER_ENVIRONMENT
+from fedplan.storage.json_lines import read_json_lines
 
 SITES = ["north", "south", "east"]
 PLANS = {
@@ -46,17 +46,17 @@ label = "label"
 labels = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j"]
 max_length = 64
 [data]
-own_test = 0.0
+holdout_fraction = 0.0
 [clients]
 names = ["north", "south", "east"]
-quorum = 3
+min_updates = 3
 [method]
 plan = "{plan}"
 [train]
 rounds = {rounds}
-optimiser = "sgd"
-rate = 1e-3
-batch = 16
+optimizer = "sgd"
+lr = 1e-3
+batch_size = 16
 steps = 2
 """
 STOCK = """
@@ -86,14 +86,14 @@ def train(message: Message, context: Context) -> Message:
         rows = list(csv.DictReader(file))
     words = AutoTokenizer.from_pretrained(MODEL)([r["text"] for r in rows], truncation=True, max_length=64, padding="max_length", return_tensors="pt")
     labels = torch.tensor([ord(r["label"]) - 97 for r in rows])
-    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     model.train()
     for step in range(2):
         part = slice(16 * step, 16 * step + 16)
         loss = model(input_ids=words["input_ids"][part], attention_mask=words["attention_mask"][part], labels=labels[part]).loss
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     content = RecordDict({{"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({{"loss": float(loss), "num-examples": len(rows)}})}})
     return Message(content, reply_to=message)
 
@@ -124,7 +124,9 @@ def ours(fed: Deployment, model: str, plan: str, name: str, rounds: int) -> list
     times.write_text(f"{time.time()}\n")
     while begun.poll() is None:
         try:
-            count = sum("moved" in line for line in read_lines(ledger)) if ledger.exists() else 0
+            count = (
+                sum("moved" in line for line in read_json_lines(ledger)) if ledger.exists() else 0
+            )
         except ValueError:
             continue
         for _ in range(count - seen):
@@ -162,7 +164,7 @@ def stock(place: Path, data: Path, model: str, name: str, rounds: int) -> list[f
     (home / "config.toml").write_text(
         f'[superlink]\ndefault = "l"\n[superlink.l]\naddress = "127.0.0.1:{link}"\ninsecure = true\n'
     )
-    env = {**os.environ, **QUIET, "FLWR_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **FLOWER_ENVIRONMENT, "FLWR_HOME": str(home), "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{BIN}:{env['PATH']}"
     here = ("--insecure", "--host", "127.0.0.1", "--port")
     log = (place / f"{name}.log").open("wb")

@@ -60,28 +60,28 @@ def ours(count: int) -> None:
     from grids import InProcess
 
     from fedplan.federation.agreement import Agreement
-    from fedplan.federation.messages import Update, request_of, update_message
-    from fedplan.federation.patience import Patience
+    from fedplan.federation.messages import Update, read_request, update_message
     from fedplan.federation.server import Server
+    from fedplan.federation.timeouts import Timeouts
     from fedplan.language.plan import share
     from fedplan.methods.method import Method
     from fedplan.models.description import describe
-    from fedplan.models.values import take
+    from fedplan.models.values import get_values
     from fedplan.runners.flower.apps import client_app
-    from fedplan.runners.flower.carrier import Carrier
+    from fedplan.runners.flower.server_loop import ServerLoop
     from fedplan.tensors.message import Message
-    from fedplan.tensors.serialization import packed
-    from fedplan.training.fit import Pace
+    from fedplan.tensors.serialization import pack_message
+    from fedplan.training.fit import TrainConfig
 
     built = model()
-    agreement = Agreement("memory", describe(built), Method(share()), Pace())
+    agreement = Agreement("memory", describe(built), Method(share()), TrainConfig())
     names = [f"client-{number}" for number in range(count)]
 
     def answer(context: Context, kind: str, message: Message) -> Message:
         name = str(context.node_config["name"])
         if kind == "hello":
-            return packed({}, {"client": name, "agreed": agreement.fingerprint, "traits": {}})
-        down = request_of(message)
+            return pack_message({}, {"client": name, "agreed": agreement.fingerprint, "traits": {}})
+        down = read_request(message)
         values = {k: v + 1 for k, v in down.values.items()}
         line = {"round": down.turn.round, "client": name, "weight": 1, "up": 0, "down": 0}
         line |= {"steps": 1, "loss": 0.0}
@@ -90,10 +90,10 @@ def ours(count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         grid = InProcess(client_app(answer), [{"name": name} for name in names])
         server = Server(
-            agreement, take(built, agreement.params), Path(folder), rounds=ROUNDS,
+            agreement, get_values(built, agreement.params), Path(folder), rounds=ROUNDS,
             roster={name: {} for name in names},
         )  # fmt: skip
-        Carrier(grid, server, Patience(look=0.01)).carry()
+        ServerLoop(grid, server, Timeouts(poll_interval=0.01)).run()
 
 
 def main() -> None:

@@ -32,11 +32,11 @@ from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.methods.adapters import add_lora
 from fedplan.models.description import describe
-from fedplan.privacy.dpsgd.fit import DPSGD, Noisy
-from fedplan.privacy.dpsgd.per_example import Subject, trained
-from fedplan.privacy.mechanisms.noise import Noise
-from fedplan.training.fit import Pace
-from fedplan.training.freezing import Marked, mark
+from fedplan.privacy.dpsgd.fit import DPSGDConfig, NoisyGradients
+from fedplan.privacy.dpsgd.per_example import Objective, trained_tensors
+from fedplan.privacy.mechanisms.noise import NoiseStream
+from fedplan.training.fit import TrainConfig
+from fedplan.training.freezing import TrainableParams, trainable
 
 PLANS = {
     "all": "share()",
@@ -51,7 +51,9 @@ MODELS = {
 }
 SIZE = 16
 STEPS = 7
-PRIVATELY = DPSGD(clip=1.0, noise=1.0, expected_batch=SIZE, rate=0.1, steps=1)
+PRIVATELY = DPSGDConfig(
+    max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=SIZE, sampling_rate=0.1, steps=1
+)
 
 
 class Texts:
@@ -93,14 +95,16 @@ def quiet(shape: tuple[int, ...]) -> Tensor:
     return torch.zeros(shape, dtype=torch.float64)
 
 
-def ways(model: nn.Module, marked: Marked, roles: Any, rows: Texts) -> dict[str, Callable[[], Any]]:
+def ways(
+    model: nn.Module, marked: TrainableParams, roles: Any, rows: Texts
+) -> dict[str, Callable[[], Any]]:
     """Each way to a gradient; the noise is a way of its own."""
     whole, leaves = torch.arange(SIZE), dict(marked.named_parameters())
-    subject = Subject(model, trained(model, roles), rows, loss)
-    fast, slow = (Noisy(subject, PRIVATELY, marked, quiet) for _ in range(2))
-    assert not fast.slow, fast.slow
-    slow.slow = "to be measured"
-    noise = Noise.fresh()
+    subject = Objective(model, trained_tensors(model, roles), rows, loss)
+    fast, slow = (NoisyGradients(subject, PRIVATELY, marked, quiet) for _ in range(2))
+    assert not fast.slow_reason, fast.slow_reason
+    slow.slow_reason = "to be measured"
+    noise = NoiseStream.fresh()
 
     def plain() -> None:
         loss(model, rows.batch(whole)).backward()
@@ -117,7 +121,7 @@ def ways(model: nn.Module, marked: Marked, roles: Any, rows: Texts) -> dict[str,
     }
 
 
-def others(model: nn.Module, marked: Marked, rows: Texts) -> dict[str, Callable[[], Any]]:
+def others(model: nn.Module, marked: TrainableParams, rows: Texts) -> dict[str, Callable[[], Any]]:
     """What others do; neither runs our losses as they are."""
     leaves = dict(marked.named_parameters())
     sampled = GradSampleModule(copy.deepcopy(model), loss_reduction="mean")
@@ -155,8 +159,8 @@ def measured(layers: int, tokens: int, plan: str, *, with_others: bool) -> dict[
     """The median seconds of each way's step."""
     model, rows = build(layers, plan), Texts(tokens)
     roles = resolve(parse(PLANS[plan].format(layers // 3)), describe(model), Turn())
-    with mark(model, roles) as marked:
-        optimiser = Pace(rate=1e-4).start(marked)
+    with trainable(model, roles) as marked:
+        optimizer = TrainConfig(lr=1e-4).make_optimizer(marked)
         found = ways(model, marked, roles, rows)
         found |= others(model, marked, rows) if with_others else {}
         times: dict[str, list[float]] = {way: [] for way in found}
@@ -165,9 +169,9 @@ def measured(layers: int, tokens: int, plan: str, *, with_others: bool) -> dict[
                 started = time.process_time()
                 gradients()
                 if way != "noise":
-                    optimiser.step()
+                    optimizer.step()
                 seconds = time.process_time() - started
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 if number:
                     times[way].append(seconds)
     return {way: statistics.median(seconds) for way, seconds in times.items()}

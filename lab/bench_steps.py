@@ -24,8 +24,8 @@ from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.description import describe
 from fedplan.models.params import Block
-from fedplan.training.fit import Pace
-from fedplan.training.freezing import mark
+from fedplan.training.fit import TrainConfig
+from fedplan.training.freezing import trainable
 
 PLANS: dict[str, Plan] = {
     "full": share(),
@@ -66,17 +66,17 @@ MODELS = {
 def step(model: nn.Module, batch: dict[str, Tensor], plan: Plan) -> float:
     """Seconds of one step with AdamW, its memory fresh, the marking not counted."""
     params = describe(model)
-    with mark(model, resolve(plan, params, Turn(scores={Block("encoder", 0): 0.0}))) as marked:
-        optimiser = Pace(rate=1e-4).start(marked)
+    with trainable(model, resolve(plan, params, Turn(scores={Block("encoder", 0): 0.0}))) as marked:
+        optimizer = TrainConfig(lr=1e-4).make_optimizer(marked)
         started = time.perf_counter()
         model(**batch).loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         return time.perf_counter() - started
 
 
 def flops(model: nn.Module, batch: dict[str, Tensor], plan: Plan) -> int:
-    with mark(model, resolve(plan, describe(model), Turn())) as marked:
+    with trainable(model, resolve(plan, describe(model), Turn())) as marked:
         list(marked.parameters())
         with FlopCounterMode(display=False) as counter:
             model(**batch).loss.backward()

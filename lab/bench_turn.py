@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 from fedplan.language.parser import parse
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
-from fedplan.reports.memory import Load, memory_of
-from fedplan.training.freezing import mark
+from fedplan.reports.memory import TrainingStep, estimate_memory
+from fedplan.training.freezing import trainable
 
 OUT = Path(__file__).parent / "results" / "bench_turn.txt"
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -88,40 +88,45 @@ def measured(model: nn.Module, plan: str, batch: dict[str, Tensor]) -> tuple[int
     """What a step saves, and the most that is alive in it."""
     params = describe(model)
     model.train()
-    with mark(model, resolve(parse(plan), params, Turn(1, "a"))) as marked:
-        optimiser = torch.optim.AdamW(list(marked.parameters()))
+    with trainable(model, resolve(parse(plan), params, Turn(1, "a"))) as marked:
+        optimizer = torch.optim.AdamW(list(marked.parameters()))
         found = saved(model, batch)
-        optimiser.step()
-        optimiser.zero_grad()
-        states = [t for s in optimiser.state.values() for t in s.values() if t.dim()]
+        optimizer.step()
+        optimizer.zero_grad()
+        states = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
         held = [*model.parameters(), *states]
         alive = Alive(sum(t.nbytes for t in held))
         alive.before = {t.untyped_storage().data_ptr() for t in [*held, *batch.values()]}
         with alive:
             model(**batch).loss.backward()
-            optimiser.step()
+            optimizer.step()
     return found, alive.most
 
 
 def compared(
-    name: str, make: Callable[[], nn.Module], plan: str, step: Load, words: int, labels: bool
+    name: str,
+    make: Callable[[], nn.Module],
+    plan: str,
+    step: TrainingStep,
+    words: int,
+    labels: bool,
 ) -> str:
     model = make()
     if plan == LORA:
-        adapt = method_named("fedit", {"rank": 4, "with_head": False}).adapt
+        adapt = method_by_name("fedit", {"rank": 4, "with_head": False}).adapt
         assert adapt is not None
         model = adapt(model)
-    if step.checkpointing:
+    if step.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
-    ids = torch.randint(words, (step.batch, step.length))
+    ids = torch.randint(words, (step.batch_size, step.sequence_length))
     batch = {
         "input_ids": ids,
-        "labels": torch.zeros(step.batch, dtype=torch.long) if labels else ids,
+        "labels": torch.zeros(step.batch_size, dtype=torch.long) if labels else ids,
     }
     params = describe(model)
-    said = memory_of(params, resolve(parse(plan), params, Turn(1, "a")), step)
+    said = estimate_memory(params, resolve(parse(plan), params, Turn(1, "a")), step)
     kept, most = measured(model, plan, batch)
-    logs = 4 * step.tokens * words if said.answers else 0
+    logs = 4 * step.tokens * words if said.logits else 0
     about = said.activations + logs
     return (
         f"{name:28} {plan:34} {about / 1e6:9.2f} {kept / 1e6:9.2f} {about / max(kept, 1):6.2f}"
@@ -149,9 +154,13 @@ def gpt2(**settings: Any) -> nn.Module:
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    small, again, mid = Load(4, 64), Load(4, 64, checkpointing=True), Load(4, 128)
+    small, again, mid = (
+        TrainingStep(4, 64),
+        TrainingStep(4, 64, gradient_checkpointing=True),
+        TrainingStep(4, 128),
+    )
     gpt = {"vocab_size": 2000, "n_embd": 64, "n_layer": 3, "n_head": 4}
-    cases: list[tuple[str, Callable[[], nn.Module], str, Load, int, bool]] = [
+    cases: list[tuple[str, Callable[[], nn.Module], str, TrainingStep, int, bool]] = [
         *(
             ("bert, 0.3 M", lambda: bert(**TINY), p, small, 2000, True)
             for p in (ALL, TOP, HEAD, LORA)

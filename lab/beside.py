@@ -16,25 +16,26 @@ from statistics import mean
 from typing import Any
 
 from fedplan.errors import FedplanError
-from fedplan.storage.files import put_file
-from fedplan.studies.schema import study_of
-from fedplan.studies.stage import guarantee_of
-from fedplan.sweeps.results import RunResult, result_of
-from fedplan.sweeps.statistics import interval
-from fedplan.sweeps.sweeping import played
-from fedplan.sweeps.tables import table
+from fedplan.storage.files import write_atomic
+from fedplan.studies.experiment import privacy_guarantee
+from fedplan.studies.schema import study_from_dict
+from fedplan.sweeps.results import RunResult, read_run_result
+from fedplan.sweeps.statistics import mean_interval
+from fedplan.sweeps.sweeping import run_trials
+from fedplan.sweeps.tables import markdown_table
 from fedplan.sweeps.trials import Trial
 from lab.bench.facts import facts_of
 from lab.decide.places import placed, places_of
 from lab.study import LAB, variants
+from lab.words import translate_study
 
 SETS = ("fashion", "digits", "medquad")
 RESULTS = LAB / "results" / "beside"
-PAGE = LAB.parent / "docs" / "beside.md"
+PAGE = LAB / "pages" / "beside.md"
 MARK = "## The tables\n"
 BASE, PLAIN, UNMOVED = "fedavg", "fedavg-sgd", "local-only"
 """Whose last score the others are to reach; what private runs are held against, for they take its
-optimiser; and whose world nobody trains."""
+optimizer; and whose world nobody trains."""
 NEVER = "not reached"
 
 
@@ -77,10 +78,10 @@ def write_kept(name: str, runs: Runs) -> None:
     """Keep runs, a line each."""
     lines = ",\n".join(json.dumps(asdict(each)) for each in runs.values())
     RESULTS.mkdir(parents=True, exist_ok=True)
-    put_file(RESULTS / f"{name}.json", f"[\n{lines}\n]\n".encode())
+    write_atomic(RESULTS / f"{name}.json", f"[\n{lines}\n]\n".encode())
 
 
-def mark_of(said: Mapping[str, Any]) -> str:
+def study_digest(said: Mapping[str, Any]) -> str:
     """Tells two studies apart by all their words, before folders are put in."""
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -98,7 +99,7 @@ def current(name: str) -> Runs:
     """The kept runs of a data set that are of its study as it stands; others count for nothing."""
     asked = {(variant, seed): said for of, variant, seed, said in asked_for() if of == name}
     kept = read_kept(name).items()
-    return {key: run for key, run in kept if key in asked and run.study == mark_of(asked[key])}
+    return {key: run for key, run in kept if key in asked and run.study == study_digest(asked[key])}
 
 
 def todo() -> list[tuple[str, str, int, dict[str, Any]]]:
@@ -110,28 +111,28 @@ def todo() -> list[tuple[str, str, int, dict[str, Any]]]:
 def play(said: dict[str, Any], variant: str, folder: Path, places: Mapping[str, str]) -> Kept:
     """Play a run, or go on with it, in a folder of its own."""
     seed, name = said["seed"], f"{variant}-{said['seed']}"
-    study = study_of(placed(said, places, seed))
+    study = study_from_dict(translate_study(placed(said, places, seed)))
     began = time.process_time()
-    swept = played(folder, [Trial(name, study)])
+    swept = run_trials(folder, [Trial(name, study)])
     cpu = time.process_time() - began
-    if name in swept.left:
+    if name in swept.unfinished:
         raise FedplanError(f"{name}: {swept.failures.get(name, 'was asked to stop')}")
-    found = result_of(folder / name)
-    guarantee, own = guarantee_of(study), found.curve("personal.mean")
+    found = read_run_result(folder / name)
+    guarantee, own = privacy_guarantee(study), found.curve(f"personal.{found.primary}")
     return Kept(
         variant=variant,
         seed=seed,
-        study=mark_of(said),
+        study=study_digest(said),
         plan=found.plan,
         whole="keep(" not in found.plan,
-        seconds=round(swept.ends[name].seconds, 1),
+        seconds=round(swept.results[name].seconds, 1),
         cpu=round(cpu, 1),
         up=[int(row["up"]) for row in found.metrics],
         rounds=[number for number, _ in own],
-        world=_curve(found, f"world.{found.primary}"),
-        own=_curve(found, "personal.mean"),
-        worst=_curve(found, "personal.worst"),
-        epsilon=[guarantee.forecast(number) for number, _ in own] if guarantee else [],
+        world=_curve(found, f"global.{found.primary}"),
+        own=_curve(found, f"personal.{found.primary}"),
+        worst=_curve(found, f"personal.{found.primary}_worst"),
+        epsilon=[guarantee.forecast_epsilon(number) for number, _ in own] if guarantee else [],
         facts=facts_of(LAB.parent),
     )
 
@@ -176,7 +177,7 @@ def spent(run: Kept, place: int) -> float:
 
 def spread(numbers: Sequence[float]) -> str:
     """A mean with its interval, as narrow as it can be said."""
-    return interval(numbers).text(2)
+    return mean_interval(numbers).text(2)
 
 
 def tables() -> str:
@@ -196,11 +197,11 @@ def told(runs: Runs) -> str:
     names = sorted({variant for variant, _ in runs}, key=lambda name: -_own(runs, name))
     open_ = [name for name in names if not _private(runs, name)]
     heads = ["method", "own", "minus fedavg", "worst", "world", "MB up", "MB until", "CPU s"]
-    parts = [table(heads, [row(runs, name) for name in open_])]
+    parts = [markdown_table(heads, [row(runs, name) for name in open_])]
     heads = ["private", "epsilon", "own", "worst", "world", f"world minus {PLAIN}"]
     heads += ["epsilon until", "CPU s"]
     closed = [private_row(runs, name) for name in names if name not in open_]
-    return "\n".join([*parts, *([table(heads, closed)] if closed else [])])
+    return "\n".join([*parts, *([markdown_table(heads, closed)] if closed else [])])
 
 
 def _private(runs: Runs, name: str) -> bool:
@@ -272,7 +273,7 @@ def play_all(
     for number, (name, variant, seed, said) in enumerate(left, 1):
         if time.monotonic() > last:
             break
-        here = folder / f"{name}-{mark_of(said)}"
+        here = folder / f"{name}-{study_digest(said)}"
         try:
             found = play(said, variant, here, places)
         except FedplanError as error:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModel, AutoTokenizer
 
-from fedplan.models.images import centre_of, drawn
+from fedplan.models.images import image_mean_std, image_tensor
 from lab.prepare import CIFAR
 
 SIZE, BLOCKS, WIDTH, BATCH = 70, 6, 256, 64
@@ -74,10 +74,12 @@ def written(classes: list[str]) -> Iterator[tuple[str, ...]]:
 
 @torch.no_grad()
 def pooled(tower: Any, pictures: list[bytes], source: str) -> Tensor:
-    mean, std = centre_of(source)
+    mean, std = image_mean_std(source)
     found = list[Tensor]()
     for start in range(0, len(pictures), BATCH):
-        drawings = [drawn(each, SIZE, cubic=True) for each in pictures[start : start + BATCH]]
+        drawings = [
+            image_tensor(each, SIZE, cubic=True) for each in pictures[start : start + BATCH]
+        ]
         pixels = (torch.stack(drawings).float() / 255 - mean) / std
         found.append(tower(pixels, interpolate_pos_encoding=True).pooler_output)
     return torch.cat(found)
@@ -107,16 +109,16 @@ def cifar(data: Path, tower: Any, source: str) -> Seen:
 
 def trained(sets: list[Seen], firsts: list[list[Tensor]]) -> Bridge:
     bridge = Bridge(sets[0].pooled.shape[1], firsts[0][0].shape[1])
-    optimiser = torch.optim.AdamW(bridge.parameters(), 1e-3)
+    optimizer = torch.optim.AdamW(bridge.parameters(), 1e-3)
     steps = EPOCHS * sum(len(each.pooled) for each in sets) // BATCH
     for _ in range(steps):
         number = int(torch.multinomial(torch.tensor([float(len(s.pooled)) for s in sets]), 1))
         seen, rows = sets[number], torch.randint(len(sets[number].pooled), (BATCH,))
         said = [(f, w) for f, w in zip(firsts[number], seen.which, strict=True)]
         loss = torch.stack([cross_entropy(bridge(seen.pooled[rows], f), w[rows]) for f, w in said])
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.mean().backward()
-        optimiser.step()
+        optimizer.step()
     return bridge
 
 

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedplan.runners.crews.workers import workers_of
+from fedplan.runners.executors.config import make_pool_config
 from fedplan.runners.simulation import Simulation
-from fedplan.studies.schema import Study, placed, study_of
+from fedplan.studies.schema import Study, resolve_paths, study_from_dict
 from fedplan.tensors.named import digests
 
 STEPS, BATCH, SEED = 4, 16, 0
@@ -43,22 +43,22 @@ def study(clients: int, rounds: int) -> Study:
     )
     said = {
         "name": "crew",
-        "model": {"type": "vit", "settings": VIT},
+        "model": {"type": "vit", "config": VIT},
         "task": {
             "kind": "image-classification", "input": "image", "label": "digit", "image_size": 32,
             "labels": list(range(10)),
         },
-        "data": {"path": "rows.npz", "split": "train", "clients": clients, "own_test": 0.0},
+        "data": {"path": "rows.npz", "split": "train", "num_clients": clients, "holdout_fraction": 0.0},
         "method": {"name": "fedavg"},
-        "train": {"rounds": rounds, "batch": BATCH, "steps": STEPS},
+        "train": {"rounds": rounds, "batch_size": BATCH, "steps": STEPS},
     }  # fmt: skip
-    return placed(study_of(said), Path.cwd())
+    return resolve_paths(study_from_dict(said), Path.cwd())
 
 
 def told(made: Study, folder: Path, runner: str, workers: int) -> dict[str, Any]:
     began = time.perf_counter()
-    hired = workers_of(runner, workers if runner != "local" else None)
-    whole = Simulation(made, folder, workers=hired)
+    hired = make_pool_config(runner, workers if runner != "local" else None)
+    whole = Simulation(made, folder, pool_config=hired)
     ends = [time.perf_counter() for _ in closed(whole)]
     rounds = [after - before for before, after in pairwise(ends)]
     return {
@@ -67,7 +67,7 @@ def told(made: Study, folder: Path, runner: str, workers: int) -> dict[str, Any]
         "start-up and first round, s": round(ends[0] - began, 2),
         "a round, s": round(median(rounds), 3),
         "rounds, s": [round(each, 3) for each in rounds],
-        "world": sorted(digests(whole.federation.world_values()).values()),
+        "world": sorted(digests(whole.federation.global_values()).values()),
     }
 
 
@@ -94,7 +94,9 @@ def main() -> None:
         print(
             json.dumps(row | {"of the first": round(row["a round, s"] / rows[0]["a round, s"], 3)})
         )
-    print("all worlds have the same bits" if len(worlds) == 1 else "THE WORLDS DIFFER")
+    print(
+        "all global models have the same bits" if len(worlds) == 1 else "THE GLOBAL MODELS DIFFER"
+    )
 
 
 if __name__ == "__main__":

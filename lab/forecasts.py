@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from study import FACTS, LAB, in_place
+from words import translate_study
 
 from fedplan.errors import FedplanError
-from fedplan.reports.preview import foreseen_of, stated
-from fedplan.runners.door import run_study
-from fedplan.studies.schema import read_study, study_of
-from fedplan.studies.stage import stage_of
-from fedplan.sweeps.rehearsals import rehearse
-from fedplan.sweeps.tables import table
+from fedplan.reports.explain_study import explain_experiment
+from fedplan.reports.privacy_statements import read_privacy_statement
+from fedplan.runners.api import run_study
+from fedplan.studies.experiment import build_experiment
+from fedplan.studies.schema import read_study, study_from_dict
+from fedplan.sweeps.cost_estimate import estimate
+from fedplan.sweeps.tables import markdown_table
 
 RESULTS = LAB / "results"
 STUDY = LAB.parent / "examples" / "digits.toml"
@@ -49,10 +51,10 @@ def bytes_of(result: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
     said = in_place(result["study"], places)
     for section, names in GONE.items():
         said[section] = {k: v for k, v in said.get(section, {}).items() if k not in names}
-    study = study_of(said)
-    stage = stage_of(study)
-    views = foreseen_of(study, stage)[0].forecast.views
-    if sum(p.numel for p in stage.agreement.params) != result["params"]:
+    study = study_from_dict(translate_study(said))
+    experiment = build_experiment(study)
+    views = explain_experiment(study, experiment)[0].forecast.clients
+    if sum(p.numel for p in experiment.agreement.params) != result["params"]:
         raise FedplanError("the model has another number of params")
     return {
         way: [min(getattr(v, f"{way}_span")[0] for v in views), max(getattr(v, way) for v in views)]
@@ -88,12 +90,12 @@ def epsilon() -> dict[str, float]:
     change = ["train.rounds=5", "privacy.unit=client", "privacy.epsilon=4.0", "evaluate.every=5",
               f"task.labels=[{labels}]"]  # fmt: skip
     study = read_study(STUDY, change)
-    _, statement = foreseen_of(study, stage_of(study))
+    _, statement = explain_experiment(study, build_experiment(study))
     assert statement is not None
     with tempfile.TemporaryDirectory() as folder:
         run_study(study, Path(folder) / "run")
-        spent = stated(Path(folder) / "run").spent
-    return {"forecast": statement.guarantee.forecast(5), "spent": spent}
+        spent = read_privacy_statement(Path(folder) / "run").epsilon_spent
+    return {"forecast": statement.guarantee.forecast_epsilon(5), "spent": spent}
 
 
 def seconds() -> list[dict[str, Any]]:
@@ -101,9 +103,9 @@ def seconds() -> list[dict[str, Any]]:
     found = list[dict[str, Any]]()
     rounds = read_study(STUDY).train.rounds
     for method in METHODS:
-        short, whole = (rehearse(STUDY, [method], rounds=n).prices[0] for n in (2, rounds))
+        short, whole = (estimate(STUDY, [method], rounds=n).costs[0] for n in (2, rounds))
         assert short.measured is not None and whole.measured is not None
-        steps = (short.measured.step, whole.measured.step)
+        steps = (short.measured.step_seconds, whole.measured.step_seconds)
         found.append({"method": method, "rounds": rounds, "forecast": steps[0], "measured": steps[1],
                       "off": steps[0] / steps[1] - 1, "score_after_2": short.measured.score,
                       "score_after_all": whole.measured.score})  # fmt: skip
@@ -111,7 +113,7 @@ def seconds() -> list[dict[str, Any]]:
 
 
 def lines(found: dict[str, Any]) -> list[list[str]]:
-    """The table of docs/sweeps.md."""
+    """The table of lab/pages/forecasts.md."""
     told = [each for each in found["bytes"].values() if "left_out" not in each]
     rows = list[list[str]]()
     for way in ("up", "down"):
@@ -150,7 +152,7 @@ def main() -> None:
         if not said.bytes:
             found |= {"epsilon": epsilon(), "seconds": seconds()}
         kept.write_text(json.dumps(found, indent=1) + "\n")
-    print(table(["forecast", "of", "off by"], lines(found)), end="")
+    print(markdown_table(["forecast", "of", "off by"], lines(found)), end="")
 
 
 if __name__ == "__main__":

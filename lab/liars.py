@@ -25,19 +25,19 @@ from torch.nn.functional import cross_entropy
 import fedplan as fp
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
+from fedplan.federation.client_round import train_round
 from fedplan.federation.messages import Request, Update
-from fedplan.federation.record import joined, parted
-from fedplan.federation.turns import local
-from fedplan.runners.crews import crew as runner
-from fedplan.storage.lines import read_lines
+from fedplan.federation.record import join_digests, split_digests
+from fedplan.runners.executors import executor as runner
+from fedplan.storage.json_lines import read_json_lines
 from fedplan.tensors.named import digests
 
 HEAVY, ROUNDS, SEEDS = 2**27, 12, (0, 1, 2)
 RESULT = LAB / "results" / "liars-digits.json"
 DEFENCES: dict[str, dict[str, Any]] = {
     "mean": {},
-    "share-cap": {"share_cap": 0.25},
-    "caps-and-bound": {"share_cap": 0.25, "change_bound": 1.5},
+    "share-cap": {"max_weight_fraction": 0.25},
+    "caps-and-bound": {"max_weight_fraction": 0.25, "max_norm_ratio": 1.5},
     "median": {"rule": "median"},
     "trimmed-mean": {"rule": "trimmed-mean"},
     "krum": {"rule": "krum"},
@@ -121,14 +121,18 @@ def lying(liar: str, change: Change, weight: int) -> Callable[..., Update]:
     """A client's turn; the liar's update is another, and its record fits that."""
 
     def turn(agreement: Agreement, client: Client, request: Request) -> Update:
-        update = local(agreement, client, request)
+        update = train_round(agreement, client, request)
         if client.name != liar:
             return update
-        values = {k: change(client.seen[k], value) for k, value in update.values.items()}
-        after = parted(agreement.params, update.line["after"]) | digests(values)
+        values = {k: change(client.received[k], value) for k, value in update.values.items()}
+        after = split_digests(agreement.params, update.ledger_line["after"]) | digests(values)
         says = weight or update.weight
-        line = {**update.line, "after": joined(agreement.params, after), "weight": says}
-        return replace(update, values=values, weight=says, line=line)
+        line = {
+            **update.ledger_line,
+            "after": join_digests(agreement.params, after),
+            "weight": says,
+        }
+        return replace(update, values=values, weight=says, ledger_line=line)
 
     return turn
 
@@ -146,8 +150,8 @@ def one(defence: dict[str, Any], lie: str, seed: int) -> dict[str, Any]:
             metrics=scores,
             primary="accuracy",
             test=test,
-            train={"rounds": ROUNDS, "batch": 64, "rate": 5e-3, "schedule": "cosine"},
-            evaluate={"every": ROUNDS, "batch": 512},
+            train={"rounds": ROUNDS, "batch_size": 64, "lr": 5e-3, "lr_scheduler": "cosine"},
+            evaluate={"every": ROUNDS, "batch_size": 512},
             defence=defence,
             seed=seed,
             folder=Path(place) / "run",
@@ -155,12 +159,12 @@ def one(defence: dict[str, Any], lie: str, seed: int) -> dict[str, Any]:
         )
         if lie == "gone":
             del run.federation.clients["site-4"]
-        runner.local = lying("site-4", *LIES[lie])
+        runner.train_round = lying("site-4", *LIES[lie])
         run.run()
         found = run.metrics[-1]
-        lines = [x for x in read_lines(Path(place) / "run" / "ledger.jsonl") if "moved" in x]
+        lines = [x for x in read_json_lines(Path(place) / "run" / "ledger.jsonl") if "moved" in x]
     told = {"done": lines[-1].get("defence"), "warnings": lines[-1].get("warnings", [])}
-    return {"accuracy": found["world.accuracy"], "loss": found["world.loss"], **told}
+    return {"accuracy": found["global.accuracy"], "loss": found["global.loss"], **told}
 
 
 def main() -> None:

@@ -30,16 +30,16 @@ from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.global_state import GLOBAL_FOLDER
 from fedplan.federation.messages import Request, Update
 from fedplan.federation.participation import Participation
-from fedplan.federation.record import VERSION, joined, read_turn
+from fedplan.federation.record import VERSION, join_digests, read_turn
 from fedplan.federation.server import Server
-from fedplan.federation.world import WORLD
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
-from fedplan.models.values import take
+from fedplan.models.values import get_values
 from fedplan.tensors.named import digests
-from fedplan.training.fit import Pace
+from fedplan.training.fit import TrainConfig
 
 OUT = Path(__file__).parent / "results" / "many-clients.json"
 ROWS = (
@@ -75,18 +75,18 @@ class Fake:
 
     def __init__(self, server: Server) -> None:
         self.server, self.agreement = server, server.agreement
-        drawn = torch.Generator().manual_seed(server.world.round)
+        drawn = torch.Generator().manual_seed(server.global_state.round)
         self.values = {
             key: value + 1e-3 * torch.randn(value.shape, generator=drawn)
-            for key, value in server.world.values.items()
+            for key, value in server.global_state.values.items()
         }
         self.up = sum(value.nbytes for value in self.values.values())
-        self.before = joined(self.agreement.params, digests(server.world.values))
-        self.after = joined(self.agreement.params, digests(self.values))
+        self.before = join_digests(self.agreement.params, digests(server.global_state.values))
+        self.after = join_digests(self.agreement.params, digests(self.values))
 
     def line(self, request: Request) -> dict[str, Any]:
         """What a client says of its turn, as a message brings it: texts of its own."""
-        sizes, roles = self.agreement.sizes, "S" * len(self.agreement.params)
+        sizes, roles = self.agreement.download_bytes, "S" * len(self.agreement.params)
         said: dict[str, Any] = {
             **{"kind": "turn", "version": VERSION, "round": request.turn.round},
             **{"client": request.turn.client, "phase": "", "traits": {}, "roles": roles},
@@ -99,43 +99,45 @@ class Fake:
     def update(self, request: Request, line: dict[str, Any]) -> Update:
         """What a client hands back."""
         values: dict[str, Tensor] = {key: value.clone() for key, value in self.values.items()}
-        return Update(request.turn.client, request.name, request.agreed, values, 10, line)
+        return Update(request.turn.client, request.name, request.agreement_digest, values, 10, line)
 
 
 def served(asked: int, registered: int, folder: Path, rounds: int) -> Server:
     """A server of so many registered clients."""
     torch.manual_seed(0)
     model = ViTForImageClassification(ViTConfig(**SHAPE, **SIZES))
-    agreement = Agreement("many", describe(model), method_named("fedavg"), Pace(steps=4))
+    agreement = Agreement("many", describe(model), method_by_name("fedavg"), TrainConfig(steps=4))
     return Server(
         agreement,
-        take(model, agreement.params),
+        get_values(model, agreement.params),
         folder,
         rounds=rounds,
         roster={f"client-{i:07}": {} for i in range(registered)},
-        participation=Participation(share=asked / registered),
+        participation=Participation(fraction=asked / registered),
     )
 
 
 def play(server: Server, spent: dict[str, float], taken: int) -> tuple[int, float]:
     """Play a round by hand; the most bytes in memory, and those that a client more takes."""
-    tally, fake = timed(spent, "begin", server.begin), Fake(server)
-    first, began, step = len(tally.cohort) // 10, 0, max(1, len(tally.cohort) // taken)
-    for number, request in enumerate(list(tally.cohort.values())):
+    round_state, fake = timed(spent, "begin", server.begin_round), Fake(server)
+    first, began, step = len(round_state.cohort) // 10, 0, max(1, len(round_state.cohort) // taken)
+    for number, request in enumerate(list(round_state.cohort.values())):
         line = fake.line(request)
         if number % step == 0:
-            timed(spent, "take", partial(server.take, tally, fake.update(request, line)))
+            timed(spent, "take", partial(server.take, round_state, fake.update(request, line)))
             spent["taken"] = spent.get("taken", 0) + 1
         else:
-            tally.lines[request.turn.client] = read_turn(line)
-            tally.heard.append(request.turn.client)
-            tally.counted.append(request.turn.client)
+            round_state.records[request.turn.client] = read_turn(line)
+            round_state.responded.append(request.turn.client)
+            round_state.aggregated.append(request.turn.client)
         began = resident() if number == first else began
-    assert len(tally.counted) == len(tally.cohort), list(tally.rejected.items())[:1]
+    assert len(round_state.aggregated) == len(round_state.cohort), list(
+        round_state.rejected.items()
+    )[:1]
     most = resident()
-    timed(spent, "end", partial(server.end, tally))
-    timed(spent, "commit", partial(server.commit, tally))
-    return most, (most - began) / (len(tally.cohort) - first)
+    timed(spent, "end", partial(server.close_round, round_state))
+    timed(spent, "commit", partial(server.commit, round_state))
+    return most, (most - began) / (len(round_state.cohort) - first)
 
 
 def row(asked: int, registered: int, rounds: int, taken: int, folder: Path) -> dict[str, Any]:
@@ -144,23 +146,31 @@ def row(asked: int, registered: int, rounds: int, taken: int, folder: Path) -> d
     spent = dict[str, float]()
     server = timed(spent, "open", partial(served, asked, registered, folder, rounds))
     most, each = max(play(server, spent, taken) for _ in range(rounds))
-    world, values = server.world, sum(v.nbytes for v in server.world.values.values())
+    global_state, values = (
+        server.global_state,
+        sum(v.nbytes for v in server.global_state.values.values()),
+    )
     del server
     opened = dict[str, float]()
     again = timed(opened, "open", partial(served, asked, registered, folder, rounds))
     assert len(timed(opened, "history", lambda: again.history)) == rounds
-    tensors = next((folder / WORLD).glob(f"{rounds}.*.safetensors")).stat().st_size
+    tensors = next((folder / GLOBAL_FOLDER).glob(f"{rounds}.*.safetensors")).stat().st_size
     ledger = sum(file.stat().st_size for file in folder.glob("ledger*.jsonl"))
     turns = asked * rounds
     return {
-        **{"asked": asked, "registered": registered, "rounds": rounds, "heard": len(world.met)},
+        **{
+            "asked": asked,
+            "registered": registered,
+            "rounds": rounds,
+            "heard": len(global_state.client_sync),
+        },
         "take ms a client": round(1e3 * spent["take"] / spent["taken"], 3),
         **{f"{what} ms a client": round(1e3 * spent[what] / turns, 4) for what in PARTS},
         "taken": int(spent["taken"]),
         "kB a client of a round in memory": round(each / 1e3, 2),
         "resident MB": round(most / 1e6, 1),
         "checkpoint bytes beside values": tensors - values,
-        "manifest bytes": (folder / WORLD / f"{rounds}.json").stat().st_size,
+        "manifest bytes": (folder / GLOBAL_FOLDER / f"{rounds}.json").stat().st_size,
         "ledger bytes a turn": round(ledger / turns),
         **{f"{what} s": round(spent[what] / rounds, 3) for what in PARTS},
         "open s": round(spent["open"], 3),

@@ -3,7 +3,7 @@
 
 `python -m lab.masking --fresh` measures on one core and writes lab/results/masking/costs.json row by
 row; without `--fresh` it goes on after the last row. `python -m lab.masking --table` prints the
-table of docs/design/secure-sums.md from that file. Seconds are those of one core, of one site and of
+table of lab/pages/masking.md from that file. Seconds are those of one core, of one site and of
 the server; the plain sum is of float32. Beside them stands what Flower's own SecAgg+ takes of a
 site for as many neighbours, by the steps of its client: no message of it is sent.
 """
@@ -27,11 +27,11 @@ from flwr.common.secure_aggregation import ndarrays_arithmetic as arithmetic
 from flwr.common.secure_aggregation.quantization import quantize
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 
-from fedplan.privacy.masking.ciphers import MaskingError, node_public
-from fedplan.privacy.masking.diary import Unwritten
-from fedplan.privacy.masking.server import MaskingServer, Opened
-from fedplan.privacy.masking.site import MaskingSite
-from fedplan.privacy.masking.terms import Slot, Terms
+from fedplan.privacy.secagg.client import ProtocolClient
+from fedplan.privacy.secagg.crypto import SecAggError, node_public_key
+from fedplan.privacy.secagg.round_progress import MemoryProgressStore
+from fedplan.privacy.secagg.server import ProtocolServer, UnmaskedSums
+from fedplan.privacy.secagg.terms import Slot, Terms
 from fedplan.tensors.sums import ExactSum
 from lab.bench.facts import facts_of
 
@@ -73,53 +73,53 @@ def measured(count: int, numbers: int, lost: int) -> dict[str, float]:
     """One round of so many sites with one slot of so many numbers, of which some sites are lost."""
     names = [f"site{n:03}" for n in range(count)]
     keys = {name: generate_private_key(SECP384R1()) for name in names}
-    known = {name: node_public(key) for name, key in keys.items()}
+    known = {name: node_public_key(key) for name, key in keys.items()}
     slots = (Slot("body", numbers),)
     agreed = Terms("lab", "a", "f", 1, "b", count // 2 + 1, 2, slots)
-    notes = {name: Unwritten() for name in names}
-    sites = {n: MaskingSite(n, keys[n], known, notes[n]) for n in names}
-    server, me = MaskingServer(agreed, known), sites[names[0]]
+    notes = {name: MemoryProgressStore() for name in names}
+    sites = {n: ProtocolClient(n, keys[n], known, notes[n]) for n in names}
+    server, me = ProtocolServer(agreed, known), sites[names[0]]
     up = down = spent = served = 0.0
     for name in names:
-        advert, took = seconds(sites[name].advertise, agreed, ["body"])
-        served += seconds(server.advertised, advert)[1]
+        advert, took = seconds(sites[name].advertise_keys, agreed, ["body"])
+        served += seconds(server.accept_advert, advert)[1]
         if sites[name] is me:
             up, spent = up + size_of(asdict(advert)), spent + took
-    roster = server.adverts()
+    roster = server.roster()
     down += size_of(asdict(roster))
     for name in names:
-        boxes, took = seconds(sites[name].share, roster)
-        server.shared(boxes)
+        boxes, took = seconds(sites[name].share_secrets, roster)
+        server.accept_shares(boxes)
         if sites[name] is me:
             up, spent = up + size_of(asdict(boxes)), spent + took
-    down += size_of(asdict(server.delivery(names[0])))
+    down += size_of(asdict(server.shares_for(names[0])))
     there, change = names[: count - lost], np.arange(numbers, dtype=np.uint64)
-    masked, took = seconds(me.mask, server.delivery(names[0]), {"body": change}, 100)
-    up, spent = up + size_of(dict(masked.parts)), spent + took
+    masked, took = seconds(me.mask_input, server.shares_for(names[0]), {"body": change}, 100)
+    up, spent = up + size_of(dict(masked.vectors)), spent + took
     whole = count * count * numbers <= WHOLE
     if not whole:
         change = np.zeros(0, np.uint64)  # it is not needed any more
     for name in there:
         if whole and name != names[0]:
-            masked = sites[name].mask(server.delivery(name), {"body": change}, 100)
+            masked = sites[name].mask_input(server.shares_for(name), {"body": change}, 100)
         elif name != names[0]:
-            held, boxes = notes[name].read(), dict(server.delivery(name).boxes)
+            held, boxes = notes[name].read(), dict(server.shares_for(name).ciphertexts)
             assert held is not None
-            notes[name].write(replace(held, boxes=boxes, masked="as the first"))
-        served += seconds(server.add, replace(masked, site=name))[1]
+            notes[name].write(replace(held, ciphertexts=boxes, masked_digest="as the first"))
+        served += seconds(server.add_masked_input, replace(masked, client=name))[1]
     del masked, change
-    survivors = server.survivors()
+    survivors = server.survivor_list()
     down += size_of(asdict(survivors))
     for name in there:
-        consent, took = seconds(sites[name].consent, survivors)
-        served += seconds(server.consented, consent)[1]
+        consent, took = seconds(sites[name].sign_survivors, survivors)
+        served += seconds(server.accept_signature, consent)[1]
         if sites[name] is me:
             up, spent = up + size_of(asdict(consent)), spent + took
-    consents = server.consents()
+    consents = server.signature_list()
     down += size_of(asdict(consents))
     for name in there:
-        answer, took = seconds(sites[name].answer, consents)
-        server.answered(answer)
+        answer, took = seconds(sites[name].reveal_shares, consents)
+        server.accept_unmask_shares(answer)
         if sites[name] is me:
             up, spent = up + size_of(asdict(answer)), spent + took
     opened, took = seconds(tried, server)
@@ -130,10 +130,10 @@ def measured(count: int, numbers: int, lost: int) -> dict[str, float]:
     return {"up": up, "down": down, "site": spent, "server": served} | plain(count - lost, numbers)
 
 
-def tried(server: MaskingServer) -> Opened | None:
+def tried(server: ProtocolServer) -> UnmaskedSums | None:
     try:
-        return server.open()
-    except MaskingError:  # the words were not of these sites
+        return server.unmask()
+    except SecAggError:  # the words were not of these sites
         return None
 
 

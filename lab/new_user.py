@@ -22,8 +22,8 @@ from study import FACTS
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "lab" / "results" / "new-user.json"
-PAGES = ("docs/start.md", "docs/csv.md")
-LIMITS = {"docs/start.md": 600, "docs/csv.md": 900}
+PAGES = ("docs/tutorials/first-run.md", "docs/tutorials/own-csv.md")
+LIMITS = {"docs/tutorials/first-run.md": 600, "docs/tutorials/own-csv.md": 900}
 """Seconds from the wheel to each page's report."""
 BLOCK = re.compile(r"(<!-- not run[^>]*-->\n\n)?^```(\w+)\n(.*?)^```", re.M | re.S)
 NAMED = re.compile(r"# ([\w-]+\.\w+)\n")

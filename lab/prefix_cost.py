@@ -23,18 +23,18 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedplan.data.examples import Examples, Images, Ragged, Sequences
+from fedplan.data.examples import Examples, ImageExamples, RaggedArray, TokenSequences
 from fedplan.language.parser import parse
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.description import describe
-from fedplan.models.dual import Dual
+from fedplan.models.dual_encoder import DualEncoder
 from fedplan.models.prompts import add_prompts
-from fedplan.models.values import take
-from fedplan.training import Features, Job, Pace, plain
+from fedplan.models.values import get_values
+from fedplan.training import ActivationCache, Job, TrainConfig, plain_fit
 
 ROWS, REPEATS, FEW = 64, 9, 3
-PACE = Pace(rate=1e-4, batch=16)
+PACE = TrainConfig(lr=1e-4, batch_size=16)
 HEAD = "chain(freeze(), share(head))"
 THIRD = "chain(freeze(), share(head), share(last(4)))"
 PROMPTS = "chain(freeze(), share(prompt & common))"
@@ -53,9 +53,11 @@ class Given:
         return {"features": self.features[indices], "labels": self.labels[indices]}
 
 
-def pictures(size: int, classes: int) -> Images:
+def pictures(size: int, classes: int) -> ImageExamples:
     pixels = torch.randint(0, 255, (ROWS, 3, size, size), dtype=torch.uint8)
-    return Images(pixels, torch.arange(ROWS) % classes, torch.zeros(3, 1, 1), torch.ones(3, 1, 1))
+    return ImageExamples(
+        pixels, torch.arange(ROWS) % classes, torch.zeros(3, 1, 1), torch.ones(3, 1, 1)
+    )
 
 
 def vit() -> tuple[nn.Module, Examples]:
@@ -71,11 +73,13 @@ def gte() -> tuple[nn.Module, Examples]:
         hidden_size=384, num_hidden_layers=12, num_attention_heads=12, intermediate_size=1536,
         num_labels=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    texts = Ragged.of(torch.randint(5, 30000, (ROWS, 64)).tolist())
-    return hf.BertForSequenceClassification(config), Sequences(texts, 0, torch.arange(ROWS) % 8)
+    texts = RaggedArray.from_lists(torch.randint(5, 30000, (ROWS, 64)).tolist())
+    return hf.BertForSequenceClassification(config), TokenSequences(
+        texts, 0, torch.arange(ROWS) % 8
+    )
 
 
-def clip() -> tuple[Dual, Examples]:
+def clip() -> tuple[DualEncoder, Examples]:
     common = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
     text = {**common, "num_hidden_layers": 6, "vocab_size": 1000, "eos_token_id": 999}
     vision = {**common, "num_hidden_layers": 12, "image_size": 64, "patch_size": 8}
@@ -83,7 +87,7 @@ def clip() -> tuple[Dual, Examples]:
     ids = torch.randint(5, 900, (10, 9))
     ids[:, -1] = 999
     names = [str(number) for number in range(10)]
-    dual = Dual(model, ids, torch.ones_like(ids), names=names, lead=4)
+    dual = DualEncoder(model, ids, torch.ones_like(ids), names=names, lead=4)
     return add_prompts(dual, text=4, vision=0, levels=("common",)), pictures(64, 10)
 
 
@@ -93,16 +97,19 @@ def answered(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return cross_entropy(found if isinstance(found, Tensor) else found.logits, batch["labels"])
 
 
-def job_of(model: nn.Module, rows: Examples, plan: str, pace: Pace = PACE) -> Job:
+def job_of(model: nn.Module, rows: Examples, plan: str, train_config: TrainConfig = PACE) -> Job:
     params = describe(model)
     roles = resolve(parse(plan), params, Turn(round=1, client="a"))
-    return Job(model, roles, rows, answered, pace, 3, take(model, params))
+    return Job(model, roles, rows, answered, train_config, 3, get_values(model, params))
 
 
 def kept(model: nn.Module, rows: Examples, plan: str) -> Job:
     """A job whose frozen outputs are there already."""
-    job = replace(job_of(model, rows, plan, replace(PACE, reuse=True)), features=Features())
-    plain(job)
+    job = replace(
+        job_of(model, rows, plan, replace(PACE, cache_activations=True)),
+        activation_cache=ActivationCache(),
+    )
+    plain_fit(job)
     return job
 
 
@@ -120,7 +127,7 @@ class Head(nn.Module):
 class Prompted(nn.Module):
     """The text tower with its prompts, against features of pictures."""
 
-    def __init__(self, dual: Dual) -> None:
+    def __init__(self, dual: DualEncoder) -> None:
         super().__init__()
         self.dual: Any = dual
 
@@ -141,7 +148,7 @@ def on_features(model: nn.Module, width: int, labels: Tensor, plan: str = "share
 
 def seconds(job: Job) -> float:
     started = time.process_time()
-    plain(job)
+    plain_fit(job)
     return time.process_time() - started
 
 
@@ -156,7 +163,7 @@ def ratio(one: Job, other: Job, repeats: int = REPEATS) -> tuple[float, float, f
 def flops(job: Job) -> int:
     """Of one step."""
     with FlopCounterMode(display=False) as counter:
-        plain(replace(job, pace=replace(job.pace, steps=1)))
+        plain_fit(replace(job, train_config=replace(job.train_config, steps=1)))
     return counter.get_total_flops()
 
 
@@ -218,11 +225,11 @@ def main() -> None:
     ):
         rows.append(measured())
         print(json.dumps(rows[-1]), flush=True)
-    steps = -(-ROWS // PACE.batch)
+    steps = -(-ROWS // PACE.batch_size)
     result = {
         "command": "python lab/prefix_cost.py --write",
         "facts": FACTS,
-        "about": f"CPU time of a turn of {steps} steps of {PACE.batch} rows, one thread, AdamW; "
+        "about": f"CPU time of a turn of {steps} steps of {PACE.batch_size} rows, one thread, AdamW; "
         f"both sides in turn, medians of {REPEATS} ({FEW} for the blocks); spread from the least to the most",
         "rows": rows,
     }

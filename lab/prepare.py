@@ -29,7 +29,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from fedplan.data.partition import Partition, division
+from fedplan.data.partition import Partition, partition_table
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 ANSWERS = 200
@@ -133,8 +133,10 @@ def turned(
     """
     marks = [hashlib.sha256(picture.tobytes()).hexdigest() for picture in arrays["x_train"]]
     table = Dataset.from_dict({"x": marks, "y": arrays["y_train"].tolist()})
-    kind = Partition("dirichlet", clients, alpha=alpha, least=LEAST)
-    rows = division(table, kind if alpha else Partition("iid", clients), seed=seed, label="y")
+    kind = Partition("dirichlet", clients, alpha=alpha, min_examples=LEAST)
+    rows = partition_table(
+        table, kind if alpha else Partition("iid", clients), seed=seed, label="y"
+    )
     pictures, whose = arrays["x_train"].copy(), np.empty(len(arrays["x_train"]), dtype="<U9")
     for number, (client, own) in enumerate(rows.items()):
         pictures[own], whose[own] = np.rot90(pictures[own], number % 4, (1, 2)), client
@@ -203,12 +205,12 @@ def teach(
 ) -> None:
     """Train a model on all rows in one place."""
     torch.set_num_threads(1)
-    optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     for _ in range(steps):
         rows = torch.randint(len(labels), (64,))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         cross_entropy(answers(rows), labels[rows]).backward()
-        optimiser.step()
+        optimizer.step()
 
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

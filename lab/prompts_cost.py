@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fedplan.data.examples import Images
+from fedplan.data.examples import ImageExamples
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.methods.prompts import pfeddc
 from fedplan.models.description import describe
-from fedplan.models.dual import load_dual
-from fedplan.models.values import take
-from fedplan.training import Features, Job, Pace, plain
+from fedplan.models.dual_encoder import load_dual_encoder
+from fedplan.models.values import get_values
+from fedplan.training import ActivationCache, Job, TrainConfig, plain_fit
 from lab.bench.facts import facts_of
 from lab.bridge import SIZE, places
 
 ROWS, REPEATS = 32, 5
-PACE = Pace(rate=3e-3, batch=8)
+PACE = TrainConfig(lr=3e-3, batch_size=8)
 CLASSES = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person")
 CASES: dict[str, dict[str, int]] = {
     "prompts of texts": {"vision": 0},
@@ -41,13 +41,13 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return cross_entropy(model(batch["pixel_values"]), batch["labels"])
 
 
-def job_of(asked: argparse.Namespace, settings: dict[str, int], pace: Pace) -> Job:
+def job_of(asked: argparse.Namespace, settings: dict[str, int], train_config: TrainConfig) -> Job:
     """A turn on random pictures: what they show costs nothing."""
     torch.manual_seed(0)
     method = pfeddc(**settings)  # pyright: ignore[reportArgumentType]
     assert method.adapt is not None
     model = method.adapt(
-        load_dual(
+        load_dual_encoder(
             names=CLASSES,
             vision=str(asked.data / "dinov2-small"),
             text=str(asked.prepared / "gte-6"),
@@ -56,21 +56,30 @@ def job_of(asked: argparse.Namespace, settings: dict[str, int], pace: Pace) -> J
     )
     pixels = torch.randint(0, 255, (ROWS, 3, SIZE, SIZE), dtype=torch.uint8)
     labels = torch.arange(ROWS) % len(CLASSES)
-    rows = Images(pixels, labels, torch.zeros(3, 1, 1), torch.ones(3, 1, 1))
+    rows = ImageExamples(pixels, labels, torch.zeros(3, 1, 1), torch.ones(3, 1, 1))
     params = describe(model)
     roles = resolve(method.plan, params, Turn(round=1, client="a"))
-    return Job(model, roles, rows, loss, pace, 3, take(model, params), features=Features())
+    return Job(
+        model,
+        roles,
+        rows,
+        loss,
+        train_config,
+        3,
+        get_values(model, params),
+        activation_cache=ActivationCache(),
+    )
 
 
 def seconds(job: Job) -> float:
     started = time.process_time()
-    plain(job)
+    plain_fit(job)
     return time.process_time() - started
 
 
 def measured(asked: argparse.Namespace, name: str) -> dict[str, Any]:
     """A turn whose pictures were seen before, against one that keeps nothing."""
-    kept = job_of(asked, CASES[name], replace(PACE, reuse=True))
+    kept = job_of(asked, CASES[name], replace(PACE, cache_activations=True))
     usual = job_of(asked, CASES[name], PACE)
     first = seconds(kept)
     pairs = [(seconds(kept), seconds(usual)) for _ in range(REPEATS)]
@@ -90,7 +99,7 @@ def main() -> None:
     asked = places(__doc__, prepared="what lab/bridge.py wrote")
     rows = [measured(asked, name) for name in CASES]
     about = (
-        f"CPU time of a turn of {ROWS // PACE.batch} steps of {PACE.batch} rows, one thread, both sides in "
+        f"CPU time of a turn of {ROWS // PACE.batch_size} steps of {PACE.batch_size} rows, one thread, both sides in "
         f"turn, medians of {REPEATS}; `first` is the turn that fills the cache"
     )
     said = {"command": "python -m lab.prompts_cost", "about": about, "rows": rows}

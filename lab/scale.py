@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a federation of any size would cost: unit costs from the result files, and one formula each.
 
-`python lab/scale.py` prints the tables of docs/scale.md; `--write` puts them there.
+`python lab/scale.py` prints the tables of lab/pages/scale.md; `--write` puts them there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+PAGE = Path(__file__).parent / "pages" / "scale.md"
 SITE, SERVER = 100e6 / 8, 10e9 / 8
 """Bytes a second of a site's line, and of the server's."""
 MEMORY = 64e9

@@ -19,10 +19,10 @@ import transformers
 
 from fedplan.federation.record import RoundRecord, TurnRecord
 from fedplan.models.params import Params
-from fedplan.storage.lines import read_lines
+from fedplan.storage.json_lines import read_json_lines
 from fedplan.studies.run import open_run
-from fedplan.studies.schema import study_of
-from fedplan.sweeps.sweeping import News, played
+from fedplan.studies.schema import study_from_dict
+from fedplan.sweeps.sweeping import SweepEvent, run_trials
 from fedplan.sweeps.trials import Trial
 
 LAB = Path(__file__).parent
@@ -76,11 +76,11 @@ def in_place(said: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
     return json.loads(here)
 
 
-def told(news: News, folder: Path, asked: dict[str, dict[str, Any]], out: Path) -> None:
+def told(news: SweepEvent, folder: Path, asked: dict[str, dict[str, Any]], out: Path) -> None:
     """Say how a run ended, and keep what it came to."""
-    print(news.name, news.end.error or f"{news.end.seconds:.1f} s", flush=True)
-    if news.end.done:
-        keep(news.name, news.end.seconds, folder, asked[news.name], out)
+    print(news.name, news.result.error or f"{news.result.seconds:.1f} s", flush=True)
+    if news.result.finished:
+        keep(news.name, news.result.seconds, folder, asked[news.name], out)
 
 
 def keep(name: str, seconds: float, folder: Path, said: dict[str, Any], out: Path) -> None:
@@ -100,7 +100,7 @@ def keep(name: str, seconds: float, folder: Path, said: dict[str, Any], out: Pat
         "bytes_down": sum(turn.down for turn in turns),
         "chosen": _chosen(turns, run.params),
         "rounds": [{sign: line[sign] for sign in SIGNS if sign in line} for line in rounds],
-        "metrics": read_lines(run.folder / "metrics.jsonl"),
+        "metrics": read_json_lines(run.folder / "metrics.jsonl"),
     }
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -112,12 +112,14 @@ def _chosen(turns: Sequence[TurnRecord], params: Params) -> dict[str, int]:
     for turn in turns:
         if turn.scores:
             pairs = zip(params, turn.roles, strict=True)
-            for block in {p.block for p, letter in pairs if letter == "S" and p.at}:
+            for block in {p.block for p, letter in pairs if letter == "S" and p.block_id}:
                 found[str(block)] = found.get(str(block), 0) + 1
     return dict(sorted(found.items(), key=lambda item: int(item[0])))
 
 
 def main() -> None:
+    from words import translate_study  # beside this script; `lab.study` is imported elsewhere too
+
     ask = argparse.ArgumentParser(description=__doc__)
     ask.add_argument("study", help="the name of a file in lab/studies")
     ask.add_argument("--place", action="append", default=[], help="DATA=folder, MINILM=folder ...")
@@ -136,13 +138,16 @@ def main() -> None:
         for name in said.variants or found
         if not (out / f"{name}-{seed}.json").exists()
     }
-    trials = [Trial(name, study_of(in_place(each, places))) for name, each in asked.items()]
+    trials = [
+        Trial(name, study_from_dict(translate_study(in_place(each, places))))
+        for name, each in asked.items()
+    ]
     tell = partial(told, folder=folder, asked=asked, out=out)
-    swept = played(folder, trials, parallel=said.parallel, tell=tell)
+    swept = run_trials(folder, trials, parallel=said.parallel, on_trial_end=tell)
     for name in asked.keys() - swept.failures.keys():
-        if not (out / f"{name}.json").exists() and swept.ends[name].done:  # it ended before
-            keep(name, swept.ends[name].seconds, folder, asked[name], out)
-    if not swept.left:
+        if not (out / f"{name}.json").exists() and swept.results[name].finished:  # it ended before
+            keep(name, swept.results[name].seconds, folder, asked[name], out)
+    if not swept.unfinished:
         shutil.rmtree(folder)
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from study import variants
+from words import translate_metrics
 
-from fedplan.sweeps.statistics import interval
-from fedplan.sweeps.tables import table as written
+from fedplan.data.tasks import task_class
+from fedplan.sweeps.statistics import mean_interval
+from fedplan.sweeps.tables import markdown_table as written
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -22,15 +24,24 @@ Measure = Callable[[Result], float]
 
 
 def last(result: Result) -> dict[str, Any]:
-    return result["metrics"][-1]
+    """The metrics of the last round, under today's names."""
+    return translate_metrics(result["metrics"][-1], primary(result))
 
 
-def measured(score: str) -> dict[str, Measure]:
-    """The world on the common test, and the clients on their own rows."""
+def primary(result: Result) -> str:
+    """The primary metric of the result's task."""
+    return task_class(result["study"]["task"]["kind"]).primary
+
+
+def measured(score: str, own: str = "") -> dict[str, Measure]:
+    """The world on the common test, and the clients on their own rows.
+
+    own: the primary metric of the task, if it is not `score`.
+    """
     return {
-        f"world {score}": lambda r: last(r)["world"][score],
-        f"own {score}": lambda r: last(r)["personal"]["mean"],
-        "worst client": lambda r: last(r)["personal"]["worst"],
+        f"world {score}": lambda r: last(r)["global"][score],
+        f"own {own or score}": lambda r: last(r)["personal"][primary(r)],
+        "worst client": lambda r: last(r)["personal"][f"{primary(r)}_worst"],
     }
 
 
@@ -75,15 +86,18 @@ FROZEN = measured("accuracy") | {
     "drift but query and key": apart("query", "key"),
     "attention moved": moved,
 }
-SAFL = {n: m for n, m in measured("f1").items() if n != "worst client"}
+NCBI, MEDQUAD = (
+    {n: m for n, m in measured("f1", own).items() if n != "worst client"}
+    for own in ("f1", "accuracy")
+)
 PROMPTS = {
-    "own accuracy": lambda r: last(r)["personal"]["mean"],
+    "own accuracy": lambda r: last(r)["personal"][primary(r)],
     **{n: domain(n) for n in ("photo", "cartoon", "art_painting", "sketch")},
-    "worst client": lambda r: last(r)["personal"]["worst"],
+    "worst client": lambda r: last(r)["personal"][f"{primary(r)}_worst"],
 }
 LORA = {
-    "world accuracy": lambda r: last(r)["world"]["accuracy"],
-    "world loss": lambda r: last(r)["world"]["loss"],
+    "world accuracy": lambda r: last(r)["global"]["accuracy"],
+    "world loss": lambda r: last(r)["global"]["loss"],
     **{f"error of the sides, round {n + 1}": product(n, 0) for n in range(4)},
     "error left, round 1": product(0, 1),
     "error left, round 4": product(3, 1),
@@ -91,8 +105,8 @@ LORA = {
 TABLES: dict[str, dict[str, Measure]] = {
     "frozen-vision": FROZEN,
     "frozen-text": FROZEN,
-    "safl-medquad": SAFL,
-    "safl-ncbi": SAFL,
+    "safl-medquad": MEDQUAD,
+    "safl-ncbi": NCBI,
     "prompts-domains": PROMPTS,
     "prompts-sites": PROMPTS,
     "exact-lora": LORA,
@@ -101,7 +115,7 @@ TABLES: dict[str, dict[str, Measure]] = {
 
 def spread(numbers: list[float]) -> str:
     """Mean and the half width of its 95 % interval over seeds."""
-    return interval(numbers).text()
+    return mean_interval(numbers).text()
 
 
 def megabytes(result: Result, way: str) -> float:
@@ -156,7 +170,7 @@ def scores(study: str) -> dict[str, dict[str, list[float]]]:
         method, _, epsilon = variant.rpartition("-")
         results = _seeds(study, variant).values()
         if results:
-            held = [last(result)["world"][GRIDS[study]] for result in results]
+            held = [last(result)["global"][GRIDS[study]] for result in results]
             found.setdefault(method, {})[epsilon] = held
     return found
 

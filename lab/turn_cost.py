@@ -29,11 +29,11 @@ from torch import Tensor, nn
 
 from fedplan import seeds
 from fedplan.federation.agreement import Agreement
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
-from fedplan.training.fit import Pace
-from fedplan.training.optimisers import sgd
+from fedplan.training.fit import TrainConfig
+from fedplan.training.optimizers import sgd
 
 OUT = Path(__file__).parent / "results" / "turn_cost.txt"
 ROWS = (("vit", 1), ("vit", 4), ("minilm", 1), ("minilm", 4))
@@ -137,7 +137,11 @@ def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def bare_round(
-    model: nn.Module, world: dict[str, Tensor], rows: dict[str, Rows], pace: Pace, number: int
+    model: nn.Module,
+    world: dict[str, Tensor],
+    rows: dict[str, Rows],
+    train_config: TrainConfig,
+    number: int,
 ) -> None:
     """One round without fedplan: load, train, average."""
     total = sum(map(len, rows.values()))
@@ -147,12 +151,12 @@ def bare_round(
         seed = seeds.seed("bench", "fit", number, name)
         torch.manual_seed(seed)
         model.train()
-        optimiser = torch.optim.SGD(model.parameters(), lr=pace.rate)
-        for indices in pace.draw(held, seed):
+        optimizer = torch.optim.SGD(model.parameters(), lr=train_config.lr)
+        for indices in train_config.draw_steps(held, seed):
             found = loss(model, held.batch(indices))
             found.backward()
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             found.item()
         for key, value in model.state_dict().items():
             mean[key].add_(value, alpha=len(held) / total)
@@ -165,21 +169,21 @@ def rounds_of(
     """A round of ours, and one of bare torch, again and again."""
     work, generator = WORKS[name], torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    pace = Pace(sgd(), rate=RATE, batch=work.batch, steps=steps)
+    train_config = TrainConfig(sgd(), lr=RATE, batch_size=work.batch, steps=steps)
     model = work.model()
     twin = copy.deepcopy(model)
     world = {key: value.clone() for key, value in twin.state_dict().items()}
     count = work.batch * steps
     rows = {f"client-{i}": work.rows(count, generator) for i in range(work.clients)}
-    agreement = Agreement("bench", describe(model), method_named("fedavg"), pace)
+    agreement = Agreement("bench", describe(model), method_by_name("fedavg"), train_config)
     federation = Federation(agreement, model, rows, loss, folder, rounds=10**6)
     number = 0
 
     def ours() -> None:
-        federation.commit(federation.round())
+        federation.commit(federation.run_round())
 
     def bare() -> None:
-        bare_round(twin, world, rows, pace, number)
+        bare_round(twin, world, rows, train_config, number)
 
     while True:
         number += 1

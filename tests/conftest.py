@@ -21,7 +21,7 @@ from second_device import NAME as SECOND
 from second_device import Backend, second
 from second_device import device as backend
 
-from fedplan.tensors.devices import device_named
+from fedplan.tensors.devices import resolve_device
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -56,7 +56,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The device of `--device`; without one, the second device of the kit."""
     name = request.config.getoption("--device")
     with second() if name == SECOND else nullcontext():
-        yield device_named(name)
+        yield resolve_device(name)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def test_explain_fits_a_terminal_and_says_it_all() -> None:
     )
     assert code == 0
     assert all(len(line) <= 80 for line in out.splitlines())
-    for word in ("rounds 1-20", "rounds 21-100", "FREEZE", "16.5 %", "286.5", "nobody trains it"):
+    for word in ("rounds 1-20", "rounds 21-100", "FREEZE", "16.5 %", "286.5", "not trained"):
         assert word in out
 
 
@@ -65,8 +65,8 @@ def test_draw_writes_a_picture(tmp_path: Path) -> None:
         (["explain", "gpt2", "share()", "--phase", "frozen=3"], ["no phase 'frozen'"]),
         (["explain", "gpt2", "share()", "--dtype", "f"], ["no dtype 'f'", "bfloat16"]),
         (["parts", "gpt2", "--task", "x"], ["no task 'x'", "causal-lm"]),
-        (["draw", "vit-tiny-16", "share()", "no/where.png"], ["no/where.png cannot be drawn"]),
-        (["draw", "vit-tiny-16", "share()", "picture.doc"], ["picture.doc cannot be drawn", "png"]),
+        (["draw", "vit-tiny-16", "share()", "no/where.png"], ["cannot write no/where.png"]),
+        (["draw", "vit-tiny-16", "share()", "picture.doc"], ["cannot write picture.doc", "png"]),
     ],
 )
 def test_a_wrong_value_is_one_message_that_names_it(args: list[str], words: list[str]) -> None:

@@ -21,7 +21,7 @@ FACES = [f for f in FILES if f.name == "__init__.py" and f.parent != PACKAGE]
 
 # Imports flow one way: each package, or module of the root, may use those that stand before it.
 ORDER = (
-    *("errors", "seeds", "faces", "reader", "naming"),
+    *("errors", "seeds", "lazy", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports", "sites", "sweeps"),
     *("__init__", "parts", "testing", "console", "model_commands", "study_commands"),
@@ -32,105 +32,137 @@ APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
 LENT = {
     "tensors": """
-        AUTO CARRY DTYPES Digests GRID HOST JSON LARGEST_SUM LARGEST_VALUE
-        LARGEST_WEIGHT PIECES Place WORD Words add_words all_finite at_rest autocast
-        beside brought chance checksum counts_of_words deterministic device_named
-        device_of device_text device_word distances dtype_of forked integers is_rider
-        looked_at nbytes numbers numbers_of param_of places_in plain rider riders_of
-        same_bits scaler settled split_riders take_words viewed whole_digest wide_of
-        widened widest words_of_counts
+        AUTO CARRY_BITS CODED_PART_NAMES CPU DTYPES DigestCache GRID JSON MAX_SUM_STEPS
+        MAX_VALUE MAX_WEIGHT TensorEntry WORD Words add_words all_finite autocast
+        aux_name aux_names check_device_name checksum counts_from_words deterministic
+        device_description dtype_name eval_mode fork_rng_state full_digest grad_scaler
+        ints_from_words is_aux model_device move_model nbytes only_aux param_key
+        parse_entries peak_steps_and_squared_distances plain read_floats read_ints
+        resolve_device rng_state same_bits split_aux squared_distances subtract_words
+        sum_dtype tensor_view to_device widen_words words_from_counts words_from_ints
     """,
     "storage": """
-        BrokenChain ChainFile Claim Entry Generation Head Process Read a_study_name
-        alone claimed client_names explained folder_named head_file home_of keep_file
-        make_folder mark_of_file now put_file reach read_chain read_head read_lines
-        synced this_process
+        BrokenChain ChainFile ChainHead Checkpoint FolderLock LogEntry Process
+        TensorsAndMeta acquire_folder_lock client_state_folder current_process failpoint
+        file_size_and_digest head_file locked_folder make_folder read_chain read_head
+        read_json_lines safe_folder_name sync_folder utc_now validate_client_names
+        validate_study_name wrap_disk_errors write_atomic write_if_changed
     """,
     "models": """
-        CONFIG ITEMSIZE LowRank Preprocessing QUANTISED SETTINGS SHORT TASKS TEMPLATE
-        TRAINED add_prompts aligned bare blocks_of buffers_of centre_of configuration
-        configured drawn families_in family_named fetched graft is_hub_id is_quantised
-        layers_of learn listen load_adapter mixes_rows moved places quantisation quiet
-        read report require_rest save_adapter scales_in skeleton small_copy steadied
-        untaught value_in whole written
+        CONFIG ITEMSIZE LoraLayer Preprocessing QUANTIZATIONS SETTINGS SHORT_NAMES
+        TASK_CLASSES TEMPLATE TRAINABLE_DTYPES adapter_families adapter_family
+        add_adapter add_prompts align_mask attention_shift block_modules
+        capture_attention copy_buffers image_mean_std image_tensor is_hub_id
+        is_quantized load_adapter load_model_config load_pretrained lora_layers
+        lora_scales make_peft_config manifest_json merge_and_dequantize meta_model
+        mixes_examples no_progress_bars param_value pin_packed_layout proposal_report
+        quantization_config read_manifest register_study_layer_map
+        require_unchanged_buffers restore_layer_maps save_adapter small_model_like
+        strip_hub_prefix token_mask
     """,
     "language": """
-        After Assign Best By Condition Crowd MANY Part Phase Roles Step Trait When
-        adapter bias blocks body candidates certain common conditions fusion head key
-        kinds_of lora_a lora_b mlp norm own phases_in phrase prompt query require_told
-        rounds_ahead spelled_out stated text_of told_apart touched value
+        After Assign Best By Condition MAX_ROUNDS_CHECKED Part Participants Phase Roles
+        Step Trait When adapter bias blocks body candidate_blocks canonical_text
+        certain_roles class_representatives client_classes common format_call
+        format_dataclass fusion head key lora_a lora_b mlp norm own params_with_roles
+        phase_names plan_conditions prompt query require_known_part rounds_to_check
+        value with_text
     """,
     "data": """
-        Collate Column Hollow KINDS METRIC_NAMES Measure NO_LABEL OWN Own Seeded
-        TASK_NAMES TableLook contents division is_among label_order label_text labels_in
-        labels_of look_at model_loss named_columns names_in refitted require_packing
-        require_sight rows some spread task_class to_train values where
+        BatchMetrics CUSTOM_KIND Collate ColumnSchema CustomTask METRIC_NAMES NO_LABEL
+        PARTITION_KINDS SeededExamples SparseExamples TASK_NAMES TableSchema adapt_task
+        batch_columns class_names column_values example_digests filter_rows infer_schema
+        label_names label_sort_key label_text label_values matches_any metric_spread
+        model_loss partition_table require_attention_mask require_packing_support
+        sample_rows select_rows task_class training_mask
     """,
     "training": """
-        CONTROL DECAY LOOP_NAMES MOMENTUM OPTIMISER_NAMES PROBE_NAMES ROOM WRAP_NAMES
-        adjust checkpointed is_public loop_named public_look wrap_named
+        CLIENT_HOOK_NAMES CONTROL DECAY DEFAULT_MEGABYTES LOOP_NAMES MOMENTUM
+        OPTIMIZER_NAMES PROBE_NAMES adjust_gradients data_independent_input
+        get_client_hook get_training_loop is_data_independent use_gradient_checkpointing
     """,
     "methods": """
-        ByResidual METHOD_NAMES SERVER_OPTIMISER_NAMES Sides Told hosts_of list_methods
-        product_told server_optimiser_named sheet_of told_method
+        LoraFactors METHOD_REGISTRY MeansAndResidual RecordedMethod
+        SERVER_OPTIMIZER_REGISTRY hosts_of list_methods make_server_optimizer
+        method_info parse_product_rule parse_recorded_method
     """,
     "privacy": """
-        Advert Adverts BOUNDS Boxes CHARGES Change Consent Consents Contribution
-        Delivery Diary Directory Guard MaskedWords MaskingError MaskingServer
-        MaskingSite Mechanism NOISES NodeKey Noise Opened Openings PartWords RoundNotes
-        SECRET ShareGuard Slot Survivors Terms Unit Unmasking Unwritten Vote aggregate
-        ballot capped counted derived digest_of needed node_public parts_of read_secret
-        rehearsed require_pace secret_of unit_in
+        CHARGES_FILE CLIPPING_NORMS Change ClientInput DiskProgressStore
+        DistributedGuard EncryptedShares ForwardedShares GaussianMechanism GroupVector
+        Guard KeyAdvert KeyDirectory KeyRoster MaskedInput MemoryProgressStore
+        NOISE_MULTIPLIERS NodeKey NoiseStream NoisyVote ProtocolClient ProtocolServer
+        RevealLog RoundProgress SECRET_FILE SecAggError SignatureList Slot SurvivorList
+        SurvivorSignature Terms Unit UnmaskShares UnmaskedSums aggregate capped_weight
+        count_ballots derive_key group_slots import_extra load_or_create_secret
+        make_ballot node_public_key read_budget_unit read_secret require_train_config
+        sha256_of simulate_secagg_round
     """,
     "federation": """
-        AGREEMENT ALL ANSWERS APPROVAL Account BEST Base Callback Closed DELTA DOCKET
-        DRAWN Disclosure Docket EVALUATE EarlyStopping Egress Exam Fare FaultLog GRAVE
-        HELLO Identity KEY KINDS Kept LETTERS LIVE LOWER Limits METRICS MaskedPoll
-        MaskedSum Masker Metrics POLL_DOCKET Patience PlainSum RECORD ROLES RULES RUN
-        Record RecordError RunState RunStatus SCORES SINGLE SMALL SPREADS STEPS STUDY
-        SUMS Scores Scoring Sent SiteState SiteStatus Status UNMASKING UPDATE WORLD
-        Warrant advert_of advert_said adverts_said agreements_in announced ask_to_stop
-        asked_of base_of boxes_of boxes_said by_part by_senders caps_of changed_rows
-        close_all closed_faults code_of consent_of consents_said cut delivery_said
-        drifts_of emptied ended evaluate guard_of hear is_id joined journal_in keyed
-        last_of last_told ledger_lines letter_in letter_message listed mark_of meant
-        merge metrics_of newest_segment note_docket opened opening opening_faults
-        other_versions own_values own_versions parsed parted personal_values place_of
-        private_folder question read_agreement read_answers read_asked read_docket
-        read_egress read_faults read_identity read_record read_status read_turn
-        request_header request_message require_sound run_of said_of scored scores_of
-        segment_number sent share_guard_of state_said stopping survivors_said together
-        told tracker_named understood unlike_versions unmasking_of update_of warnings_of
-        words_in world_values
+        AGGREGATION_KINDS AGREEMENT ANSWERS APPROVAL Account Authorization BEST BestBy
+        COHORT_PREFIXES Callback CommittedRound DELTA EVALUATE EarlyStopping EgressLog
+        EvalConfig EvalSet FaultLog GLOBAL_FOLDER HELLO InitialModel KEY KINDS LIVE
+        LOWER_IS_BETTER Limits METRICS MeanAggregator MetricPolicy Metrics
+        PER_CLIENT_PREFIXES POLL_CHECKPOINT RECORD ROLE_BY_LETTER ROLE_LETTERS
+        ROUND_CHECKPOINT RULES RUN_FILE Record RecordError RunIdentity RunState
+        RunStatus SCORES SECAGG_STEPS SEVERITY SPREADS STUDY Scores SecAggCheckpoint
+        SecAggClient SecureAggregator SecureScoring SiteState SiteStatus StatusReporter
+        TensorsAndJson Timeouts UNMASKING UPDATE WHOLE_SUM WRITE_ONCE_FILES WireCost
+        accept_masked_report agreement_folders announce_phase ask_to_stop
+        block_scores_from_json block_scores_to_json bytes_by_part changed_examples
+        close_trackers closed_segment_faults collect_metrics combine_scores
+        decode_reason describe_code describe_sum digest_initial_model empty_copy
+        encode_code encrypted_shares_from_json encrypted_shares_to_json error_code_of
+        error_entry error_fields evaluate_client examples_digest export_partial_sum
+        find_capped_weights forwarded_shares_to_json global_values group_weights
+        is_run_id join_digests key_advert_from_json key_advert_to_json
+        key_roster_to_json keyed_digest last_ledger_round ledger_lines local_versions
+        make_eval_request make_example_guard make_noise_guard make_private_folder
+        make_tracker make_warnings merge_partial_sum metrics_from_json newest_segment
+        only_run_folder open_journal open_partial_sum package_differences
+        params_by_senders parse_line personal_values protocol_mismatch read_agreement
+        read_answers read_egress read_faults read_identity read_masked_input
+        read_personal_model read_record read_run_id read_secagg_checkpoint
+        read_secagg_message read_status read_stop_request read_turn read_update
+        recent_drifts request_header request_message require_private_method
+        run_callbacks secagg_message segment_header_faults segment_number
+        signature_list_to_json site_run_folder site_state_from_reason split_digests
+        survivor_list_to_json survivor_signature_from_json turn_digest
+        unmask_shares_from_json write_secagg_checkpoint
     """,
     "studies": """
-        Count DeviceName Given MethodSection Section Wanted WentOn agreed_run
-        agreement_in as_fault begun carry_over continuing division_of exam_of flat
-        found_in guarantee_of lay_over looked_at method_of new_study note_task odd
-        open_study opened_run outline_of participation_of placed read_said read_toml
-        require_fitting require_free scoring_of shares_of statement_of study_in study_of
-        value_of write_run
+        Count DeviceName InMemoryInputs MethodSection RunAdvanced Section StudyOptions
+        as_value_error claim_run_folder compute_split continue_study flatten_fields
+        has_progress import_kept_params load_federated_data make_eval_set make_method
+        make_participation make_scoring named_objects new_study open_study
+        outline_agreement parse_toml parse_toml_value prepare_folder privacy_guarantee
+        privacy_statement read_consistently read_run_agreement read_run_study
+        read_study_values require_usable_batches resolve_paths set_field study_from_dict
+        unserializable_reason update_run_files write_run_files write_task_file
     """,
     "runners": """
-        ServerSection Site Worker Workers drive folder_of is_known link_in make_keys
-        make_site_keys new_federation new_site noded private public_key read_site
-        run_link run_study serve simulate table_of workers_of
+        PoolConfig ServerSection Site SiteRuntime is_key_registered load_site_table
+        make_keys make_pool_config make_site_keys new_federation new_site private_umask
+        read_public_key read_site read_superlink run_on_superlink run_study
+        run_superlink run_supernode serve_tasks simulate site_study_folder
     """,
     "reports": """
-        Balance Bar Dot Drawing Figure Forecast GridCell GridRow HUES Html Page
-        PageSection Scale Segment Series Shape Shown SiteRecord Stroke Words asked badge
-        bar_chart byte_unit cell_grid differing drift_section duration facts_of
-        follow_flower foreseen_of foretold harmless holdings_of in_order limits_said
-        line_chart listed log_line mean_series megabytes millions moment paragraphs
-        parts_table printable report roles_section said_of_study scaled screen
-        seed_groups shortened spelled state stated table tag together told_of watched
-        width_of
+        Bar DatasetAccount Dot Drawing Forecast GridCell GridRow HUES Html Page
+        PageFigure PageSection RoleFigure Scale Series Shape SiteRecord StageForecast
+        Stroke TextLabel audit_badge bar_chart byte_unit cell_grid data_distribution
+        differing_fields drift_section duration explain_experiment explain_plan
+        explain_study format_limits format_log_entry format_tick group_by_seed html_list
+        html_table join_html line_chart make_console make_scale mean_series megabytes
+        millions paragraphs parse_since parts_table read_egress_report
+        read_privacy_statement read_run_facts replace_control_chars report roles_section
+        run_flower_with_progress sort_params spreadsheet_safe study_fields tag
+        text_width truncate_text watch_report write_privacy_statement
     """,
     "sites": """
-        approvals_of examine is_home officer_page rejoin screen serve_site write_lock
+        allow_rejoin check_site compliance_page doctor_table is_site_state serve_site
+        site_approvals write_requirements_lock
     """,
     "sweeps": """
-        follow_sweep ground_of is_sweep runs_in
+        find_run_folders is_sweep read_base_study sweep_with_progress
     """,
 }
 """What a package lends to those above it, beside what its face shows to everybody."""
@@ -140,8 +172,8 @@ UNSAFE_ARGUMENTS = {"trust_remote_code", "allow_pickle", "shell"}
 VAGUE = {"utils", "util", "helpers", "common", "misc", "base"}
 WITHOUT_TORCH = (
     *("fedplan", "fedplan.parts", "fedplan.cli", "fedplan.tensors.message", "fedplan.models"),
-    *("fedplan.models.schema", "fedplan.models.layouts", "fedplan.language.resolution"),
-    *("fedplan.language.parser", "fedplan.federation.codes", "fedplan.federation.fare"),
+    *("fedplan.models.manifest", "fedplan.models.layouts", "fedplan.language.resolution"),
+    *("fedplan.language.parser", "fedplan.federation.error_codes", "fedplan.federation.wire_cost"),
     *("fedplan.reports.explanation", "fedplan.runners.flower"),
 )
 
@@ -224,7 +256,7 @@ def test_a_face_is_one_sentence_and_what_it_says(file: Path) -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedplan.")
         for alias in node.names
-    } - {"face"}
+    } - {"lazy_exports"}
     assert typed == set(package.__all__)
     for name in package.__all__:
         found = getattr(package, name)
@@ -249,7 +281,7 @@ def test_these_import_no_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", said], check=True)
 
 
-@pytest.mark.parametrize(("package", "place"), [("flwr", "flower"), ("ray", "actors.py")])
+@pytest.mark.parametrize(("package", "place"), [("flwr", "flower"), ("ray", "ray_transport.py")])
 def test_flower_stays_in_one_folder_and_ray_in_one_module(package: str, place: str) -> None:
     for file in FILES:
         names = {
@@ -295,7 +327,7 @@ def test_weights_and_tokenizers_are_loaded_in_one_place() -> None:
         if node.func.attr == "from_pretrained"
     }
     # peft's configuration is a file of JSON in a folder that is there.
-    assert calls == {("models.hub", "loader"), ("models.grafting", "peft.PeftConfig")}
+    assert calls == {("models.hub", "loader"), ("models.peft_adapters", "peft.PeftConfig")}
 
 
 def test_every_public_name_is_documented() -> None:

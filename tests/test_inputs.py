@@ -18,10 +18,10 @@ from often import often
 from typer.testing import CliRunner
 
 from fedplan.cli import app
-from fedplan.federation.egress import Egress, Leaving
+from fedplan.federation.egress_log import EgressEntry, EgressLog
 
 PLAN = STUDY[STUDY.index("plan =") : STUDY.index("[train]")]
-PRIVATE = '[privacy]\nunit = "client"\nepsilon = 8.0\nnoise = 9.0\n'
+PRIVATE = '[privacy]\nunit = "client"\nepsilon = 8.0\nnoise_multiplier = 9.0\n'
 SITE = {
     "site": "north",
     "experiment": "tiny/0",
@@ -32,8 +32,8 @@ SITE = {
     "traits": {},
     "limits": {"rounds": 3, "bytes": 0, "epsilon": 0.0},
 }
-LEFT = Leaving(
-    "update", "north", "tiny/0", round=1, request="r", up=8, said=4, down=2, parts={"mlp": 8}
+LEFT = EgressEntry(
+    "update", "north", "tiny/0", round=1, request="r", up=8, other_bytes=4, down=2, parts={"mlp": 8}
 )
 
 
@@ -42,7 +42,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study, a run of it, a manifest, a site's record and keys: all that commands read."""
     folder = tmp_path_factory.mktemp("inputs")
     some_digits(folder)
-    study = STUDY.replace("dropped = 0.1", "share = 0.9").replace(PLAN, 'name = "fedper"\n')
+    study = STUDY.replace("dropout_fraction = 0.1", "fraction = 0.9").replace(
+        PLAN, 'name = "fedper"\n'
+    )
     (folder / "study.toml").write_text(study.replace("rounds = 3", "rounds = 2") + PRIVATE)
     code, out = run("run", str(folder / "study.toml"), "--output", str(folder / "run"))
     assert code == 0, out
@@ -51,7 +53,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "site").mkdir()
     (folder / "site/agreed.json").write_text(json.dumps(SITE))
     for _ in range(2):
-        Egress(folder / "site").note(LEFT)
+        EgressLog(folder / "site").append(LEFT)
     assert run("keys", str(folder / "keys"), "--host", "a.example", "--site", "north")[0] == 0
     return folder
 
@@ -79,10 +81,10 @@ READ = {
     "explain study": ["study.toml"],
     "digest": ["study.toml"],
     "privacy study": ["study.toml"],
-    "verify": ["run/study.json", "run/manifest.json", "run/ledger.jsonl", "run/world/2.json"],
+    "verify": ["run/study.json", "run/manifest.json", "run/ledger.jsonl", "run/global/2.json"],
     "privacy": ["run/study.json", "run/privacy/charges.jsonl"],
-    "export": ["run/study.json", "run/manifest.json", "run/task.json", "run/world/2.json"],
-    "resume": ["run/study.json", "run/ledger.jsonl", "run/world/2.json"],
+    "export": ["run/study.json", "run/manifest.json", "run/task.json", "run/global/2.json"],
+    "resume": ["run/study.json", "run/ledger.jsonl", "run/global/2.json"],
     "again": ["study.toml"],
     "egress": ["site/agreed.json", "site/outgoing.jsonl", "site/outgoing.jsonl.head"],
     "egress json": ["site/agreed.json", "site/outgoing.jsonl"],
@@ -105,7 +107,7 @@ def asked(made: Path, tmp: Path, command: str, file: str, damage: Callable[[Path
         os.chdir(before)
 
 
-def require_told(result: Any) -> None:
+def require_plain_error(result: Any) -> None:
     """An answer, or one message that says whose it is."""
     fault = result.exception
     assert fault is None or isinstance(fault, SystemExit), repr(fault)
@@ -158,9 +160,9 @@ def test_a_file_that_is_something_else_is_a_message(
     for file in READ[command]:
         for name in names:
             result = asked(made, tmp_path / "x", command, file, WHOLE[name])
-            require_told(result)
+            require_plain_error(result)
             # an older world is good too, and a line without an end is one that is being written
-            older = "world" in file and name != "a folder"
+            older = "global" in file and name != "a folder"
             writing = file.endswith("l") and name not in ("a list", "an object")
             if not older and not writing and (file, name) not in HARMLESS:
                 assert result.exit_code != 0, (command, file, name)
@@ -219,7 +221,7 @@ def test_a_damaged_file_is_an_answer_or_a_message(
     made: Path, tmp_path: Path, damaged: tuple[str, str, Callable[[Path], None]]
 ) -> None:
     command, file, damage = damaged
-    require_told(asked(made, tmp_path / "x", command, file, damage))
+    require_plain_error(asked(made, tmp_path / "x", command, file, damage))
 
 
 VALUES = st.one_of(
@@ -250,20 +252,20 @@ FIELDS = st.sampled_from(
         "threads",
         "device",
         "model",
-        "model.settings",
-        "model.settings.hidden_size",
+        "model.config",
+        "model.config.hidden_size",
         "model.type",
         "task",
         "data.path",
-        "data.train",
-        "data.clients",
+        "data.train_filter",
+        "data.num_clients",
         "method",
         "method.plan",
         "method.settings.x",
-        "train.rate",
+        "train.lr",
         "train.rounds",
         "privacy",
-        "privacy.noise",
+        "privacy.noise_multiplier",
         "privacy.epsilon",
         "",
         ".",
@@ -276,7 +278,7 @@ FIELDS = st.sampled_from(
 @settings(max_examples=often(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(FIELDS, VALUES)
 def test_set_with_any_value_is_a_study_or_a_message(made: Path, field: str, value: str) -> None:
-    from fedplan.studies.schema import ConfigError, read_study, study_of
+    from fedplan.studies.schema import ConfigError, read_study, study_from_dict
 
     try:
         study = read_study(made / "study.toml", [f"{field}={value}"])
@@ -284,11 +286,11 @@ def test_set_with_any_value_is_a_study_or_a_message(made: Path, field: str, valu
         assert str(error)
     else:
         # What was accepted is what a run's folder gives back.
-        assert study_of(json.loads(study.model_dump_json())) == study
+        assert study_from_dict(json.loads(study.model_dump_json())) == study
 
 
 def test_overrides_from_the_command_line_are_told_too(made: Path, tmp_path: Path) -> None:
-    for change in ("model.settings=" + "[" * 20_000, "name=../evil", "train.rate=nan", "a", "=1"):
+    for change in ("model.config=" + "[" * 20_000, "name=../evil", "train.lr=nan", "a", "=1"):
         args = ["run", str(made / "study.toml"), "--output", str(tmp_path / "o"), "--set", change]
-        require_told(CliRunner().invoke(app, args))
+        require_plain_error(CliRunner().invoke(app, args))
         assert not (tmp_path / "o").exists()

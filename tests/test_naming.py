@@ -17,19 +17,19 @@ from fedplan.data.metrics import METRIC_NAMES, metric_named
 from fedplan.data.tasks import TASK_NAMES, task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.trackers import TRACKER_NAMES
-from fedplan.methods import METHODS, fedavg, method_named, register_method
+from fedplan.methods import METHODS, fedavg, method_by_name, register_method
 from fedplan.methods.registry import (
-    METHOD_NAMES,
-    SERVER_OPTIMISER_NAMES,
-    server_optimiser_named,
+    METHOD_REGISTRY,
+    SERVER_OPTIMIZER_REGISTRY,
+    make_server_optimizer,
 )
-from fedplan.naming import Registry, UnknownName, allowing
-from fedplan.studies.schema import ConfigError, Study, study_of
-from fedplan.studies.stage import method_of
-from fedplan.training.loops import LOOP_NAMES, loop_named
-from fedplan.training.optimisers import OPTIMISER_NAMES, optimiser_named
-from fedplan.training.probes import PROBE_NAMES, probe_named
-from fedplan.training.wraps import WRAP_NAMES, wrap_named
+from fedplan.naming import Registry, UnknownName, allow_imports
+from fedplan.studies.experiment import make_method
+from fedplan.studies.schema import ConfigError, Study, study_from_dict
+from fedplan.training.client_hooks import CLIENT_HOOK_NAMES, get_client_hook
+from fedplan.training.loops import LOOP_NAMES, get_training_loop
+from fedplan.training.optimizers import OPTIMIZER_NAMES, make_client_optimizer
+from fedplan.training.probes import PROBE_NAMES, get_probe
 
 CODE = (
     METHOD
@@ -39,9 +39,9 @@ import torch
 from os import system
 from fedplan.data.metrics import METRIC_NAMES, metric_named
 from fedplan.data.tasks import Task
-from fedplan.training import Done, attach, attention
+from fedplan.training import FitResult, attach, attention_probe
 
-looks = attention(rows=3)
+looks = attention_probe(rows=3)
 nothing = 3
 
 
@@ -68,7 +68,7 @@ def right(truth, guess):
 
 
 def loop(job):
-    return Done(loss=0.0, steps=0)
+    return FitResult(loss=0.0, steps=0)
 
 
 class Odd(Task):
@@ -80,13 +80,13 @@ half = functools.partial(mine, 0.25)
 """
 )
 NAMES: dict[str, tuple[Registry[Any], str, Any]] = {
-    "fedplan.methods": (METHOD_NAMES, "mine", method_named),
+    "fedplan.methods": (METHOD_REGISTRY, "mine", method_by_name),
     "fedplan.tasks": (TASK_NAMES, "Odd", task_class),
-    "fedplan.probes": (PROBE_NAMES, "looks", probe_named),
-    "fedplan.optimisers": (OPTIMISER_NAMES, "Signs", optimiser_named),
-    "fedplan.server_optimisers": (SERVER_OPTIMISER_NAMES, "halfway", server_optimiser_named),
-    "fedplan.wraps": (WRAP_NAMES, "through", wrap_named),
-    "fedplan.loops": (LOOP_NAMES, "loop", loop_named),
+    "fedplan.probes": (PROBE_NAMES, "looks", get_probe),
+    "fedplan.optimizers": (OPTIMIZER_NAMES, "Signs", make_client_optimizer),
+    "fedplan.server_optimizers": (SERVER_OPTIMIZER_REGISTRY, "halfway", make_server_optimizer),
+    "fedplan.client_hooks": (CLIENT_HOOK_NAMES, "through", get_client_hook),
+    "fedplan.loops": (LOOP_NAMES, "loop", get_training_loop),
     "fedplan.trackers": (TRACKER_NAMES, "through", None),
     "fedplan.metrics": (METRIC_NAMES, "right", metric_named),
 }
@@ -109,7 +109,7 @@ def offered() -> dict[str, dict[str, str]]:
 
 
 def study(**method: Any) -> Study:
-    return study_of(STUDY | {"method": method})
+    return study_from_dict(STUDY | {"method": method})
 
 
 @pytest.mark.parametrize("group", NAMES)
@@ -120,7 +120,7 @@ def test_a_package_offers_what_is_its_own_in_every_group(group: str, place: Path
     by_point, by_place = names.find("yours"), names.find(f"mypackage.mine:{what}")
     assert by_point.value is by_place.value
     assert (by_point.origin, by_place.origin) == ("mypackage 1.2", "mypackage.mine")
-    assert names.names()["yours"] == "mypackage 1.2"
+    assert names.origins()["yours"] == "mypackage 1.2"
     assert take is None or take("yours") is not None
 
 
@@ -131,27 +131,27 @@ def test_two_packages_that_offer_one_name_are_both_named(group: str, place: Path
         install(place, package, CODE, {group: {"yours": f"{package}.mine:{what}"}})
     with pytest.raises(UnknownName, match=r"mypackage 1\.2 and other 1\.2 both offer"):
         names.find("yours")
-    assert names.names()["yours"] == "mypackage 1.2 and other 1.2"
+    assert names.origins()["yours"] == "mypackage 1.2 and other 1.2"
 
 
 def test_what_is_ours_cannot_be_hidden(place: Path) -> None:
     install(place, "mypackage", CODE, {"fedplan.methods": {"fedavg": "mypackage.mine:mine"}})
-    assert METHOD_NAMES.find("fedavg").value is fedavg
-    assert METHOD_NAMES.names()["fedavg"] == "fedplan"
+    assert METHOD_REGISTRY.find("fedavg").value is fedavg
+    assert METHOD_REGISTRY.origins()["fedavg"] == "fedplan"
     with pytest.raises(FedplanError, match="a method 'fedavg' already"):
         register_method("fedavg", lambda: fedavg())
-    assert set(METHODS) <= set(METHOD_NAMES.names())
+    assert set(METHODS) <= set(METHOD_REGISTRY.origins())
 
 
 def test_the_process_comes_before_the_installed(place: Path) -> None:
     install(place, "mypackage", CODE, offered())
     try:
         register_method("yours", fedavg)
-        assert METHOD_NAMES.find("yours").value is fedavg
-        assert METHOD_NAMES.find("yours").origin == "fedplan.methods.full"
+        assert METHOD_REGISTRY.find("yours").value is fedavg
+        assert METHOD_REGISTRY.find("yours").origin == "fedplan.methods.full"
     finally:
-        METHOD_NAMES.registered.clear()
-    assert METHOD_NAMES.find("yours").origin == "mypackage 1.2"
+        METHOD_REGISTRY.registered.clear()
+    assert METHOD_REGISTRY.find("yours").origin == "mypackage 1.2"
 
 
 @pytest.mark.parametrize(
@@ -159,28 +159,28 @@ def test_the_process_comes_before_the_installed(place: Path) -> None:
     [
         ("fedavgg", "there is no method 'fedavgg': did you mean fedavg"),
         ("zzz", "there is no method 'zzz': there are bitfit, .*entry point fedplan.methods"),
-        ("mypackage.mine:nothing", "is 3: nothing can call it"),
+        ("mypackage.mine:nothing", "is 3, which is not callable"),
         ("mypackage.mine:gone", "'mypackage.mine:gone' cannot be imported: AttributeError"),
         ("nobody.here:mine", "cannot be imported: ModuleNotFoundError.*install its package"),
         ("mypackage/mine.py:mine", "there is no method"),
         ("../mypackage.mine:mine", "there is no method"),
         ("mypackage.mine:functools.partial", "there is no method"),
         ("mypackage.mine:Signs", "has no default for 'params'"),
-        ("mypackage.mine:halfway", "makes a value of function, and no Method"),
+        ("mypackage.mine:halfway", "returns a value of function, not a Method"),
     ],
 )
 def test_what_a_name_does_not_stand_for_is_said(name: str, words: str, place: Path) -> None:
     install(place, "mypackage", CODE)
     with pytest.raises(FedplanError, match=words):
-        method_named(name)
+        method_by_name(name)
 
 
 def test_settings_are_checked_by_the_signature_of_whoever_wrote_it(place: Path) -> None:
     install(place, "mypackage", CODE)
-    assert method_named("mypackage.mine:mine", {"strength": 1}).server_optimiser.rate == 1  # type: ignore[union-attr]
+    assert method_by_name("mypackage.mine:mine", {"strength": 1}).server_optimizer.lr == 1  # type: ignore[union-attr]
     for settings, words in (({"pull": 1.0}, "takes no 'pull'"), ({"strength": "x"}, "such as 0.5")):
         with pytest.raises(FedplanError, match=words):
-            method_named("mypackage.mine:mine", settings)
+            method_by_name("mypackage.mine:mine", settings)
 
 
 def test_a_study_says_everything_by_name(place: Path) -> None:
@@ -189,27 +189,27 @@ def test_a_study_says_everything_by_name(place: Path) -> None:
         plan="share()",
         probe="mypackage.mine:looks",
         loop="yours",
-        wraps=["yours", "alternate"],
-        server_optimiser="mypackage.mine:halfway",
-        server_settings={"share": 0.25},
+        client_hooks=["yours", "alternate"],
+        server_optimizer="mypackage.mine:halfway",
+        server_optimizer_settings={"share": 0.25},
     )
-    made = method_of(said)
+    made = make_method(said)
     module = __import__("mypackage.mine", fromlist=["mine"])
     assert (made.probe, made.loop) == (module.looks, module.loop)
-    assert made.wraps == (module.through, wrap_named("alternate"))
-    assert made.server_optimiser(0.0, 1.0, {}) == (0.25, {})  # type: ignore[arg-type]
-    assert study_of(said.model_dump()).digest == said.digest
+    assert made.client_hooks == (module.through, get_client_hook("alternate"))
+    assert made.server_optimizer(0.0, 1.0, {}) == (0.25, {})  # type: ignore[arg-type]
+    assert study_from_dict(said.model_dump()).digest == said.digest
     for field, value in {
         "loop": "lop",
         "probe": "lok",
-        "wraps": ["x"],
-        "server_optimiser": "x",
+        "client_hooks": ["x"],
+        "server_optimizer": "x",
     }.items():
         with pytest.raises(ConfigError, match=rf"method\.{field}.*: .*there is no") as raised:
             study(plan="share()", **{field: value})
         assert raised.value.code == "unknown-name"
-    with pytest.raises(ConfigError, match="server_settings are those of"):
-        study(plan="share()", server_settings={"rate": 1.0})
+    with pytest.raises(ConfigError, match="server_optimizer_settings need"):
+        study(plan="share()", server_optimizer_settings={"lr": 1.0})
 
 
 @pytest.mark.parametrize("changed", ["mine.py", "beside.py", "version"])
@@ -246,18 +246,18 @@ def test_every_kind_of_name_is_in_the_digest_by_content(place: Path) -> None:
     install(place, "mypackage", CODE)
     named: list[dict[str, Any]] = [
         {"task": {"kind": "mypackage.mine:Odd", "label": "y"}},
-        {"train": {"optimiser": "mypackage.mine:Signs"}},
+        {"train": {"optimizer": "mypackage.mine:Signs"}},
         {"method": {"name": "mypackage.mine:mine"}},
         {"method": {"plan": "share()", "probe": "mypackage.mine:looks"}},
         {"method": {"name": "safl", "settings": {"probe": "mypackage.mine:looks"}}},
         {"method": {"plan": "share()", "loop": "mypackage.mine:loop"}},
-        {"method": {"plan": "share()", "wraps": ["mypackage.mine:through"]}},
-        {"method": {"plan": "share()", "server_optimiser": "mypackage.mine:halfway"}},
-        {"method": {"name": "fedavg", "inside": {"name": "mypackage.mine:mine"}}},
+        {"method": {"plan": "share()", "client_hooks": ["mypackage.mine:through"]}},
+        {"method": {"plan": "share()", "server_optimizer": "mypackage.mine:halfway"}},
+        {"method": {"name": "fedavg", "base_method": {"name": "mypackage.mine:mine"}}},
     ]
-    before = [study_of(STUDY | each).digest for each in named]
+    before = [study_from_dict(STUDY | each).digest for each in named]
     (place / "mypackage" / "beside.py").write_text("x = 1")
-    after = [study_of(STUDY | each).digest for each in named]
+    after = [study_from_dict(STUDY | each).digest for each in named]
     assert not set(before) & set(after)
     assert study(name="fedavg").digest == study(name="fedavg").digest
 
@@ -265,20 +265,20 @@ def test_every_kind_of_name_is_in_the_digest_by_content(place: Path) -> None:
 def test_a_site_imports_what_is_offered_or_allowed_and_nothing_else(place: Path) -> None:
     install(place, "mypackage", CODE, {"fedplan.probes": {"looks": "mypackage.mine:looks"}})
     install(place, "plainly", "raise SystemExit('it was imported')\n")
-    with allowing(()):
+    with allow_imports(()):
         # mypackage offers something to fedplan: its owner has installed it for that.
-        assert method_named("mypackage.mine:mine")
-        assert method_named("mypackage.mine:half")
+        assert method_by_name("mypackage.mine:mine")
+        assert method_by_name("mypackage.mine:half")
         for name in ("plainly.mine:x", "os:system", "antigravity:x", "fedplan.cli:main"):
             with pytest.raises(UnknownName, match="does not let a study import"):
-                METHOD_NAMES.find(name)
+                METHOD_REGISTRY.find(name)
         # What a package only imports is not its own.
-        with pytest.raises(UnknownName, match=r"is of .(posix|nt)., which this site"):
-            METHOD_NAMES.find("mypackage.mine:system")
+        with pytest.raises(UnknownName, match=r"is in .(posix|nt)., which this site"):
+            METHOD_REGISTRY.find("mypackage.mine:system")
     install(place, "other", METHOD)
-    with allowing(["other"]):
-        assert method_named("other.mine:mine")
-    assert isinstance(METHOD_NAMES.find("mypackage.mine:half").value, partial)
+    with allow_imports(["other"]):
+        assert method_by_name("other.mine:mine")
+    assert isinstance(METHOD_REGISTRY.find("mypackage.mine:half").value, partial)
 
 
 def test_the_command_lists_all_with_their_origin(place: Path) -> None:
@@ -290,5 +290,5 @@ def test_the_command_lists_all_with_their_origin(place: Path) -> None:
     assert "broken, of mypackage 1.2\n    the method 'broken' cannot be imported" in done.output
     one = CliRunner().invoke(app, ["methods", "mypackage.mine:mine"])
     assert "mypackage.mine:mine, of mypackage.mine\nMine" in one.output
-    assert "strength = 0.5" in one.output and "server optimiser mean(rate=0.5)" in one.output
+    assert "strength = 0.5" in one.output and "server optimizer mean(lr=0.5)" in one.output
     assert CliRunner().invoke(app, ["methods", "fedavgg"]).exit_code == 2

@@ -32,7 +32,9 @@ def wanted() -> dict[str, str]:
 
 def test_every_field_has_a_sentence() -> None:
     assert len(FIELDS) > 130
-    without = [name for name, f in FIELDS if not re.fullmatch(r"[A-Z].+\.", f.description or "")]
+    without = [
+        name for name, f in FIELDS if not re.fullmatch(r"(?s)[A-Z].+\.", f.description or "")
+    ]
     assert not without, "write a docstring below the field"
 
 
@@ -44,6 +46,7 @@ def test_every_section_says_what_it_is(schema: type[BaseModel]) -> None:
 
 def test_the_pages_are_current() -> None:
     kept = {p.name: p.read_text() for p in (ROOT / "docs" / "reference").glob("*.md")}
+    kept.pop("glossary.md", None)  # written by hand
     assert kept.keys() == wanted().keys()
     for name, text in wanted().items():
         assert kept[name] == text, f"make reference writes {name} anew"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ledgers: a run's ledger re-checked against its plan: nothing frozen moved, nothing left."""
+"""Verify a ledger against its plan: roles, digests, bytes, weights and warnings of every turn."""
 
 from __future__ import annotations
 
@@ -8,184 +8,225 @@ from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.record import ROLES, Record, RoundRecord, TurnRecord, parted, read_record
-from fedplan.federation.robust import by_senders, caps_of, cut
-from fedplan.federation.warnings import drifts_of, warnings_of
+from fedplan.federation.record import (
+    ROLE_BY_LETTER,
+    Record,
+    RoundRecord,
+    TurnRecord,
+    read_record,
+    split_digests,
+)
+from fedplan.federation.robust import find_capped_weights, group_weights, params_by_senders
+from fedplan.federation.round_warnings import make_warnings, recent_drifts
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.params import Block, Params
-from fedplan.tensors.riders import param_of
+from fedplan.tensors.aux_tensors import param_key
 
 
-def verify_lines(agreement: Agreement, lines: Iterable[object], start: str = "") -> list[str]:
-    """Every fault of a ledger, in words; an empty list is a clean one.
+def verify_ledger(agreement: Agreement, lines: Iterable[object], start: str = "") -> list[str]:
+    """All faults of a ledger, in words; empty if it follows from the agreement.
 
-    `start` are the digests of all that the model starts with, one after the other.
+    lines: the ledger's lines as parsed JSON.
+    start: concatenated digests of the initial model's params; "" if unknown.
     """
-    checker = _Checker(agreement, start)
+    checker = _LedgerChecker(agreement, start)
     return [*(fault for line in lines for fault in checker.check(line)), *checker.end()]
 
 
-class _Checker:
-    """Follows the world's and each client's values through a ledger, by their digests."""
+class _LedgerChecker:
+    """Follows the digests and versions of all values through a ledger, line by line.
+
+    global_digests: of the global model's values; client_digests: of each client's personal values.
+    versions: the round in which each global value last changed; client_versions: the version of
+    each value that a client has downloaded; personal_bits: the params that each client keeps.
+    turns: turns of the round whose own line is still to come.
+    """
 
     def __init__(self, agreement: Agreement, start: str) -> None:
         self.agreement = agreement
-        self.world: dict[str, str] = parted(agreement.params, start) if start else {}
-        self.homes: dict[str, dict[str, str]] = {}
+        self.global_digests: dict[str, str] = (
+            split_digests(agreement.params, start) if start else {}
+        )
+        self.client_digests: dict[str, dict[str, str]] = {}
         self.versions: dict[str, int] = {}
-        self.known: dict[str, dict[str, int]] = {}
-        self.settled: dict[str, int] = {}
+        self.client_versions: dict[str, dict[str, int]] = {}
+        self.personal_bits: dict[str, int] = {}
         self.scores: tuple[int, Any] = (0, None)
         self.round, self.turns = 0, dict[str, TurnRecord]()
-        self.drifts = drifts_of(())
+        self.drifts = recent_drifts(())
 
     def check(self, line: object) -> Iterator[str]:
-        """The faults of one line."""
+        """Faults of one line. Updates the state."""
         try:
             record = read_record(line)
-            yield from self._record(record)
+            yield from self._check_record(record)
         except FedplanError as error:
             yield f"this is not a line of a ledger ({error}): {str(line)[:60]}"
 
     def end(self) -> Iterator[str]:
-        """The faults of what is there after the last line."""
+        """Faults at the end of the ledger."""
         if self.turns:
-            yield f"round {self.round + 1}: it has turns, and no line of its own"
+            yield f"round {self.round + 1}: it has turns, but no line for the round"
 
-    def _record(self, record: Record) -> Iterator[str]:
+    def _check_record(self, record: Record) -> Iterator[str]:
+        """Faults of a record: of its round's number, and of a round or turn."""
         if record.round != self.round + 1:
-            yield f"round {record.round}: it stands where a line of round {self.round + 1} should"
+            expected = self.round + 1
+            yield f"round {record.round}: it is out of order, round {expected} was expected"
         if isinstance(record, RoundRecord):
-            yield from self._round(record)
+            yield from self._check_round(record)
         else:
-            yield from self._turn(record)
+            yield from self._check_turn(record)
 
-    def _turn(self, line: TurnRecord) -> Iterator[str]:
+    def _check_turn(self, line: TurnRecord) -> Iterator[str]:
+        """Faults of a turn, and of the earlier turns of the client that it reports as missed."""
         if line.client in self.turns:
-            yield f"round {line.round}, {line.client}: its turn is told twice"
+            yield f"round {line.round}, {line.client}: its turn is recorded twice"
         self.turns[line.client] = line
         for missed in line.missed:
-            yield from self._one(missed, heard=False)
-        yield from self._one(line, heard=True)
+            yield from self._check_one_turn(missed, counted=False)
+        yield from self._check_one_turn(line, counted=True)
 
-    def _one(self, line: TurnRecord, *, heard: bool) -> Iterator[str]:
-        """A turn; of one that the server did not hear, it cannot know what came down."""
+    def _check_one_turn(self, line: TurnRecord, *, counted: bool) -> Iterator[str]:
+        """Faults of one turn: roles by the plan, frozen params unchanged, digests continued, bytes.
+
+        Of a turn that was missed, not `counted`, the download is not known and not checked.
+        """
         where = f"round {line.round}, {line.client}"
         params = self.agreement.params
         if len(line.roles) != len(params):
             yield f"{where}: it has {len(line.roles)} roles for {len(params)} params"
             return
-        roles = dict(zip(params, (ROLES[x] for x in line.roles), strict=True))
+        roles = dict(zip(params, (ROLE_BY_LETTER[x] for x in line.roles), strict=True))
         scores = {Block(stack, number): score for stack, number, score in line.scores or ()}
         turn = Turn(line.round, line.client, line.phase, line.traits, scores or None)
-        said = resolve(self.agreement.method.plan, params, turn)
-        before, after = parted(params, line.before), parted(params, line.after)
-        home = self.homes.setdefault(line.client, {})
+        planned = resolve(self.agreement.method.plan, params, turn)
+        before, after = split_digests(params, line.before), split_digests(params, line.after)
+        personal = self.client_digests.setdefault(line.client, {})
         for p in params:
             key, role = p.key, roles[p]
-            if role is not said[p]:
-                yield f"{where}: {key} was {role.name}, and the plan says {said[p].name}"
-            if not role.trained and before[key] != after[key]:
-                yield f"{where}: {key} is {role.name} and moved"
-            expected = home.get(key) if role.own else self.world.get(key) if heard else None
+            if role is not planned[p]:
+                yield f"{where}: {key} was {role.name}, and the plan says {planned[p].name}"
+            if not role.is_trained and before[key] != after[key]:
+                yield f"{where}: {key} is {role.name} and changed"
+            expected = (
+                personal.get(key)
+                if role.is_personal
+                else self.global_digests.get(key)
+                if counted
+                else None
+            )
             if expected not in (None, before[key]):
-                yield f"{where}: {key} did not start from what it last was"
-            if role.own:
-                home[key] = after[key]
-        if heard and self.agreement.method.together and line.scores != self._agreed(line):
-            yield f"{where}: chose by other scores than the rest"
-        if heard:
-            yield from self._bytes(where, line, self.agreement.sent(turn, roles), turn)
+                yield f"{where}: {key} did not start from its last value"
+            if role.is_personal:
+                personal[key] = after[key]
+        if (
+            counted
+            and self.agreement.method.joint_choice
+            and line.scores != self._joint_scores(line)
+        ):
+            yield f"{where}: it chose blocks by other scores than the other clients"
+        if counted:
+            yield from self._check_bytes(where, line, self.agreement.sent_params(turn, roles), turn)
 
-    def _agreed(self, line: TurnRecord) -> Any:
-        """The scores that the first line of a round chose by."""
+    def _joint_scores(self, line: TurnRecord) -> Any:
+        """Scores of the first turn of a round, by which all clients choose blocks."""
         if self.scores[0] != line.round:
             self.scores = (line.round, line.scores)
         return self.scores[1]
 
-    def _bytes(self, where: str, line: TurnRecord, shared: Params, turn: Turn) -> Iterator[str]:
-        up = sum(self.agreement.up(p) for p in shared)
+    def _check_bytes(
+        self, where: str, line: TurnRecord, shared: Params, turn: Turn
+    ) -> Iterator[str]:
+        """Faults of the uploaded and downloaded bytes of a turn. Updates the client's versions."""
+        up = sum(self.agreement.upload_bytes(p) for p in shared)
         if line.up != up:
-            yield f"{where}: {line.up} bytes went up, and the plan explains {up}"
+            yield f"{where}: {line.up} bytes were uploaded, and the plan explains {up}"
         client = line.client
-        if line.anew:
-            self.known.pop(client, None)
-            self.settled.pop(client, None)
-        known, settled = self.known.setdefault(client, {}), self.settled.get(client, 0)
-        wanted = self.agreement.wanted(turn, settled)
-        lacking = {k for k, first in wanted.items() if known.get(k, first) < self._version(k)}
-        known |= {key: self._version(key) for key in lacking}
-        self.settled[client] = settled | self.agreement.owned(turn)
-        down = sum(self.agreement.sizes[key] for key in lacking)
+        if line.full:
+            self.client_versions.pop(client, None)
+            self.personal_bits.pop(client, None)
+        versions, personal = (
+            self.client_versions.setdefault(client, {}),
+            self.personal_bits.get(client, 0),
+        )
+        required = self.agreement.required(turn, personal)
+        missing = {k for k, first in required.items() if versions.get(k, first) < self._version(k)}
+        versions |= {key: self._version(key) for key in missing}
+        self.personal_bits[client] = personal | self.agreement.personal_bits(turn)
+        down = sum(self.agreement.download_bytes[key] for key in missing)
         if line.down != down:
-            yield f"{where}: {line.down} bytes came down, and the plan explains {down}"
+            yield f"{where}: {line.down} bytes were downloaded, and the plan explains {down}"
 
     def _version(self, key: str) -> int:
         return self.versions.get(key, 0)
 
-    def _round(self, line: RoundRecord) -> Iterator[str]:
+    def _check_round(self, line: RoundRecord) -> Iterator[str]:
+        """Faults of a round's own line, by its turns. Updates global digests and versions."""
         where, turns, self.turns, self.round = f"round {line.round}", self.turns, {}, line.round
-        movable = {p.key for p in self.agreement.movable}
-        for key, mark in line.moved.items():
-            if param_of(key) not in movable:
-                yield f"{where}: {key} moved, and no turn may share it"
-            self.world[key] = mark
+        exchanged = {p.key for p in self.agreement.exchanged}
+        for key, value_digest in line.moved.items():
+            if param_key(key) not in exchanged:
+                yield f"{where}: {key} changed, and no turn may share it"
+            self.global_digests[key] = value_digest
             self.versions[key] = line.round
         for client in sorted(set(line.counted) - turns.keys()):
-            yield f"{where}, {client}: it was counted, and its turn is not told"
+            yield f"{where}, {client}: it was aggregated, and its turn is not recorded"
         for client in sorted(turns.keys() - set(line.counted)):
-            gone = self.agreement.masking.active and client in line.rejected
-            if line.rejected.get(client) != "late" and not gone:
-                yield f"{where}, {client}: its turn is told, and it was not counted"
+            dropped = self.agreement.secagg.active and client in line.rejected
+            if line.rejected.get(client) != "late" and not dropped:
+                yield f"{where}, {client}: its turn is recorded, and it was not aggregated"
         if sum(turn.up for turn in turns.values()) != line.up:
-            yield f"{where}: {line.up} bytes went up in all, and its turns say another number"
+            yield f"{where}: {line.up} bytes were uploaded in all, and its turns say another number"
         if any(turn.phase != line.phase for turn in turns.values()):
             yield f"{where}: its turns are of another phase"
-        yield from self._defended(where, line, turns)
-        yield from self._masked(where, line)
-        if line.warnings != warnings_of(line, turns.values(), self.drifts):
-            yield f"{where}: its warnings are not those that follow from its numbers"
+        yield from self._check_defence(where, line, turns)
+        yield from self._check_masked_sum(where, line)
+        if line.warnings != make_warnings(line, turns.values(), self.drifts):
+            yield f"{where}: its warnings do not follow from its numbers"
         self.drifts.append(line.drift)
 
-    def _defended(
+    def _check_defence(
         self, where: str, line: RoundRecord, turns: Mapping[str, TurnRecord]
     ) -> Iterator[str]:
-        """What a defence did: weights are worked out again, of values only who and how far."""
-        defence, done = self.agreement.defence, line.defence
-        if (done is not None) != defence.active:
-            yield f"{where}: it tells of a defence that was not agreed, or does not tell of one"
-        if done is None:
+        """Faults of a defence's record: capped weights are recomputed, clipping is plausible."""
+        defence, record = self.agreement.defence, line.defence
+        if (record is not None) != defence.active:
+            yield f"{where}: it records a defence that was not agreed, or lacks the agreed one"
+        if record is None:
             return
-        if done.capped != self._capped([turns[c] for c in line.counted if c in turns]):
+        if record.capped != self._capped_weights([turns[c] for c in line.counted if c in turns]):
             yield f"{where}: other weights were capped than the defence says"
-        for client in sorted({*done.clipped, *done.left, *done.far} - set(line.counted)):
-            yield f"{where}, {client}: the defence tells of it, and it was not counted"
-        for client, (came, left) in done.clipped.items():
-            if not (defence.change_bound and left < came):
-                yield f"{where}, {client}: its change was shortened, and there was no reason to"
+        for client in sorted({*record.clipped, *record.left, *record.far} - set(line.counted)):
+            yield f"{where}, {client}: the defence names it, and it was not aggregated"
+        for client, (norm, clipped_norm) in record.clipped.items():
+            if not (defence.max_norm_ratio and clipped_norm < norm):
+                yield f"{where}, {client}: its change was clipped, and there was no reason to"
 
-    def _masked(self, where: str, line: RoundRecord) -> Iterator[str]:
-        """A masked sum: of those who were counted, and nothing has moved that stayed closed."""
-        masking, told = self.agreement.masking, line.masked
-        if (told is not None) != masking.active:
-            yield f"{where}: it tells of a masked sum that was not agreed, or does not tell of one"
-        if told is None:
+    def _check_masked_sum(self, where: str, line: RoundRecord) -> Iterator[str]:
+        """Faults of a secure aggregation record: its clients, threshold and withheld values."""
+        secagg, record = self.agreement.secagg, line.masked
+        if (record is not None) != secagg.active:
+            yield f"{where}: it records a masked sum that was not agreed, or lacks the agreed one"
+        if record is None:
             return
-        if told.sites != line.counted:
-            yield f"{where}: its masked sum is of others than were counted"
-        if masking.threshold not in (0, told.threshold):
-            yield f"{where}: its masked sum took {told.threshold} to open, and another was agreed"
-        for key in sorted(told.closed.keys() & line.moved.keys()):
-            yield f"{where}: {key} stayed closed, and has moved"
+        if record.sites != line.counted:
+            yield f"{where}: its masked sum is of other clients than were aggregated"
+        if secagg.threshold not in (0, record.threshold):
+            yield f"{where}: its masked sum had threshold {record.threshold}, not the agreed one"
+        for key in sorted(record.closed.keys() & line.moved.keys()):
+            yield f"{where}: {key} was withheld, and has changed"
 
-    def _capped(self, turns: list[TurnRecord]) -> dict[str, tuple[int, int]]:
-        """Whose weights the defence cuts, of those who were counted."""
-        agreed, params = self.agreement, self.agreement.params
-        said = {turn.client: turn.weight for turn in turns}
+    def _capped_weights(self, turns: list[TurnRecord]) -> dict[str, tuple[int, int]]:
+        """Weights that the defence caps, by client: the original and the capped one."""
+        agreement, params = self.agreement, self.agreement.params
+        weights = {turn.client: turn.weight for turn in turns}
         sent = {
             turn.client: [p.key for p, x in zip(params, turn.roles, strict=False) if x == "S"]
             for turn in turns
         }
-        caps = caps_of(agreed.defence, said, by_senders(sent), absent=agreed.method.absent)
-        return cut(agreed.defence, said, caps.values())
+        caps = group_weights(
+            agreement.defence, weights, params_by_senders(sent), absent=agreement.method.absent
+        )
+        return find_capped_weights(agreement.defence, weights, caps.values())

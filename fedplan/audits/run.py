@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audits: a run's folder re-checked: its ledger, and the values that lie on the disk."""
+"""Verify a run's folder: its ledger, stored values, privacy charges and examples."""
 
 from __future__ import annotations
 
@@ -9,223 +9,242 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedplan.audits.ledger import verify_lines
+from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
 from fedplan.federation.client import KEY
-from fedplan.federation.identity import changed_rows
-from fedplan.federation.marks import keyed
+from fedplan.federation.digests import keyed_digest
+from fedplan.federation.identity import changed_examples
+from fedplan.federation.ledger_segments import segment_header_faults, segment_number
 from fedplan.federation.record import (
-    ALL,
-    ROLES,
+    ROLE_BY_LETTER,
+    WHOLE_SUM,
     Record,
     RecordError,
     RoundRecord,
     TurnRecord,
-    parted,
     read_record,
+    split_digests,
 )
-from fedplan.federation.segments import opening_faults, segment_number
-from fedplan.federation.server import SMALL
+from fedplan.federation.server import WRITE_ONCE_FILES
 from fedplan.privacy.mechanisms.secret import read_secret
 from fedplan.privacy.statement import Statement
 from fedplan.storage.journal import Journal
-from fedplan.studies.run import Run, looked_at
-from fedplan.studies.shares import shares_of
+from fedplan.studies.federated_data import load_federated_data
+from fedplan.studies.run import Run, read_consistently
 from fedplan.tensors.named import digest
 
 
 @dataclass
-class _Told:
-    """What a ledger has told while it passed, line by line: a long one is never held whole.
+class _LedgerSummary:
+    """Totals of a ledger, counted line by line: a long ledger is never in memory as a whole.
 
-    `last` are the last turns of clients, where their homes are `here`.
+    has_clients: whether the run's folder has the clients' states, so that `last_turns` is kept.
+    up, down: bytes uploaded and downloaded; frozen: params that were frozen, over all turns.
+    rounds: all round records, without their clients.
     """
 
-    here: bool
+    has_clients: bool
     turns: int = 0
     up: int = 0
     down: int = 0
-    rested: int = 0
+    frozen: int = 0
     clients: set[str] = field(default_factory=set[str])
     rounds: list[RoundRecord] = field(default_factory=list[RoundRecord])
-    last: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
+    last_turns: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
 
-    def passed(self, lines: Iterable[object]) -> Iterator[object]:
-        """The lines; those that are no records are faults, and passed over here."""
+    def count_lines(self, lines: Iterable[object]) -> Iterator[object]:
+        """Yield the lines unchanged, and count them; lines that are no records are skipped."""
         for line in lines:
             with suppress(RecordError):
                 self._count(read_record(line))
             yield line
 
     def _count(self, record: Record) -> None:
+        """Add one record to the totals."""
         if isinstance(record, RoundRecord):
             self.rounds.append(replace(record, counted=(), rejected={}))
             return
-        self.turns, self.up, self.down = (
-            self.turns + 1,
-            self.up + record.up,
-            self.down + record.down,
-        )
-        self.rested += record.roles.count("F") + record.roles.count("H")
+        self.turns += 1
+        self.up += record.up
+        self.down += record.down
+        self.frozen += record.roles.count("F") + record.roles.count("H")
         self.clients.add(record.client)
-        if self.here:
-            self.last[record.client] = record
+        if self.has_clients:
+            self.last_turns[record.client] = record
 
 
 def verify_run(folder: Path) -> tuple[list[str], str]:
-    """Every fault of a run, in words, and a sentence of what was checked.
+    """Verify a run's folder; return its faults, in words, and a summary of what was checked.
 
-    Nothing in the folder is changed. Rows are checked where they can be read. What a run that goes
-    on has changed meanwhile is no fault: it is then looked at again.
+    The summary is "" if files are missing without which nothing can be checked. The folder is not
+    changed. Examples are checked if they can be loaded. A run that goes on meanwhile is read again.
     """
-    return looked_at(folder, _verdict)
+    return read_consistently(folder, _verify_current)
 
 
-def _verdict(run: Run) -> tuple[list[str], str]:
-    faults, checked = _verified(run)
+def _verify_current(run: Run) -> tuple[list[str], str]:
+    """Faults and summary of a run; with faults, require that it has not changed meanwhile."""
+    faults, checked = _verify(run)
     if faults:
         run.require_current()
     return faults, checked
 
 
-def _verified(run: Run) -> tuple[list[str], str]:
-    found = run.file_faults()
-    gone = any(segment_number(name) and why.endswith("is lost") for name, why in found.items())
-    if gone or any(found.get(name, "") for name in SMALL):
-        # Without these there is nothing to hold the rest against.
-        return [*found.values()], ""
-    told, faults = _Told(bool(run.identity.rows)), [*found.values(), *run.identity_faults()]
-    faults += verify_lines(run.agreement, told.passed(run.lines()), run.identity.marks)
-    if not found:
-        faults += _opening_faults(run)
-    faults += _world_faults(run, told.rounds)
-    faults += _best_faults(run, told.rounds)
+def _verify(run: Run) -> tuple[list[str], str]:
+    """Faults and summary of a run as it was read."""
+    file_faults = run.file_faults()
+    lost = any(
+        segment_number(name) and fault.endswith("is lost") for name, fault in file_faults.items()
+    )
+    if lost or any(file_faults.get(name, "") for name in WRITE_ONCE_FILES):
+        # Without these files nothing else can be checked.
+        return [*file_faults.values()], ""
+    summary, faults = (
+        _LedgerSummary(bool(run.identity.rows)),
+        [*file_faults.values(), *run.identity_faults()],
+    )
+    faults += verify_ledger(
+        run.agreement, summary.count_lines(run.ledger_lines()), run.identity.marks
+    )
+    if not file_faults:
+        faults += _segment_faults(run)
+    faults += _global_state_faults(run, summary.rounds)
+    faults += _best_faults(run, summary.rounds)
     faults += _charge_faults(run)
-    faults += _home_faults(run, told.last)
-    changed, read = _row_faults(run)
+    faults += _client_state_faults(run, summary.last_turns)
+    changed, examples_checked = _example_faults(run)
     return faults + changed, (
-        f"{run.round} rounds, {len(told.clients)} clients, {told.turns} turns: "
-        f"{told.rested} params rested and none of them moved; "
-        f"{told.up:,} bytes went up and {told.down:,} came down, all of them explained by the plan "
-        f"{run.agreement.method.plan.fingerprint}; no client's own param went up. "
-        f"{_masked_told(told.rounds)}{read}"
+        f"{run.round} rounds, {len(summary.clients)} clients, {summary.turns} turns: "
+        f"frozen params were checked {summary.frozen:,} times and none changed; "
+        f"{summary.up:,} bytes were uploaded and {summary.down:,} downloaded, all explained by the "
+        f"plan {run.agreement.method.plan.fingerprint}; no personal param was uploaded. "
+        f"{_describe_masked_sums(summary.rounds)}{examples_checked}"
     )
 
 
-def _masked_told(rounds: list[RoundRecord]) -> str:
-    """Which sums were masked, of whom, and what of them stayed closed."""
-    masked = [each.masked for each in rounds if each.masked is not None]
+def _describe_masked_sums(rounds: list[RoundRecord]) -> str:
+    """Sentence on the sums of secure aggregation; "" without any."""
+    masked = [record.masked for record in rounds if record.masked is not None]
     if not masked:
         return ""
-    given_up = [each for each in masked if ALL in each.closed]
-    opened = [each for each in masked if ALL not in each.closed]
-    sites = sorted({site for each in opened for site in each.sites})
-    closed = {key for each in opened for key in each.closed}
-    least = min((len(each.sites) for each in opened), default=0)
-    said = f"The server saw {len(opened)} sums under masks and no update: of {least} sites or more"
-    said += f" of {', '.join(sites)}" if sites else ""
-    said += f"; {len(closed)} params stayed closed in some round" if closed else ""
-    return said + (f"; {len(given_up)} rounds were given up. " if given_up else ". ")
+    unmasked = [record for record in masked if WHOLE_SUM not in record.closed]
+    failed = len(masked) - len(unmasked)
+    clients = sorted({client for record in unmasked for client in record.sites})
+    withheld = {key for record in unmasked for key in record.closed}
+    least = min((len(record.sites) for record in unmasked), default=0)
+    text = f"The server saw {len(unmasked)} securely aggregated sums and no update: of {least} "
+    text += f"clients or more of {', '.join(clients)}" if clients else "clients or more"
+    text += f"; {len(withheld)} params were withheld in some round" if withheld else ""
+    return text + (f"; {failed} rounds were given up. " if failed else ". ")
 
 
-def _opening_faults(run: Run) -> list[str]:
-    """Segments of the ledger that open with other numbers than those before them make."""
+def _segment_faults(run: Run) -> list[str]:
+    """Faults of ledger segments whose header does not match the segments before."""
     try:
-        return list(opening_faults(run.folder, run.meta["files"]))
+        return list(segment_header_faults(run.folder, run.meta["files"]))
     except RecordError:
-        return []  # such a line is a fault of its own
+        return []  # reported as a fault of that line
 
 
-def _world_faults(run: Run, rounds: list[RoundRecord]) -> list[str]:
-    """The committed world must be what the ledger last said of each of its values."""
-    faults = [f"world, {each}" for each in run.world_faults()]
-    if any(each.startswith(f"world, generation {run.round}:") for each in faults):
+def _global_state_faults(run: Run, rounds: list[RoundRecord]) -> list[str]:
+    """Faults of the committed global model: each value must have its last digest in the ledger."""
+    faults = [f"global model, {fault}" for fault in run.global_state_faults()]
+    if any(fault.startswith(f"global model, checkpoint {run.round}:") for fault in faults):
         return faults
-    last, versions = dict[str, str](), dict.fromkeys(run.world.values, 0)
+    last, versions = dict[str, str](), dict.fromkeys(run.global_state.values, 0)
     for record in rounds:
         last |= record.moved
         versions |= dict.fromkeys(record.moved, record.round)
-    held, number = run.world.values, rounds[-1].round if rounds else 0
+    values, number = run.global_state.values, rounds[-1].round if rounds else 0
     if number != run.round:
-        faults.append(f"the world is of round {run.round}, and the ledger of {number}")
-    if versions != run.world.versions:
-        faults.append("the world's values changed in other rounds than the ledger says")
+        faults.append(f"the global model is of round {run.round}, and the ledger of {number}")
+    if versions != run.global_state.versions:
+        faults.append("the global model's values changed in other rounds than the ledger says")
     return faults + [
-        f"the world's {key} is not what the ledger says"
-        for key, mark in last.items()
-        if key not in held or digest(held[key]) != mark
+        f"the global model's {key} is not what the ledger says"
+        for key, expected in last.items()
+        if key not in values or digest(values[key]) != expected
     ]
 
 
 def _best_faults(run: Run, rounds: list[RoundRecord]) -> list[str]:
-    """The best world that is kept must be what the ledger said of each value by then."""
+    """Faults of the stored best global model: each value must have its digest of that round."""
     if not run.has_best:
         return []
     try:
-        best = run.best
+        best = run.best_state
     except FedplanError as error:
-        return [f"the best world: {error}"]
-    told = {
-        key: mark for each in rounds if each.round <= best.round for key, mark in each.moved.items()
-    }
+        return [f"the best global model: {error}"]
+    last = dict[str, str]()
+    for record in rounds:
+        if record.round <= best.round:
+            last |= record.moved
     return [
-        f"the best world's {key} is not what the ledger says of round {best.round}"
-        for key, mark in told.items()
-        if key not in best.values or digest(best.values[key]) != mark
+        f"the best global model's {key} is not what the ledger says of round {best.round}"
+        for key, expected in last.items()
+        if key not in best.values or digest(best.values[key]) != expected
     ]
 
 
-def _home_faults(run: Run, last: Mapping[str, TurnRecord]) -> list[str]:
-    """Each home must be there, whole, and what its client's last turn left."""
+def _client_state_faults(run: Run, last_turns: Mapping[str, TurnRecord]) -> list[str]:
+    """Faults of the clients' stored states: missing, damaged, or not those of their last turn.
+
+    last_turns: the last recorded turn of each client.
+    """
     faults = list[str]()
-    for client, turn in last.items():
+    for client, turn in last_turns.items():
         journal = run.journal(client)
         if not journal.folder.is_dir():
-            faults.append(f"{client}'s home is lost: there is no {journal.folder}")
+            faults.append(f"{client}'s state is lost: there is no {journal.folder}")
             continue
         try:
-            faults += [f"{client}'s home, {each}" for each in journal.faults()]
-            faults += _kept_faults(run, journal, turn)
-        except FedplanError as error:  # one home that cannot be read hides no fault of the others
-            faults.append(f"{client}'s home: {error}")
+            faults += [f"{client}'s state, {damage}" for damage in journal.find_damage()]
+            faults += _personal_value_faults(run, journal, turn)
+        except FedplanError as error:  # the other clients are checked all the same
+            faults.append(f"{client}'s state: {error}")
     return faults
 
 
-def _kept_faults(run: Run, journal: Journal, turn: TurnRecord) -> Iterator[str]:
-    """A home may be a turn ahead, of a round that was not committed or that did not count it."""
+def _personal_value_faults(run: Run, journal: Journal, turn: TurnRecord) -> Iterator[str]:
+    """Faults of a client's personal values, by the digests of its last turn.
+
+    A state may be a turn ahead, of a round that was not committed or did not aggregate it.
+    """
     agreement, client = run.agreement, turn.client
-    following = agreement.request(run.round + 1, client)
-    done = journal.last(following)
-    if done != agreement.request(turn.round, client):
-        if done not in run.requests(client, after=turn.round):
-            yield f"{client}'s home is not that of its turn in round {turn.round}"
+    following = agreement.request_name(run.round + 1, client)
+    last = journal.last_request(following)
+    if last != agreement.request_name(turn.round, client):
+        if last not in run.request_names(client, after=turn.round):
+            yield f"{client}'s state is not that of its turn in round {turn.round}"
         return
-    home, notes = journal.home(following)
-    after, trainable = parted(agreement.params, turn.after), set(agreement.trainable)
+    state, notes = journal.client_state(following)
+    after, trainable = split_digests(agreement.params, turn.after), set(agreement.trainable)
     letters = zip(agreement.params, turn.roles, strict=False)
-    own = [p for p, letter in letters if ROLES[letter].own and p in trainable]
+    personal = [p for p, letter in letters if ROLE_BY_LETTER[letter].is_personal and p in trainable]
     file = journal.folder / KEY
-    if not own:
-        return  # who keeps nothing has no key
+    if not personal:
+        return  # without personal values there is no key
     if not file.exists():
         yield f"{client} has lost the key of its digests, {file}"
         return
     key = read_secret(file)
-    for p in own:
-        if p.key not in home:
-            yield f"{client}'s {p.key} is lost from its home"
-        elif keyed(key, p.key, _told_mark(notes, p.key, digest(home[p.key]))) != after[p.key]:
-            yield f"{client}'s {p.key} is not what its last turn left"
+    for p in personal:
+        if p.key not in state:
+            yield f"{client}'s {p.key} is lost from its state"
+            continue
+        recorded = _recorded_digest(notes, p.key, digest(state[p.key]))
+        if keyed_digest(key, p.key, recorded) != after[p.key]:
+            yield f"{client}'s {p.key} is not the value that its last turn left"
 
 
-def _told_mark(notes: Mapping[str, Any], key: str, mark: str) -> str:
-    """The digest of a client's own value as its turn told it: with a round, where it noted one."""
+def _recorded_digest(notes: Mapping[str, Any], key: str, value_digest: str) -> str:
+    """Digest of a personal value as its turn recorded it: with a round, if the notes have one."""
     noted = str(notes.get("marks", {}).get(key, ""))
-    return noted if noted.startswith(f"{mark} ") else mark
+    return noted if noted.startswith(f"{value_digest} ") else value_digest
 
 
 def _charge_faults(run: Run) -> list[str]:
-    """Charges that were changed, or are not those of the guarantee."""
+    """Faults of the privacy charges: changed ones, and ones that the guarantee does not explain."""
     try:
         if run.agreement.guarantee is not None:
             Statement.of(run.agreement.guarantee, run.study.train.rounds, run.folder)
@@ -234,16 +253,16 @@ def _charge_faults(run: Run) -> list[str]:
     return []
 
 
-def _row_faults(run: Run) -> tuple[list[str], str]:
-    """Clients whose rows are no longer those of the run, and whether that could be seen."""
+def _example_faults(run: Run) -> tuple[list[str], str]:
+    """Faults of clients whose examples have changed, and a sentence on whether that was checked."""
     if not run.identity.rows:
         return [], ""
     try:
-        shares = shares_of(run.study, None)
+        data = load_federated_data(run.study, None)
     except (FedplanError, OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return [], f"The rows were not checked: {reason[:200]}"
-    changed = changed_rows(run.identity.rows, shares.marks)
-    return [f"the rows of {name} are not those of the run" for name in changed], (
-        "The rows are those that it began with."
+        return [], f"The examples were not checked: {reason[:200]}"
+    changed = changed_examples(run.identity.rows, data.digests)
+    return [f"the examples of {name} are not those of the run" for name in changed], (
+        "The examples are unchanged since the start of the run."
     )

@@ -1,40 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a table on a disk to a client's batches, loss and scores."""
+"""Data of a client: tables, partitions, tasks, batches of examples, and metrics."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.data.examples import Examples, Images, Loss, Ragged, Sequences
+    from fedplan.data.examples import Examples, ImageExamples, Loss, RaggedArray, TokenSequences
     from fedplan.data.metrics import Metric, metric_named
-    from fedplan.data.partition import Partition, divide
-    from fedplan.data.tables import DataError, load
-    from fedplan.data.tasks import Task, task
+    from fedplan.data.partition import Partition, partition_examples
+    from fedplan.data.tables import DataError, load_table
+    from fedplan.data.tasks import Task, make_task
 
 __all__ = [
     "DataError",
     "Examples",
-    "Images",
+    "ImageExamples",
     "Loss",
     "Metric",
     "Partition",
-    "Ragged",
-    "Sequences",
+    "RaggedArray",
     "Task",
-    "divide",
-    "load",
+    "TokenSequences",
+    "load_table",
+    "make_task",
     "metric_named",
-    "task",
+    "partition_examples",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "examples": "Examples Images Loss Ragged Sequences",
+        "examples": "Examples ImageExamples Loss RaggedArray TokenSequences",
         "metrics": "Metric metric_named",
-        "partition": "Partition divide",
-        "tables": "DataError load",
-        "tasks": "Task task",
+        "partition": "Partition partition_examples",
+        "tables": "DataError load_table",
+        "tasks": "Task make_task",
     },
 )

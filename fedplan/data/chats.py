@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats: conversations as tokens, by a tokenizer's chat template, and which of them are answers."""
+"""Conversations: read them from tables, and tokenize them with labels on the answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from fedplan.data.examples import NO_LABEL, pieces
-from fedplan.data.tables import DataError, rows, values
+from fedplan.data.examples import NO_LABEL, chunk_slices
+from fedplan.data.tables import DataError, column_values, select_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Chat = Sequence[dict[str, Any]]
 """Messages, each with a role and a content."""
 
-PLAIN = (
+PLAIN_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '### ' + message['role'] + ':\n' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token or sep_token }}{% endif %}"
@@ -23,107 +23,127 @@ PLAIN = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
 )
-"""The template of a tokenizer that has none: a heading for each role, an end after each answer."""
-NO_TEMPLATE = (
-    "The tokenizer of {} has no chat template, so conversations are written plainly, as "
+"""Chat template for tokenizers without one: a heading for each role, an end token per answer."""
+NO_TEMPLATE_NOTE = (
+    "The tokenizer of {} has no chat template, so conversations are written with the headings "
     "'### user:' and '### assistant:'."
 )
-_DAY = "26 Jul 2024"
-"""What templates that write down today's date are told: rows must not change overnight."""
+_FIXED_DATE = "26 Jul 2024"
+"""Date for templates that write today's date: examples must not change overnight."""
 
 
-def templated(tokenizer: Any) -> Any:
-    """The tokenizer, with the plain template if it has none of its own."""
+def with_chat_template(tokenizer: Any) -> Any:
+    """Set PLAIN_TEMPLATE on a tokenizer without a chat template, and return the tokenizer.
+
+    Raises DataError if the tokenizer is slow, or has neither a template nor an end token.
+    """
     if not tokenizer.is_fast:
         raise DataError(
-            f"{type(tokenizer).__name__} does not say where its tokens stand in a text, so answers "
-            "cannot be told from questions: take a tokenizer with a tokenizer.json"
+            f"{type(tokenizer).__name__} does not give the positions of its tokens in a text, so "
+            "the tokens of answers are not known: use a tokenizer with a tokenizer.json"
         )
     if not tokenizer.chat_template:
         if not (tokenizer.eos_token or tokenizer.sep_token):
             raise DataError(
-                "the tokenizer has no chat template and no end token, so that no answer would "
-                "end: give it one of them"
+                "the tokenizer has no chat template and no end token, so answers would have no "
+                "end: give the tokenizer one of them"
             )
-        tokenizer.chat_template = PLAIN
+        tokenizer.chat_template = PLAIN_TEMPLATE
     return tokenizer
 
 
-def conversations(table: Dataset, columns: Sequence[str]) -> Iterator[Chat]:
-    """The conversation of each row, of one column of messages or of a prompt and a response."""
-    for piece in pieces(len(table)):
-        part = rows(table, range(*piece.indices(len(table))))
-        held = [values(part, column) for column in columns]
-        for number, row in enumerate(zip(*held, strict=True), piece.start):
-            yield _pair(row, columns, number) if len(row) == 2 else _messages(row[0], columns[0])
+def read_conversations(table: Dataset, columns: Sequence[str]) -> Iterator[Chat]:
+    """Yield the conversation of each row.
+
+    `columns` is one column with lists of messages, or two columns, prompt and response. Raises
+    DataError if a cell is neither.
+    """
+    for chunk in chunk_slices(len(table)):
+        rows = select_rows(table, range(*chunk.indices(len(table))))
+        cells = [column_values(rows, column) for column in columns]
+        for number, row in enumerate(zip(*cells, strict=True), chunk.start):
+            if len(row) == 2:
+                yield _prompt_and_response(row, columns, number)
+            else:
+                yield _messages(row[0], columns[0])
 
 
-def _pair(row: tuple[Any, ...], columns: Sequence[str], number: int) -> Chat:
+def _prompt_and_response(row: tuple[Any, ...], columns: Sequence[str], number: int) -> Chat:
+    """Return two texts as messages of user and assistant; raise DataError for an empty text."""
     for column, text in zip(columns, row, strict=True):
         if not isinstance(text, str) or not text.strip():
-            raise DataError(f"row {number} of column {column!r} holds {text!r}, and no text")
+            raise DataError(f"row {number} of column {column!r} is {text!r}, not a text")
     roles = zip(("user", "assistant"), row, strict=True)
     return [{"role": role, "content": text} for role, text in roles]
 
 
-def _messages(said: Any, column: str) -> Chat:
-    found = cast("list[Any]", said) if isinstance(said, list) else []
-    for message in found or [said]:
-        words = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
-        if not all(isinstance(words.get(word), str) for word in ("role", "content")):
+def _messages(cell: Any, column: str) -> Chat:
+    """Return the messages in a cell, without missing fields; raise DataError if it has none."""
+    messages = cast("list[Any]", cell) if isinstance(cell, list) else []
+    for message in messages or [cell]:
+        fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
             raise DataError(
-                f"column {column!r} holds {str(message)[:80]!r}: a conversation is a list of "
-                "messages, each with a role and a content; or name two columns, a prompt's and a "
-                "response's"
+                f"column {column!r} has {str(message)[:80]!r}: a conversation is a list of "
+                "messages, each with a role and a content; or name two columns, for prompts and "
+                "responses"
             )
-    # What one row has beside that, a table says of all, as missing.
-    return [{word: each for word, each in m.items() if each is not None} for m in found]
+    # A field that one row has is None in all other rows of the table.
+    return [{name: value for name, value in m.items() if value is not None} for m in messages]
 
 
-def read(tokenizer: Any, chat: Chat, *, row: int) -> tuple[list[int], list[int]]:
-    """A conversation's tokens, and the same where an answer stands; its end is part of an answer.
+def tokenize_chat(tokenizer: Any, chat: Chat, *, row: int) -> tuple[list[int], list[int]]:
+    """Return (tokens, labels) of a conversation; NO_LABEL outside of answers.
 
-    The first token follows from nothing, and is no answer.
+    An answer includes its end token. The first token is never a label, since nothing precedes it.
+    Raises DataError, with the row's number, if the chat template does not fit the conversation.
     """
-    text, spans = _answers(tokenizer, chat, row)
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = cast("list[int]", found["input_ids"])
-    places = cast("list[tuple[int, int]]", found["offset_mapping"])
-    inside = [any(first < end and last > start for start, end in spans) for first, last in places]
-    labels = [token if yes else NO_LABEL for token, yes in zip(ids, inside, strict=True)]
+    text, spans = _answer_spans(tokenizer, chat, row)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = cast("list[int]", encoded["input_ids"])
+    offsets = cast("list[tuple[int, int]]", encoded["offset_mapping"])
+    in_answer = [
+        any(first < end and last > start for start, end in spans) for first, last in offsets
+    ]
+    labels = [token if yes else NO_LABEL for token, yes in zip(ids, in_answer, strict=True)]
     return ids, [NO_LABEL, *labels[1:]] if labels else labels
 
 
-def _answers(tokenizer: Any, chat: Chat, row: int) -> tuple[str, list[tuple[int, int]]]:
-    """A conversation as the template writes it, and from where to where each answer stands."""
-    whole, spans = _written(tokenizer, chat, row), list[tuple[int, int]]()
+def _answer_spans(tokenizer: Any, chat: Chat, row: int) -> tuple[str, list[tuple[int, int]]]:
+    """Return a conversation's text, and the start and end of each answer in it.
+
+    Raises DataError if the template writes earlier messages differently when more follow.
+    """
+    text, spans = _apply_template(tokenizer, chat, row), list[tuple[int, int]]()
     for number, message in enumerate(chat):
         if message["role"] != "assistant":
             continue
-        asked = _written(tokenizer, chat[:number], row, answer=True)
-        until = _written(tokenizer, chat[: number + 1], row)
-        if not (whole.startswith(until) and until.startswith(asked)):
+        before = _apply_template(tokenizer, chat[:number], row, start_answer=True)
+        until = _apply_template(tokenizer, chat[: number + 1], row)
+        if not (text.startswith(until) and until.startswith(before)):
             raise DataError(
-                f"row {row}: the chat template writes an earlier message in another way when a "
-                "later one follows, so that it cannot be told which tokens are answers: keep one "
-                "answer in each row, or give the tokenizer another template"
+                f"row {row}: the chat template writes earlier messages differently when a later "
+                "one follows, so the tokens of the answers are not known: keep one answer in each "
+                "row, or give the tokenizer another template"
             )
-        spans.append((len(asked), len(asked) + len(_ended(tokenizer, until[len(asked) :]))))
-    return whole, spans
+        answer = _strip_after_end_token(tokenizer, until[len(before) :])
+        spans.append((len(before), len(before) + len(answer)))
+    return text, spans
 
 
-def _ended(tokenizer: Any, answer: str) -> str:
-    """An answer up to its end token: the white space that a template has after it is none."""
-    found = answer.rstrip()
-    return found if found.endswith(tuple(tokenizer.all_special_tokens)) else answer
+def _strip_after_end_token(tokenizer: Any, answer: str) -> str:
+    """Return an answer without white space after its end token, if it ends with one."""
+    stripped = answer.rstrip()
+    return stripped if stripped.endswith(tuple(tokenizer.all_special_tokens)) else answer
 
 
-def _written(tokenizer: Any, chat: Chat, row: int, *, answer: bool = False) -> str:
+def _apply_template(tokenizer: Any, chat: Chat, row: int, *, start_answer: bool = False) -> str:
+    """Return a conversation's text, with the opening of an answer if `start_answer` is true."""
     from jinja2 import TemplateError
 
     try:
         return tokenizer.apply_chat_template(
-            list(chat), tokenize=False, add_generation_prompt=answer, date_string=_DAY
+            list(chat), tokenize=False, add_generation_prompt=start_answer, date_string=_FIXED_DATE
         )
     except (TemplateError, KeyError, IndexError, TypeError) as error:
-        raise DataError(f"row {row}: the chat template refuses it: {error}") from error
+        raise DataError(f"row {row}: the chat template rejects it: {error}") from error

@@ -1,197 +1,202 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples: a client's rows as tensors, ready to be taken in batches."""
+"""Examples of a client as tensors, from which batches are taken by indices."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, Protocol, cast, final, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedplan.data.content import told_apart
-from fedplan.data.tables import values
+from fedplan.data.example_digests import make_unique
+from fedplan.data.tables import column_values
+from fedplan.tensors.named import Batch
 
 if TYPE_CHECKING:
     from datasets import Dataset
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
-
-from torch import nn
-
-from fedplan.tensors.named import Batch
 
 Loss = Callable[[nn.Module, Batch], Tensor]
-"""The loss of a model on a batch."""
+"""Returns the loss of a model on a batch."""
 
 NO_LABEL = -100
-"""Stands where nothing is to be predicted."""
+"""Label of a position without a target, as in PyTorch's cross entropy."""
 
 
 class Examples(Protocol):
-    """A client's examples, ready to be taken in batches."""
+    """A client's examples: a length, and batches of named tensors by indices."""
 
     def __len__(self) -> int: ...
     def batch(self, indices: Tensor) -> dict[str, Tensor]: ...
 
 
 @runtime_checkable
-class Seeded(Protocol):
-    """Examples that are drawn anew for each turn, as masks are."""
+class SeededExamples(Protocol):
+    """Examples with random parts, such as masks, that are redrawn for each turn."""
 
-    def seeded(self, seed: int) -> Examples: ...
+    def with_seed(self, seed: int) -> Examples: ...
 
 
 @runtime_checkable
-class Hollow(Protocol):
-    """Examples whose inputs can be left out of a batch, where nobody reads them."""
+class SparseExamples(Protocol):
+    """Examples that can make batches with placeholders for inputs that will not be read."""
 
-    def hollow(self, indices: Tensor) -> dict[str, Tensor]: ...
+    def batch_without_inputs(self, indices: Tensor) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
-class Ragged:
-    """Rows of whole numbers of different lengths, end to end in one tensor."""
+class RaggedArray:
+    """Rows of integers of different lengths, joined in one tensor.
+
+    Row i is `flat[starts[i]:starts[i + 1]]`.
+    """
 
     flat: Tensor
     starts: Tensor
 
     @staticmethod
-    def of(rows: Sequence[Sequence[int]]) -> Ragged:
-        """These rows."""
-        ends = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    def from_lists(rows: Sequence[Sequence[int]]) -> RaggedArray:
+        """Return the array of these rows."""
+        starts = torch.tensor([0, *map(len, rows)]).cumsum(0)
         flat = torch.tensor([number for row in rows for number in row], dtype=torch.int32)
-        return Ragged(flat, ends)
+        return RaggedArray(flat, starts)
 
-    def padded(self, indices: Tensor, fill: int) -> tuple[Tensor, Tensor]:
-        """Some rows, filled up to the longest of them, and where they are not filled up."""
+    def pad(self, indices: Tensor, fill: int) -> tuple[Tensor, Tensor]:
+        """Return rows padded with `fill` to the longest of them, and the mask of real values."""
         starts, ends = self.starts[indices], self.starts[indices + 1]
         steps = torch.arange(int((ends - starts).max()))
-        inside = steps < (ends - starts)[:, None]
-        places = (starts[:, None] + steps).clamp(max=len(self.flat) - 1)
-        return torch.where(inside, self.flat[places].long(), fill), inside
+        mask = steps < (ends - starts)[:, None]
+        positions = (starts[:, None] + steps).clamp(max=len(self.flat) - 1)
+        return torch.where(mask, self.flat[positions].long(), fill), mask
 
 
 @final
 @dataclass(frozen=True)
-class Sequences:
-    """Rows of tokens, with a label for each row or for each token.
+class TokenSequences:
+    """Sequences of tokens, with a label for each sequence or for each token.
 
-    `follows` says that the labels are a text of their own, which a decoder is to write.
+    `pad` is the padding token and `segments` are token type ids. With `seq2seq`, the labels of an
+    example are a target sequence for a decoder.
     """
 
-    ids: Ragged
+    ids: RaggedArray
     pad: int
-    labels: Tensor | Ragged
-    segments: Ragged | None = None
-    follows: bool = False
+    labels: Tensor | RaggedArray
+    segments: RaggedArray | None = None
+    seq2seq: bool = False
 
     def __len__(self) -> int:
         return len(self.ids.starts) - 1
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        """Some rows, filled up to the longest of them."""
-        ids, inside = self.ids.padded(indices, self.pad)
-        batch = {"input_ids": ids, "attention_mask": inside.long()}
+        """Return a batch of sequences, padded to the longest of them."""
+        ids, mask = self.ids.pad(indices, self.pad)
+        batch = {"input_ids": ids, "attention_mask": mask.long()}
         if self.segments is not None:
-            batch["token_type_ids"] = self.segments.padded(indices, 0)[0]
-        if not isinstance(self.labels, Ragged):
+            batch["token_type_ids"] = self.segments.pad(indices, 0)[0]
+        if not isinstance(self.labels, RaggedArray):
             return {**batch, "labels": self.labels[indices]}
-        labels, real = self.labels.padded(indices, NO_LABEL)
-        more = {"decoder_attention_mask": real.long()} if self.follows else {}
-        return {**batch, **more, "labels": labels}
+        labels, label_mask = self.labels.pad(indices, NO_LABEL)
+        decoder_mask = {"decoder_attention_mask": label_mask.long()} if self.seq2seq else {}
+        return {**batch, **decoder_mask, "labels": labels}
 
 
 @final
 @dataclass(frozen=True)
-class Packed:
-    """Rows of several texts each, where positions begin anew with each text.
+class PackedSequences:
+    """Sequences of several texts each; positions restart at 0 with each text.
 
-    There is no attention mask: it is by the positions that a model keeps the texts apart, and what
-    fills up a row is a text of one token each.
+    There is no attention mask: a model separates the texts by their positions. Each padding token
+    has position 0, as a text of one token.
     """
 
-    ids: Ragged
-    labels: Ragged
-    places: Ragged
+    ids: RaggedArray
+    labels: RaggedArray
+    positions: RaggedArray
     pad: int
 
     def __len__(self) -> int:
         return len(self.ids.starts) - 1
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        """Some rows, filled up to the longest of them."""
+        """Return a batch of sequences, padded to the longest of them."""
         return {
-            "input_ids": self.ids.padded(indices, self.pad)[0],
-            "position_ids": self.places.padded(indices, 0)[0],
-            "labels": self.labels.padded(indices, NO_LABEL)[0],
+            "input_ids": self.ids.pad(indices, self.pad)[0],
+            "position_ids": self.positions.pad(indices, 0)[0],
+            "labels": self.labels.pad(indices, NO_LABEL)[0],
         }
 
 
 @final
 @dataclass(frozen=True)
-class Masked:
-    """Blocks of tokens, some hidden: BERT's 15 %, of which 80 % masked and 10 % replaced.
+class MaskedTokens:
+    """Blocks of tokens with BERT's masking, redrawn by `with_seed`.
 
-    Each block's masks follow from its own key and the seed: a turn that trains takes a seed of its
-    own, and no block changes another's masks.
+    Of `mask_fraction` of the tokens, 80 % become `mask_token`, 10 % a random token, and 10 % stay.
+    The masks of a block depend on its `block_seeds` and `seed` only, not on other blocks.
     """
 
-    blocks: Sequences
-    keys: Tensor
-    mask: int
-    special: Tensor
-    vocabulary: int
-    share: float = 0.15
+    blocks: TokenSequences
+    block_seeds: Tensor
+    mask_token: int
+    special_tokens: Tensor
+    vocabulary_size: int
+    mask_fraction: float = 0.15
     seed: int = 0
 
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def seeded(self, seed: int) -> Masked:
-        """The same blocks with other masks."""
+    def with_seed(self, seed: int) -> MaskedTokens:
+        """Return the same blocks with other masks."""
         return replace(self, seed=seed)
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        """Some blocks with masks; at least one token of each is hidden, if it has any."""
+        """Return a batch of masked blocks, with labels at the chosen tokens.
+
+        At least one token of each block is chosen; special tokens never are.
+        """
         batch = self.blocks.batch(indices)
         ids = batch["input_ids"]
-        noise = _noise(self.keys[indices], ids.shape[1], self.seed)
-        plain = batch["attention_mask"].bool() & ~torch.isin(ids, self.special)
-        draw = noise[..., 0].masked_fill(~plain, 2.0)
-        hidden = plain & ((draw < self.share) | (draw == draw.amin(1, keepdim=True)))
-        labels = ids.masked_fill(~hidden, NO_LABEL)
-        return {**batch, "input_ids": self._hide(ids, hidden, noise[..., 1]), "labels": labels}
+        noise = _block_noise(self.block_seeds[indices], ids.shape[1], self.seed)
+        maskable = batch["attention_mask"].bool() & ~torch.isin(ids, self.special_tokens)
+        draw = noise[..., 0].masked_fill(~maskable, 2.0)
+        chosen = maskable & ((draw < self.mask_fraction) | (draw == draw.amin(1, keepdim=True)))
+        labels = ids.masked_fill(~chosen, NO_LABEL)
+        return {**batch, "input_ids": self._mask(ids, chosen, noise[..., 1]), "labels": labels}
 
-    def _hide(self, ids: Tensor, hidden: Tensor, how: Tensor) -> Tensor:
-        other = ((how - 0.8) * 10 * self.vocabulary).long().clamp(0, self.vocabulary - 1)
-        ids = torch.where(hidden & (how < 0.8), self.mask, ids)
-        return torch.where(hidden & (how >= 0.8) & (how < 0.9), other, ids)
+    def _mask(self, ids: Tensor, chosen: Tensor, draw: Tensor) -> Tensor:
+        """Return tokens with the chosen ones masked, replaced or kept, by numbers in [0, 1]."""
+        size = self.vocabulary_size
+        random_tokens = ((draw - 0.8) * 10 * size).long().clamp(0, size - 1)
+        ids = torch.where(chosen & (draw < 0.8), self.mask_token, ids)
+        return torch.where(chosen & (draw >= 0.8) & (draw < 0.9), random_tokens, ids)
 
 
-def keys_of(blocks: Ragged) -> Tensor:
-    """A number for each block from its tokens; equal blocks have different ones."""
+def block_seeds(blocks: RaggedArray) -> Tensor:
+    """Return an integer for each block, from its tokens; equal blocks have different ones."""
     starts = cast("list[int]", blocks.starts.tolist())
     flat = blocks.flat.numpy()
-    held = (flat[start:end].tobytes() for start, end in pairwise(starts))
-    marks = told_apart([hashlib.sha256(each).digest() for each in held])
-    return torch.tensor([int.from_bytes(mark[:8], signed=True) for mark in marks]).long()
+    contents = (flat[start:end].tobytes() for start, end in pairwise(starts))
+    digests = make_unique([hashlib.sha256(content).digest() for content in contents])
+    return torch.tensor([int.from_bytes(digest[:8], signed=True) for digest in digests]).long()
 
 
-def _noise(keys: Tensor, width: int, seed: int) -> Tensor:
-    """Two numbers of [0, 1] for each token of some blocks, from a block's key alone."""
-    own = _mixed(keys.numpy().view(np.uint64) ^ _mixed(np.array([seed % 2**64], dtype=np.uint64)))
+def _block_noise(keys: Tensor, width: int, seed: int) -> Tensor:
+    """Return two numbers in [0, 1] per token, (blocks, width, 2), from block seeds and `seed`."""
+    mixed_seed = _mix_bits(np.array([seed % 2**64], dtype=np.uint64))
+    states = _mix_bits(keys.numpy().view(np.uint64) ^ mixed_seed)
     steps = np.arange(2 * width, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    drawn = (_mixed(own[:, None] + steps) >> np.uint64(11)) * 2.0**-53
-    return torch.from_numpy(drawn).float().reshape(len(keys), width, 2)
+    numbers = (_mix_bits(states[:, None] + steps) >> np.uint64(11)) * 2.0**-53
+    return torch.from_numpy(numbers).float().reshape(len(keys), width, 2)
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's last step: each bit of a number moves each bit of what comes out."""
+def _mix_bits(x: np.ndarray) -> np.ndarray:
+    """Return the finalizer of SplitMix64: each input bit changes about half of the output bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -199,8 +204,11 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 @final
 @dataclass(frozen=True)
-class Images:
-    """Pictures in red, green and blue bytes, one label each."""
+class ImageExamples:
+    """Images as RGB bytes, (images, 3, height, width), with a class each.
+
+    Batches are normalized with `mean` and `std`.
+    """
 
     pixels: Tensor
     labels: Tensor
@@ -211,23 +219,23 @@ class Images:
         return len(self.labels)
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        """Some pictures, scaled and centred."""
+        """Return a batch of normalized images with their labels."""
         pixels = (self.pixels[indices].float() / 255 - self.mean) / self.std
         return {"pixel_values": pixels, "labels": self.labels[indices]}
 
-    def hollow(self, indices: Tensor) -> dict[str, Tensor]:
-        """The labels of some pictures; in place of the pictures is what is not a number."""
+    def batch_without_inputs(self, indices: Tensor) -> dict[str, Tensor]:
+        """Return a batch of labels, with NaN of the right shape in place of the images."""
         blank = torch.full((), torch.nan).expand(len(indices), *self.pixels.shape[1:])
         return {"pixel_values": blank, "labels": self.labels[indices]}
 
 
-def pieces(count: int, size: int = 1000) -> Iterator[slice]:
-    """Slices of a table that fit in memory."""
-    return (slice(start, start + size) for start in range(0, count, size))
+def chunk_slices(count: int, chunk_size: int = 1000) -> Iterator[slice]:
+    """Yield slices of `chunk_size` that cover `count` rows, to bound the memory of a chunk."""
+    return (slice(start, start + chunk_size) for start in range(0, count, chunk_size))
 
 
-def pictures(table: Dataset, column: str) -> Iterator[Any]:
-    """A column's pictures one by one, as bytes, or as arrays where it holds numbers."""
+def read_images(table: Dataset, column: str) -> Iterator[Any]:
+    """Yield the images of a column, undecoded; a column of numbers yields arrays."""
     import datasets
 
     feature = cast("Any", table.features).get(column)
@@ -235,5 +243,5 @@ def pictures(table: Dataset, column: str) -> Iterator[Any]:
         table = table.cast_column(column, datasets.Image(decode=False))
     elif isinstance(feature, datasets.Array2D | datasets.Array3D | datasets.List):
         table = table.select_columns([column]).with_format("numpy")
-    for piece in pieces(len(table)):
-        yield from values(table.select(range(*piece.indices(len(table)))), column)
+    for chunk in chunk_slices(len(table)):
+        yield from column_values(table.select(range(*chunk.indices(len(table)))), column)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics: scores of a model's answers by name, and of many clients put together."""
+"""Metrics of predictions by name, and the spread of a metric over clients."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ import numpy as np
 from fedplan.errors import FedplanError
 from fedplan.naming import Registry
 
-Answers = Literal["class", "labels", "number", "tokens"]
-"""What a model answers: one of some classes, any of some labels, a number, or tokens."""
-Measure = Callable[[Any, Any], float]
-"""Takes the truth and the guesses, a row for each answer, and gives a score.
+AnswerKind = Literal["class", "labels", "number", "tokens"]
+"""Kinds of predictions: one class, any of some labels, a number, or tokens."""
+MetricFunction = Callable[[Any, Any], float]
+"""Returns a metric from arrays of true and predicted values, with a row for each prediction.
 
-Classes and tokens are numbers, in the order of the task's labels or of the vocabulary; labels are
-rows of 0 and 1.
+Classes and tokens are indices of the task's labels or of the vocabulary; labels are rows of 0 and
+1.
 """
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A score by its name; `of` says which answers it can be taken of."""
+    """A metric: its name, its function, and the kinds of predictions that it applies to."""
 
     name: str
-    measure: Measure
-    of: tuple[Answers, ...] = ("class", "labels", "number", "tokens")
+    function: MetricFunction
+    answer_kinds: tuple[AnswerKind, ...] = ("class", "labels", "number", "tokens")
 
 
-def _by(function: str, **settings: Any) -> Measure:
-    """A function of scikit-learn, which is imported when it is first called."""
+def _sklearn(function: str, **settings: Any) -> MetricFunction:
+    """Return a function of scikit-learn with settings; it gives NaN for non-finite predictions.
+
+    scikit-learn is imported at the first call.
+    """
 
     def measure(truth: Any, guess: Any) -> float:
         from sklearn import metrics
 
-        # It refuses what is no number; a model that diverged has a score, and that is none.
+        # scikit-learn raises for these predictions, which a diverged model makes.
         if not np.isfinite(guess).all():
             return nan
         return float(getattr(metrics, function)(truth, guess, **settings))
@@ -47,7 +50,7 @@ def _by(function: str, **settings: Any) -> Measure:
 
 
 def _pearson(truth: Any, guess: Any) -> float:
-    """The correlation of two columns; of one that does not move, none, as of R2."""
+    """Return Pearson's correlation; 0 if a side is constant, NaN for non-finite predictions."""
     first, second = (np.asarray(side, dtype=float) for side in (truth, guess))
     if not np.isfinite(second).all():
         return nan
@@ -56,64 +59,79 @@ def _pearson(truth: Any, guess: Any) -> float:
     return float(np.corrcoef(first, second)[0, 1])
 
 
-_CHOSEN: tuple[Answers, ...] = ("class", "labels")
-_ALL = (
-    Metric("accuracy", _by("accuracy_score"), ("class", "labels", "tokens")),
-    Metric("f1_macro", _by("f1_score", average="macro", zero_division=0), _CHOSEN),
-    Metric("f1_micro", _by("f1_score", average="micro", zero_division=0), _CHOSEN),
-    Metric("f1_weighted", _by("f1_score", average="weighted", zero_division=0), _CHOSEN),
-    Metric("precision_macro", _by("precision_score", average="macro", zero_division=0), _CHOSEN),
-    Metric("recall_macro", _by("recall_score", average="macro", zero_division=0), _CHOSEN),
-    Metric("matthews_corrcoef", _by("matthews_corrcoef"), ("class",)),
-    Metric("jaccard", _by("jaccard_score", average="samples", zero_division=1), ("labels",)),
-    Metric("hamming_loss", _by("hamming_loss"), _CHOSEN),
-    Metric("mae", _by("mean_absolute_error"), ("number",)),
-    Metric("rmse", _by("root_mean_squared_error"), ("number",)),
-    Metric("max_error", _by("max_error"), ("number",)),
-    Metric("r2", _by("r2_score"), ("number",)),
+_CLASSIFICATION: tuple[AnswerKind, ...] = ("class", "labels")
+_BUILT_IN = (
+    Metric("accuracy", _sklearn("accuracy_score"), ("class", "labels", "tokens")),
+    Metric("f1_macro", _sklearn("f1_score", average="macro", zero_division=0), _CLASSIFICATION),
+    Metric("f1_micro", _sklearn("f1_score", average="micro", zero_division=0), _CLASSIFICATION),
+    Metric(
+        "f1_weighted", _sklearn("f1_score", average="weighted", zero_division=0), _CLASSIFICATION
+    ),
+    Metric(
+        "precision_macro",
+        _sklearn("precision_score", average="macro", zero_division=0),
+        _CLASSIFICATION,
+    ),
+    Metric(
+        "recall_macro", _sklearn("recall_score", average="macro", zero_division=0), _CLASSIFICATION
+    ),
+    Metric("matthews_corrcoef", _sklearn("matthews_corrcoef"), ("class",)),
+    Metric("jaccard", _sklearn("jaccard_score", average="samples", zero_division=1), ("labels",)),
+    Metric("hamming_loss", _sklearn("hamming_loss"), _CLASSIFICATION),
+    Metric("mae", _sklearn("mean_absolute_error"), ("number",)),
+    Metric("rmse", _sklearn("root_mean_squared_error"), ("number",)),
+    Metric("max_error", _sklearn("max_error"), ("number",)),
+    Metric("r2", _sklearn("r2_score"), ("number",)),
     Metric("pearson", _pearson, ("number",)),
 )
-METRICS = {metric.name: metric for metric in _ALL}
-"""What a study may ask for in `evaluate.metrics`."""
+METRICS = {metric.name: metric for metric in _BUILT_IN}
+"""Built-in metrics of `evaluate.metrics`, by name."""
 
 
-METRIC_NAMES: Registry[Metric | Measure] = Registry("metric", METRICS)
-"""All metrics that a study can name: those, and functions of the truth and the guesses."""
+METRIC_NAMES: Registry[Metric | MetricFunction] = Registry("metric", METRICS)
+"""All metrics that a study can name: METRICS, and functions as `package.module:function`."""
 
 
 def metric_named(name: str) -> Metric:
-    """A metric by its name; a function of your own is called by its own name in the scores."""
-    found = METRIC_NAMES.find(name).value
-    return found if isinstance(found, Metric) else Metric(name.rpartition(":")[2], found)
+    """Return a metric by its name; a function `module:f` becomes a metric named `f`.
+
+    Raises FedplanError if there is none.
+    """
+    value = METRIC_NAMES.find(name).value
+    return value if isinstance(value, Metric) else Metric(name.rpartition(":")[2], value)
 
 
-def measured(metrics: Sequence[Metric], truth: Any, guess: Any) -> dict[str, float]:
-    """What some metrics say of answers. R2 and Pearson need two rows, and are left out of one."""
-    few = len(truth) < 2
-    asked = [metric for metric in metrics if not (few and metric.name in ("r2", "pearson"))]
-    return {metric.name: _said(metric, truth, guess) for metric in asked}
+def compute_metrics(metrics: Sequence[Metric], truth: Any, guess: Any) -> dict[str, float]:
+    """Return the value of each metric by name; a single row has no r2 and no pearson.
+
+    Raises FedplanError if a metric returns no number.
+    """
+    single = len(truth) < 2
+    defined = [metric for metric in metrics if not (single and metric.name in ("r2", "pearson"))]
+    return {metric.name: _compute_metric(metric, truth, guess) for metric in defined}
 
 
-def _said(metric: Metric, truth: Any, guess: Any) -> float:
-    found = metric.measure(truth, guess)
+def _compute_metric(metric: Metric, truth: Any, guess: Any) -> float:
+    value = metric.function(truth, guess)
     try:
-        return float(found)
+        return float(value)
     except (TypeError, ValueError) as error:
         raise FedplanError(
-            f"the metric {metric.name!r} gives a {type(found).__name__}: it takes the truth and "
-            "the guesses, and must give a number"
+            f"the metric {metric.name!r} returned a {type(value).__name__}: a metric takes the "
+            "true and the predicted values, and must return a number"
         ) from error
 
 
-def spread(scores: Mapping[str, float], *, higher: bool = True) -> dict[str, float]:
-    """How a score lies over the clients; `higher` says whether a higher one is better.
+def score_spread(scores: Mapping[str, float], *, higher_is_better: bool = True) -> dict[str, float]:
+    """Return mean, std, worst, worst_decile, best and count of a score over clients.
 
-    `worst_decile` is the mean of the worst tenth, at least one client. A client whose score is
-    not a number has diverged and counts as the worst.
+    `scores` is by client. `worst_decile` is the mean of the worst tenth, at least one client. A
+    client with a score of NaN has diverged and counts as the worst. Raises FedplanError without
+    scores.
     """
     if not scores:
-        raise FedplanError("there is no score to spread: give at least one client's")
-    sign = 1 if higher else -1
+        raise FedplanError("there are no scores: give the score of at least one client")
+    sign = 1 if higher_is_better else -1
     ordered = sorted(scores.values(), key=lambda score: (not isnan(score), sign * score))
     mean = _mean(ordered)
     return {
@@ -124,6 +142,20 @@ def spread(scores: Mapping[str, float], *, higher: bool = True) -> dict[str, flo
         "best": ordered[-1],
         "count": float(len(ordered)),
     }
+
+
+def metric_spread(
+    metric: str, scores: Mapping[str, float], *, higher_is_better: bool = True
+) -> dict[str, float]:
+    """Return the spread of a metric over clients, by the names of a round's row.
+
+    `scores` are the metric's values by client. The mean has the metric's own name, such as
+    `accuracy`; the others are `accuracy_std`, `accuracy_worst`, `accuracy_worst_decile` and
+    `accuracy_best`. `clients` is the number of clients. Raises FedplanError without scores.
+    """
+    spread = score_spread(scores, higher_is_better=higher_is_better)
+    named = {"mean": metric, "count": "clients"}
+    return {named.get(name, f"{metric}_{name}"): value for name, value in spread.items()}
 
 
 def _mean(numbers: Sequence[float]) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partitions: the division of a table among clients, and of a client's rows in two, row by row."""
+"""Partition a table among clients, and split examples into training and test sets."""
 
 from __future__ import annotations
 
@@ -12,121 +12,132 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from fedplan import seeds
-from fedplan.data.content import chances, contents
+from fedplan.data.example_digests import example_digests, uniform_numbers
 from fedplan.data.tables import (
     DataError,
-    label_order,
+    column_values,
+    label_sort_key,
     label_text,
-    labels_of,
-    rows,
-    values,
+    label_values,
+    select_rows,
 )
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-KINDS = ("iid", "dirichlet", "pathological", "column")
-"""The ways to divide a table."""
-DRAWS = 100
-"""How often a division is drawn anew until each client has the fewest rows that it may have."""
+PARTITION_KINDS = ("iid", "dirichlet", "pathological", "column")
+"""The kinds of Partition."""
+MAX_DRAWS = 100
+"""Redraws of a partition until each client has `min_examples`, before an error is raised."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How a table is divided.
+    """How to partition a table among clients; raises DataError if fields do not fit the kind.
 
-    `iid`: at random, in about equal shares. `dirichlet`: each label's rows by shares drawn with
-    `alpha`; the smaller, the more skewed. `pathological`: `classes` labels at each client at most.
-    `column`: a client for each value of `column`, or for the `clients` most frequent ones; or
-    `each` clients for each value, among which its rows are divided as by dirichlet. `least` is the
-    fewest rows a client may have; a value of a column with fewer is left out.
+    `iid`: at random, in about equal parts. `dirichlet`: the examples of each label in proportions
+    drawn with `alpha`; a smaller alpha is more skewed. `pathological`: at most
+    `classes_per_client` labels at each client. `column`: a client for each value of `column`, or
+    for its `num_clients` most frequent values; with `clients_per_value` above 1, the examples of
+    each value are divided among that many clients as by dirichlet. Each client has at least
+    `min_examples`; values of a column with fewer are left out.
     """
 
-    by: str
-    clients: int = 0
+    kind: str
+    num_clients: int = 0
     column: str = ""
     alpha: float = 0.0
-    classes: int = 0
-    least: int = 1
-    each: int = 1
+    classes_per_client: int = 0
+    min_examples: int = 1
+    clients_per_value: int = 1
 
     def __post_init__(self) -> None:
-        if self.by not in KINDS:
-            raise DataError(f"there is no partition {self.by!r}; there are {', '.join(KINDS)}")
-        self._require(self.clients >= (self.by != "column"), "clients", "1 or more")
-        self._require(self.least >= 0, "least", "0 or more")
-        self._require(self.each >= 1, "each", "1 or more")
-        self._require(self.each == 1 or self.by == "column", "each", "1: only column takes more")
-        if self.by == "dirichlet" or self.each > 1:
+        if self.kind not in PARTITION_KINDS:
+            raise DataError(
+                f"there is no partition {self.kind!r}; there are {', '.join(PARTITION_KINDS)}"
+            )
+        self._require(self.num_clients >= (self.kind != "column"), "num_clients", "1 or more")
+        self._require(self.min_examples >= 0, "min_examples", "0 or more")
+        self._require(self.clients_per_value >= 1, "clients_per_value", "1 or more")
+        self._require(
+            self.clients_per_value == 1 or self.kind == "column",
+            "clients_per_value",
+            "1: only column takes more",
+        )
+        if self.kind == "dirichlet" or self.clients_per_value > 1:
             self._require(self.alpha > 0 and isfinite(self.alpha), "alpha", "above 0, such as 0.5")
-        if self.by == "pathological":
-            self._require(self.classes >= 1, "classes", "1 or more")
-        if self.by == "column":
+        if self.kind == "pathological":
+            self._require(self.classes_per_client >= 1, "classes_per_client", "1 or more")
+        if self.kind == "column":
             self._require(bool(self.column), "column", "the name of a column")
 
     def _require(self, holds: bool, name: str, remedy: str) -> None:
         if not holds:
             value = getattr(self, name)
-            raise DataError(f"a partition by {self.by} has {name} = {value!r}: it must be {remedy}")
+            raise DataError(
+                f"a partition by {self.kind} has {name} = {value!r}: it must be {remedy}"
+            )
 
 
-def divide(
+def partition_examples(
     table: Dataset,
     partition: Partition,
     *,
     seed: int,
     label: str = "",
-    public: Sequence[str] | None = None,
+    known_values: Sequence[str] | None = None,
 ) -> dict[str, Dataset]:
-    """Each client's rows, in the table's order; no row is at two clients. See `division`."""
-    held = division(table, partition, seed=seed, label=label, public=public)
-    return {name: rows(table, numbers) for name, numbers in held.items()}
+    """Return the table of each client by name, in the order of rows; see `partition_table`."""
+    indices = partition_table(table, partition, seed=seed, label=label, known_values=known_values)
+    return {name: select_rows(table, rows) for name, rows in indices.items()}
 
 
-def division(
+def partition_table(
     table: Dataset,
     partition: Partition,
     *,
     seed: int,
     label: str = "",
-    public: Sequence[str] | None = None,
+    known_values: Sequence[str] | None = None,
 ) -> dict[str, list[int]]:
-    """The numbers of each client's rows.
+    """Return the row numbers of each client, by name, in ascending order.
 
-    Where a row goes follows from what it holds and from the seed, not from the other rows: so equal
-    rows are at one client, and neither a row nor a client that is gone moves any other. Clients are
-    called client-00 and so on, or by their value of the column, with -0, -1 and so on after it
-    if there are several for each. Every row is at some client, except where a partition by column
-    leaves values out. `label` names the column that dirichlet and pathological divide by, unless
-    the partition names its own `column`.
+    The client of a row depends on the row's content and the seed only: equal rows have the same
+    client, and a row that is added or removed moves no other. Clients are named client-00 and so
+    on, or by their value of the column, followed by -0, -1 and so on with `clients_per_value`.
+    Each row has one client, except that a partition by column may leave values out. `label` is the
+    label column of dirichlet and pathological, unless the partition has its own `column`.
 
-    `least`, and the most frequent values of a column, depend on how many rows there are. Where that
-    may not be told, `public` holds the labels, or the column's values, as they are known
-    beforehand: then each of them counts, `least` asks for nothing, and a client may have no rows.
+    `min_examples` and the choice of frequent values depend on the number of rows. If that must stay
+    private, `known_values` are the labels, or the column's values, known beforehand: all of them
+    are used, `min_examples` is ignored, and a client may have no rows. Raises DataError if the
+    table cannot be partitioned this way.
     """
-    if partition.by == "column":
-        return _by_column(table, partition, seed=seed, label=label, public=public)
-    if public is None:
+    if partition.kind == "column":
+        return _by_column(table, partition, seed=seed, label=label, known_values=known_values)
+    if known_values is None:
         _require_enough(len(table), partition)
-    marks = contents(table)
-    texts = _texts(table, _label_column(partition, label)) if partition.by != "iid" else []
-    names = list(public) if public is not None else sorted(set(texts), key=label_order)
-    kinds = {"iid": _iid, "dirichlet": _dirichlet, "pathological": _pathological}
-    place = partial(kinds[partition.by], marks, texts, names, partition)
-    places = _drawn(place, seed, partition, sure=public is None)
-    width = max(2, len(str(partition.clients - 1)))
-    return {f"client-{i:0{width}}": _at(places, i) for i in range(partition.clients)}
+    digests = example_digests(table)
+    labels = _label_texts(table, _label_column(partition, label)) if partition.kind != "iid" else []
+    names = (
+        list(known_values) if known_values is not None else sorted(set(labels), key=label_sort_key)
+    )
+    kinds = {"iid": _assign_iid, "dirichlet": _assign_dirichlet, "pathological": _assign_labels}
+    assign = partial(kinds[partition.kind], digests, labels, names, partition)
+    clients = _draw_until_enough(assign, seed, partition, require_min=known_values is None)
+    width = max(2, len(str(partition.num_clients - 1)))
+    return {f"client-{i:0{width}}": _rows_of(clients, i) for i in range(partition.num_clients)}
 
 
-def _at(places: np.ndarray, client: int | bool) -> list[int]:
-    return np.flatnonzero(places == client).tolist()
+def _rows_of(assigned: np.ndarray, value: int | bool) -> list[int]:
+    return np.flatnonzero(assigned == value).tolist()
 
 
-def _require_enough(count: int, partition: Partition, of: str = "rows") -> None:
-    if partition.clients * partition.least > count:
+def _require_enough(count: int, partition: Partition, of: str = "examples") -> None:
+    if partition.num_clients * partition.min_examples > count:
         raise DataError(
-            f"{count} {of} cannot give {partition.clients} clients {partition.least} each: ask for "
-            "fewer clients, or for a smaller least"
+            f"{count} {of} are too few for {partition.num_clients} clients with "
+            f"{partition.min_examples} each: use fewer clients, or a smaller min_examples"
         )
 
 
@@ -134,188 +145,228 @@ Draw = tuple[int, int]
 """The seed, and the number of the draw."""
 
 
-def _drawn(
-    place: Callable[[Draw], np.ndarray], seed: int, partition: Partition, *, sure: bool
+def _draw_until_enough(
+    assign: Callable[[Draw], np.ndarray], seed: int, partition: Partition, *, require_min: bool
 ) -> np.ndarray:
-    """The client of each row, in the first draw that gives each as many as it must have."""
-    places = place((seed, 0))
-    for number in range(1, DRAWS + 1):
-        counts = np.bincount(places, minlength=partition.clients)
-        if not sure or counts.min() >= partition.least:
-            return places
-        places = place((seed, number))
+    """Return the client number of each row, from the first draw with enough examples per client.
+
+    `assign` makes a draw. With `require_min=False`, the first draw is returned. Raises DataError
+    after MAX_DRAWS draws.
+    """
+    clients = assign((seed, 0))
+    for number in range(1, MAX_DRAWS + 1):
+        counts = np.bincount(clients, minlength=partition.num_clients)
+        if not require_min or counts.min() >= partition.min_examples:
+            return clients
+        clients = assign((seed, number))
     alpha = f" with alpha = {partition.alpha}" if partition.alpha else ""
     raise DataError(
-        f"no division of {len(places)} rows by {partition.by}{alpha} gave each of "
-        f"{partition.clients} clients {partition.least} rows, in {DRAWS} draws: "
-        f"{'raise alpha, or ' if alpha else ''}ask for fewer clients or a smaller least"
+        f"in {MAX_DRAWS} draws, no partition of {len(clients)} examples by {partition.kind}{alpha} "
+        f"gave each of {partition.num_clients} clients {partition.min_examples} examples: "
+        f"{'raise alpha, or ' if alpha else ''}use fewer clients or a smaller min_examples"
     )
 
 
 def _label_column(partition: Partition, label: str) -> str:
     column = partition.column or label
     if not column:
-        raise DataError(f"a partition by {partition.by} needs the column of labels: name it")
+        raise DataError(f"a partition by {partition.kind} needs the label column: name it")
     return column
 
 
-def _texts(table: Dataset, column: str) -> list[str]:
-    """Each row's label, to divide by."""
-    found = labels_of(table, column)
-    if strange := [value for value in found if not isinstance(value, str)]:
-        raise DataError(f"values such as {strange[0]!r} are no labels to divide by")
-    return cast("list[str]", found)
+def _label_texts(table: Dataset, column: str) -> list[str]:
+    """Return the label of each row; raise DataError if a row has a list of labels."""
+    labels = label_values(table, column)
+    if lists := [label for label in labels if not isinstance(label, str)]:
+        raise DataError(
+            f"a table cannot be partitioned by values such as {lists[0]!r}: one label per row is "
+            "needed"
+        )
+    return cast("list[str]", labels)
 
 
-def _iid(
-    marks: list[bytes], texts: list[str], names: list[str], partition: Partition, draw: Draw
+# The `_assign_*` functions return the client number of each row. `digests` and `labels` are of the
+# rows, and `names` are all labels.
+
+
+def _assign_iid(
+    digests: list[bytes], labels: list[str], names: list[str], partition: Partition, draw: Draw
 ) -> np.ndarray:
-    return (chances(marks, "iid", *draw) * partition.clients).astype(int)
+    return (uniform_numbers(digests, "iid", *draw) * partition.num_clients).astype(int)
 
 
-def _dirichlet(
-    marks: list[bytes], texts: list[str], names: list[str], partition: Partition, draw: Draw
+def _assign_dirichlet(
+    digests: list[bytes], labels: list[str], names: list[str], partition: Partition, draw: Draw
 ) -> np.ndarray:
-    """Shares of each label by its name, and each row by its chance into one of them."""
-    found = chances(marks, "dirichlet", *draw)
-    kinds = np.array(texts, dtype=object)
-    places = np.zeros(len(marks), dtype=int)
-    for text in set(texts):
-        numbers = np.random.default_rng(seeds.seed("dirichlet", *draw, text))
-        ends = numbers.dirichlet([partition.alpha] * partition.clients).cumsum()
-        own = kinds == text
-        places[own] = ends.searchsorted(found[own], side="right").clip(max=partition.clients - 1)
-    return places
+    """Draw the clients' proportions of each label, and assign each row by its uniform number."""
+    uniform = uniform_numbers(digests, "dirichlet", *draw)
+    label_array = np.array(labels, dtype=object)
+    clients = np.zeros(len(digests), dtype=int)
+    for label in set(labels):
+        generator = np.random.default_rng(seeds.seed("dirichlet", *draw, label))
+        bounds = generator.dirichlet([partition.alpha] * partition.num_clients).cumsum()
+        rows = label_array == label
+        clients[rows] = bounds.searchsorted(uniform[rows], side="right").clip(
+            max=partition.num_clients - 1
+        )
+    return clients
 
 
-def _pathological(
-    marks: list[bytes], texts: list[str], names: list[str], partition: Partition, draw: Draw
+def _assign_labels(
+    digests: list[bytes], labels: list[str], names: list[str], partition: Partition, draw: Draw
 ) -> np.ndarray:
-    """Deal the labels out, and each row by its chance to one of those who hold its label."""
-    if strange := set(texts) - set(names):
-        raise DataError(f"label {min(strange)!r} is none of the known ones: {', '.join(names)}")
-    holders = _deal(names, partition, draw)
-    found = chances(marks, "pathological", *draw)
+    """Give each client some labels, and assign each row to one of the clients with its label."""
+    if unknown := set(labels) - set(names):
+        raise DataError(f"label {min(unknown)!r} is not one of the labels {', '.join(names)}")
+    clients_by_label = _clients_by_label(names, partition, draw)
+    uniform = uniform_numbers(digests, "pathological", *draw)
     return np.array(
         [
-            holders[text][int(at * len(holders[text]))]
-            for text, at in zip(texts, found, strict=True)
+            clients_by_label[label][int(number * len(clients_by_label[label]))]
+            for label, number in zip(labels, uniform, strict=True)
         ],
         dtype=int,
     )
 
 
-def _deal(names: Sequence[str], partition: Partition, draw: Draw) -> dict[str, list[int]]:
-    """Who holds each label: every client as many, and each label as many holders as another.
+def _clients_by_label(
+    names: Sequence[str], partition: Partition, draw: Draw
+) -> dict[str, list[int]]:
+    """Return the clients that have each label: `classes_per_client` labels at every client.
 
-    Each label goes to the clients with the most room, which always comes out even.
+    The labels have equally many clients, or one more. Each label goes to the clients that have the
+    fewest labels so far, so that all clients end with the same number.
     """
-    count, shards = len(names), partition.clients * partition.classes
-    if partition.classes > count or shards < count:
+    count, shards = len(names), partition.num_clients * partition.classes_per_client
+    if partition.classes_per_client > count or shards < count:
         raise DataError(
-            f"{partition.clients} clients with {partition.classes} labels each cannot hold "
-            f"{count} labels: classes must be at most {count}, and clients times classes at least"
+            f"{count} labels cannot be divided among {partition.num_clients} clients with "
+            f"{partition.classes_per_client} labels each: classes_per_client must be at most "
+            f"{count}, and clients times classes_per_client at least {count}"
         )
-    numbers = np.random.default_rng(seeds.seed("deal", *draw))
-    held, found = [0] * partition.clients, dict[str, list[int]]()
-    for place in cast("list[int]", numbers.permutation(count).tolist()):
-        order = cast("list[int]", numbers.permutation(partition.clients).tolist())
-        emptiest = sorted(order, key=lambda client: held[client])
-        found[names[place]] = emptiest[: len(range(place, shards, count))]
-        for client in found[names[place]]:
-            held[client] += 1
-    return found
+    generator = np.random.default_rng(seeds.seed("deal", *draw))
+    label_counts, clients_by_label = [0] * partition.num_clients, dict[str, list[int]]()
+    for index in cast("list[int]", generator.permutation(count).tolist()):
+        order = cast("list[int]", generator.permutation(partition.num_clients).tolist())
+        fewest_first = sorted(order, key=lambda client: label_counts[client])
+        chosen = fewest_first[: len(range(index, shards, count))]
+        clients_by_label[names[index]] = chosen
+        for client in chosen:
+            label_counts[client] += 1
+    return clients_by_label
 
 
 def _by_column(
-    table: Dataset, partition: Partition, *, seed: int, label: str, public: Sequence[str] | None
-) -> dict[str, list[int]]:
-    """The rows of each value of the column, or of each of its clients."""
-    found = dict[str, list[int]]()
-    for row, value in enumerate(values(table, partition.column)):
-        if not isinstance(value, Hashable):
-            raise DataError(f"column {partition.column!r} holds {value!r}, which is no client")
-        found.setdefault(label_text(value), []).append(row)
-    clients = _most_frequent(found, partition) if public is None else _known(public, partition)
-    held = {name: found.get(name, []) for name in clients}
-    if partition.each == 1:
-        return held
-    return _each_divided(table, held, partition, seed=seed, label=label, sure=public is None)
-
-
-def _most_frequent(found: Mapping[str, list[int]], partition: Partition) -> list[str]:
-    enough = [name for name, held in found.items() if len(held) >= partition.least]
-    if not enough or len(enough) < partition.clients:
-        raise DataError(
-            f"column {partition.column!r} has {len(enough)} values with {partition.least} rows or "
-            f"more, and {partition.clients} clients are asked for: ask for fewer, or lower least"
-        )
-    largest = sorted(enough, key=lambda name: (-len(found[name]), label_order(name)))
-    return sorted(largest[: partition.clients or None], key=label_order)
-
-
-def _known(public: Sequence[str], partition: Partition) -> list[str]:
-    if partition.clients not in (0, len(public)):
-        raise DataError(
-            f"column {partition.column!r} has {len(public)} known values, and {partition.clients} "
-            f"clients are asked for: which of them have most rows may not be told, so say "
-            f"clients = {len(public)}"
-        )
-    return sorted(public, key=label_order)
-
-
-def _each_divided(
     table: Dataset,
-    held: Mapping[str, list[int]],
     partition: Partition,
     *,
     seed: int,
     label: str,
-    sure: bool,
+    known_values: Sequence[str] | None,
 ) -> dict[str, list[int]]:
-    """The rows of each value among its clients, by a draw that no other value changes."""
+    """Return the rows of each client of a partition by column; arguments as `partition_table`."""
+    rows_by_value = dict[str, list[int]]()
+    for row, value in enumerate(column_values(table, partition.column)):
+        if not isinstance(value, Hashable):
+            raise DataError(f"column {partition.column!r} has {value!r}, which names no client")
+        rows_by_value.setdefault(label_text(value), []).append(row)
+    if known_values is None:
+        values = _most_frequent_values(rows_by_value, partition)
+    else:
+        values = _require_all_values(known_values, partition)
+    chosen = {value: rows_by_value.get(value, []) for value in values}
+    if partition.clients_per_value == 1:
+        return chosen
+    require_min = known_values is None
+    return _divide_values(table, chosen, partition, seed=seed, label=label, require_min=require_min)
+
+
+def _most_frequent_values(
+    rows_by_value: Mapping[str, list[int]], partition: Partition
+) -> list[str]:
+    """Return the `num_clients` most frequent values with enough examples, or all, sorted."""
+    enough = [name for name, rows in rows_by_value.items() if len(rows) >= partition.min_examples]
+    if not enough or len(enough) < partition.num_clients:
+        raise DataError(
+            f"column {partition.column!r} has {len(enough)} values with {partition.min_examples} "
+            f"examples or more, too few for {partition.num_clients} clients: use fewer clients, or "
+            "a smaller min_examples"
+        )
+    largest = sorted(enough, key=lambda name: (-len(rows_by_value[name]), label_sort_key(name)))
+    return sorted(largest[: partition.num_clients or None], key=label_sort_key)
+
+
+def _require_all_values(known_values: Sequence[str], partition: Partition) -> list[str]:
+    """Return the known values sorted; raise DataError if the partition asks for some of them."""
+    if partition.num_clients not in (0, len(known_values)):
+        raise DataError(
+            f"column {partition.column!r} has {len(known_values)} known values, but the partition "
+            f"has {partition.num_clients} clients: with privacy, the most frequent values must not "
+            f"be chosen, so set num_clients = {len(known_values)}"
+        )
+    return sorted(known_values, key=label_sort_key)
+
+
+def _divide_values(
+    table: Dataset,
+    rows_by_value: Mapping[str, list[int]],
+    partition: Partition,
+    *,
+    seed: int,
+    label: str,
+    require_min: bool,
+) -> dict[str, list[int]]:
+    """Divide the rows of each value among `clients_per_value` clients, by labels as dirichlet.
+
+    The division of a value does not depend on other values. `require_min` enforces `min_examples`.
+    """
     if not label:
-        raise DataError(f"each = {partition.each} divides by labels: name their column")
-    marks, texts = contents(table), _texts(table, label)
-    inner = replace(partition, by="dirichlet", clients=partition.each, each=1)
-    shares = dict[str, list[int]]()
-    for value, own in held.items():
-        if sure:
-            _require_enough(len(own), inner, f"rows with {partition.column} = {value}")
-        parts = [marks[row] for row in own], [texts[row] for row in own]
-        place = partial(_dirichlet, *parts, [], inner)
-        places = _drawn(place, seeds.seed("each", seed, value), inner, sure=sure)
-        for number in range(partition.each):
-            shares[f"{value}-{number}"] = [own[i] for i in _at(places, number)]
-    return shares
+        raise DataError(
+            f"clients_per_value = {partition.clients_per_value} needs the label column: name it"
+        )
+    digests, labels = example_digests(table), _label_texts(table, label)
+    inner = replace(
+        partition, kind="dirichlet", num_clients=partition.clients_per_value, clients_per_value=1
+    )
+    rows_by_client = dict[str, list[int]]()
+    for value, rows in rows_by_value.items():
+        if require_min:
+            _require_enough(len(rows), inner, f"examples with {partition.column} = {value}")
+        value_digests, value_labels = [digests[row] for row in rows], [labels[row] for row in rows]
+        assign = partial(_assign_dirichlet, value_digests, value_labels, [], inner)
+        value_seed = seeds.seed("each", seed, value)
+        clients = _draw_until_enough(assign, value_seed, inner, require_min=require_min)
+        for number in range(partition.clients_per_value):
+            rows_by_client[f"{value}-{number}"] = [rows[i] for i in _rows_of(clients, number)]
+    return rows_by_client
 
 
-def to_train(contents: Sequence[bytes], *, share: float, seed: int) -> np.ndarray:
-    """Whether each row is to be trained on, as about this share of them are.
+def training_mask(digests: Sequence[bytes], *, fraction: float, seed: int) -> np.ndarray:
+    """Return a boolean for each example: whether to train on it, true for about `fraction`.
 
-    It follows from the row's content and the seed: so equal rows are on one side, at whichever
-    client they are.
+    The choice depends on the example's digest and the seed only, so that equal examples are on one
+    side, also at different clients. Raises DataError unless 0 < fraction <= 1.
     """
-    if not 0 < share <= 1:
-        raise DataError(f"share = {share} of the rows to train on: it must be above 0, at most 1")
-    return chances(contents, "own test", seed) < share
+    if not 0 < fraction <= 1:
+        raise DataError(f"the training fraction is {fraction}: it must be above 0 and at most 1")
+    return uniform_numbers(digests, "own test", seed) < fraction
 
 
-def halve(
-    table: Dataset, *, share: float, seed: int, columns: Iterable[str] = ()
+def split_holdout(
+    table: Dataset, *, fraction: float, seed: int, columns: Iterable[str] = ()
 ) -> tuple[Dataset, Dataset]:
-    """Rows to train on, about this share of them, and the others to test on.
+    """Return (training table, test table); about `fraction` of the rows are for training.
 
-    On which side a row is follows from what it holds in `columns`, or in all of them, and from the
-    seed. A side may have no rows.
+    The side of a row depends on its content in `columns` (default: all) and the seed. A side may be
+    empty. Raises DataError unless 0 < fraction <= 1.
     """
-    first = to_train(contents(table, columns), share=share, seed=seed)
-    return rows(table, _at(first, True)), rows(table, _at(first, False))
+    mask = training_mask(example_digests(table, columns), fraction=fraction, seed=seed)
+    return select_rows(table, _rows_of(mask, True)), select_rows(table, _rows_of(mask, False))
 
 
-def some(table: Dataset, most: int, *, seed: int) -> Dataset:
-    """So many rows of a table at most, drawn by what they hold, in the table's order."""
-    if len(table) <= most:
+def sample_rows(table: Dataset, max_rows: int, *, seed: int) -> Dataset:
+    """Return at most `max_rows` rows, drawn by content and seed, in the order of the table."""
+    if len(table) <= max_rows:
         return table
-    order = chances(contents(table), "limit", seed).argsort(kind="stable")
-    return rows(table, sorted(order[:most].tolist()))
+    order = uniform_numbers(example_digests(table), "limit", seed).argsort(kind="stable")
+    return select_rows(table, sorted(order[:max_rows].tolist()))

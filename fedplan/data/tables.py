@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables: rows of examples by file, folder or hub id, their values, and the labels in them."""
+"""Tables of examples: load them from files, folders or the Hub, filter rows, read labels."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fedplan.errors import FedplanError
-from fedplan.models.hub import bare, is_hub_id
+from fedplan.models.hub import is_hub_id, strip_hub_prefix
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
 class DataError(FedplanError):
-    """Data that cannot be read, divided or used as asked."""
+    """Raised if data cannot be read, partitioned, or used for a task."""
 
     code = "data"
 
 
-def load(path: str, *, split: str = "", empty: bool = False) -> Dataset:
-    """A table by file, folder or hub id; only a hub id, as in hub:org/name, may reach the network.
+def load_table(path: str, *, split: str = "", allow_empty: bool = False) -> Dataset:
+    """Load a table from a file, a folder, or the Hub as `hub:org/name` (uses the network).
 
-    Files are read into memory; a folder that `datasets` saved is mapped from disk. The cells of a
-    .csv are texts, because it says no types, and one row must not change what others hold. A cell
-    without a sign in it is a value that is missing. `split` picks
-    the rows whose column `split` says so, the arrays of an .npz whose names end in it, the files
-    of a folder whose names start with it, or the split of that name. `empty` is as in `where`.
+    Files are read into memory; a folder saved by `datasets` is mapped from disk. Cells of a .csv
+    file are texts, since types guessed from other rows would change a row; empty cells are missing
+    values. `split` selects the rows with this value in a column `split`, the arrays of an .npz file
+    whose names end with it, the files of a folder whose names start with it, or the split of that
+    name. `allow_empty` as in `filter_rows`. Raises DataError if the table or split cannot be read.
     """
     place = Path(path)
     if is_hub_id(path):
-        return _from_hub(bare(path), split)
+        return _from_hub(strip_hub_prefix(path), split)
     try:
         if place.is_dir():
-            return _from_folder(place, split, empty)
+            return _from_folder(place, split, allow_empty)
         if place.is_file() and place.suffix == ".npz":
             return _from_arrays(place, split)
         if place.is_file() and place.suffix in _READERS:
-            return _split_by_column(_READERS[place.suffix](place), split, path, empty)
+            return _split_by_column(_READERS[place.suffix](place), split, path, allow_empty)
     except DataError:
         raise
-    # In a damaged file each of the libraries that read them raises what it happens to meet.
+    # For a damaged file, the reading libraries raise exceptions of any kind.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(f"{path!r} cannot be read as a table: {reason[:300]}") from error
     raise DataError(
-        f"{path!r} {'is not a table' if place.exists() else 'is not there'}: give a "
+        f"{path!r} {'is not a table' if place.exists() else 'does not exist'}: give a "
         f"{', '.join(_READERS)} or .npz file, a folder of such files, a folder saved by datasets, "
-        "or a name of the hub as hub:org/name"
+        "or a dataset of the Hub as hub:org/name"
     )
 
 
@@ -63,6 +63,7 @@ def _from_parquet(path: Path) -> Dataset:
 
 
 def _from_csv(path: Path) -> Dataset:
+    """Return the table of a .csv file, with all cells as texts and empty cells missing."""
     import pyarrow
     from datasets import Dataset
     from pyarrow import csv
@@ -76,6 +77,7 @@ def _from_csv(path: Path) -> Dataset:
 
 
 def _from_json(path: Path) -> Dataset:
+    """Return the table of a JSON list of objects, or of JSON lines; absent fields are missing."""
     from datasets import Dataset
 
     text = path.read_text(encoding="utf-8")
@@ -98,203 +100,220 @@ _READERS: dict[str, Callable[[Path], Dataset]] = {
 
 
 def _from_arrays(path: Path, split: str) -> Dataset:
-    """A column per array; with a split, `x_train` is the column `x` of the split `train`."""
+    """Return the arrays of an .npz file as columns; of a split `train`, `x_train` as column `x`."""
     import numpy as np
     from datasets import Dataset, Features
 
-    # of a damaged file numpy leaves open what it has opened
+    # np.load does not close a damaged file that it has opened itself
     with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         arrays: dict[str, Any] = {name: file[name] for name in file.files}
     if split:
-        end = f"_{split}"
-        found = {n.removesuffix(end): a for n, a in arrays.items() if n.endswith(end)}
-        arrays = found or _missing(f"arrays of {path} that end in {end!r}", arrays)
+        suffix = f"_{split}"
+        selected = {n.removesuffix(suffix): a for n, a in arrays.items() if n.endswith(suffix)}
+        arrays = selected or _raise_missing(f"array of {path} that ends with {suffix!r}", arrays)
     lengths = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
     if len(set(lengths.values())) != 1:
         raise DataError(
-            f"the arrays of {path} differ in length, {lengths}: name a split to take those that "
-            "end in it, such as 'train' for x_train and y_train"
+            f"the arrays of {path} have different lengths, {lengths}: name a split, such as "
+            "'train' for x_train and y_train"
         )
-    features = Features({name: _feature(array) for name, array in arrays.items()})
+    features = Features({name: _array_feature(array) for name, array in arrays.items()})
     return Dataset.from_dict(arrays, features=features)
 
 
-def _feature(array: Any) -> Any:
+def _array_feature(array: Any) -> Any:
+    """Return the `datasets` feature for a row of an array, by its dtype and inner shape."""
     import datasets
 
-    name, inner = str(array.dtype), array.shape[1:]
-    shaped = {2: datasets.Array2D, 3: datasets.Array3D, 4: datasets.Array4D}
-    if len(inner) in shaped:
-        return shaped[len(inner)](inner, name)
-    value = datasets.Value("string" if array.dtype.kind == "U" else name)
-    return datasets.List(value) if inner else value
+    dtype, inner_shape = str(array.dtype), array.shape[1:]
+    array_types = {2: datasets.Array2D, 3: datasets.Array3D, 4: datasets.Array4D}
+    if len(inner_shape) in array_types:
+        return array_types[len(inner_shape)](inner_shape, dtype)
+    value = datasets.Value("string" if array.dtype.kind == "U" else dtype)
+    return datasets.List(value) if inner_shape else value
 
 
-def _from_folder(folder: Path, split: str, empty: bool) -> Dataset:
+def _from_folder(folder: Path, split: str, allow_empty: bool) -> Dataset:
+    """Return the table of a folder saved by `datasets`, or the joined tables of its files.
+
+    With a split, files whose names start with it are read; without such files, the split is
+    selected within each file.
+    """
     import datasets
 
     if any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
-        return _pick(cast("Any", datasets).load_from_disk(str(folder)), split, str(folder))
+        loaded = cast("Any", datasets).load_from_disk(str(folder))
+        return _select_split(loaded, split, str(folder))
     files = sorted(p for p in folder.iterdir() if p.suffix in (*_READERS, ".npz"))
     if not files:
-        raise DataError(f"the folder {folder} holds no {', '.join(_READERS)} or .npz file")
+        raise DataError(f"the folder {folder} has no {', '.join(_READERS)} or .npz file")
     named = [p for p in files if split and re.match(rf"{re.escape(split)}(?![a-zA-Z])", p.stem)]
-    inner = "" if named else split
-    tables = [load(str(file), split=inner, empty=empty) for file in named or files]
+    inner_split = "" if named else split
+    tables = [
+        load_table(str(file), split=inner_split, allow_empty=allow_empty) for file in named or files
+    ]
     return datasets.concatenate_datasets(tables)
 
 
 def _from_hub(name: str, split: str) -> Dataset:
-    """A table of the hub. Loading runs no code of the repository: datasets 4 has no such way."""
+    """Return a dataset of the Hub. datasets 4 runs no code of the repository."""
     import datasets
 
     try:
-        return _pick(datasets.load_dataset(name, split=split or None), split, name)
+        return _select_split(datasets.load_dataset(name, split=split or None), split, name)
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{name!r} is not to be had from the hub: {reason}") from error
+        raise DataError(f"{name!r} cannot be loaded from the Hub: {reason}") from error
 
 
-def _pick(found: Any, split: str, path: str) -> Dataset:
-    """One table, of whatever datasets has loaded."""
-    if not isinstance(found, dict):
-        return cast("Dataset", found)
-    tables = cast("dict[str, Dataset]", found)
+def _select_split(loaded: Any, split: str, path: str) -> Dataset:
+    """Return the table itself, or a split of a DatasetDict; without a name, its only split."""
+    if not isinstance(loaded, dict):
+        return cast("Dataset", loaded)
+    tables = cast("dict[str, Dataset]", loaded)
     if split not in tables and (split or len(tables) > 1):
-        _missing(f"split {split!r} in {path}", tables)
+        _raise_missing(f"split {split!r} in {path}", tables)
     return tables[split or next(iter(tables))]
 
 
-def _split_by_column(table: Dataset, split: str, path: str, empty: bool) -> Dataset:
+def _split_by_column(table: Dataset, split: str, path: str, allow_empty: bool) -> Dataset:
     if split and "split" not in table.column_names:
-        _missing(f"column 'split' in {path} to find {split!r} by", table.column_names)
-    return where(table, {"split": split}, empty=empty) if split else table
+        _raise_missing(f"column 'split' in {path}, to select {split!r}", table.column_names)
+    return filter_rows(table, {"split": split}, allow_empty=allow_empty) if split else table
 
 
-def _missing(thing: str, there: Iterable[object]) -> Any:
-    names = [str(name) for name in there]
+def _raise_missing(wanted: str, present: Iterable[object]) -> Any:
+    """Raise DataError: there is no `wanted`; there are ... (the first 20 of `present`)."""
+    names = [str(name) for name in present]
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    raise DataError(f"there is no {thing}; there are {', '.join(names[:20])}{more}")
+    raise DataError(f"there is no {wanted}; there are {', '.join(names[:20])}{more}")
 
 
 def require_column(table: Dataset, column: str) -> None:
-    """Refuse a name that is none of a table's columns."""
+    """Raise DataError if a table has no column of this name."""
     if column not in table.column_names:
-        _missing(f"column {column!r}", table.column_names)
+        _raise_missing(f"column {column!r}", table.column_names)
 
 
-def values(table: Dataset, column: str) -> list[Any]:
-    """A column as a list without gaps."""
+def column_values(table: Dataset, column: str) -> list[Any]:
+    """Return the values of a column; raise DataError if it has missing values or NaN."""
     require_column(table, column)
-    found = cast("list[Any]", table[column][:])
-    empty = sum(value is None or (type(value) is float and isnan(value)) for value in found)
-    if empty:
+    values = cast("list[Any]", table[column][:])
+    missing = sum(value is None or (type(value) is float and isnan(value)) for value in values)
+    if missing:
         raise DataError(
-            f"column {column!r} has no value in {empty} of {len(found)} rows: drop them first"
+            f"column {column!r} has no value in {missing} of {len(values)} rows: remove these rows "
+            "first"
         )
-    return found
+    return values
 
 
-def where(table: Dataset, conditions: Mapping[str, str | int], *, empty: bool = False) -> Dataset:
-    """The rows whose columns equal these values, in the table's order.
+def filter_rows(
+    table: Dataset, conditions: Mapping[str, str | int], *, allow_empty: bool = False
+) -> Dataset:
+    """Return the rows whose columns have these values, in the order of the table.
 
-    That there is none is most likely a slip of the pen, and an error. Where rows are hidden it may
-    be `empty`: an error would tell of the one row that it lacks.
+    Raises DataError if no row has a value, which is likely a typing error. With `allow_empty` it
+    does not: under privacy, the error would reveal that a row is missing.
     """
     kept = range(len(table))
     for column, wanted in conditions.items():
         require_column(table, column)
-        found = cast("list[Any]", table[column][:])
-        equal = [is_among(value, (wanted,)) for value in found]
-        if not any(equal) and found and not empty:
-            _missing(f"row with {column} = {wanted!r}", sorted(set(map(repr, found))))
-        kept = [row for row in kept if equal[row]]
-    return rows(table, kept)
+        values = cast("list[Any]", table[column][:])
+        matches = [matches_any(value, (wanted,)) for value in values]
+        if not any(matches) and values and not allow_empty:
+            _raise_missing(f"row with {column} = {wanted!r}", sorted(set(map(repr, values))))
+        kept = [row for row in kept if matches[row]]
+    return select_rows(table, kept)
 
 
-def is_among(value: Any, wanted: Iterable[Any]) -> bool:
-    """Whether a value is one of some; a text, such as a cell of a .csv, equals a number it says."""
+def matches_any(value: Any, values: Iterable[Any]) -> bool:
+    """Whether a value equals one of some; a text, as a cell of a .csv, also equals its number."""
     if isinstance(value, str):
-        return any(value == each or value == label_text(each) for each in wanted)
-    return value in wanted
+        return any(value == each or value == label_text(each) for each in values)
+    return value in values
 
 
-def rows(table: Dataset, numbers: Iterable[int]) -> Dataset:
-    """The rows of these numbers; nothing is written to disk."""
-    return table.select(list(numbers), keep_in_memory=True)
+def select_rows(table: Dataset, indices: Iterable[int]) -> Dataset:
+    """Return the rows of these indices; the selection is kept in memory, not written to disk."""
+    return table.select(list(indices), keep_in_memory=True)
 
 
-def labels_in(tables: Iterable[Dataset], column: str) -> list[str]:
-    """All labels in a column of some tables, those of single words included, in order.
+def label_names(tables: Iterable[Dataset], column: str) -> list[str]:
+    """Return all labels in a column of some tables, sorted; labels in lists count one by one.
 
-    Numbers that measure something are refused: as classes they would mean nothing.
+    Raises DataError if the labels look like measurements and not like classes.
     """
-    found, count = set[str](), 0
+    names, count = set[str](), 0
     for table in tables:
-        for value in labels_of(table, column):
-            each = cast("list[str]", value) if isinstance(value, list) else [value]
-            found |= set(each)
-            count += len(each)
-    _require_classes(found, count, column)
-    return sorted(found, key=label_order)
+        for value in label_values(table, column):
+            labels = cast("list[str]", value) if isinstance(value, list) else [value]
+            names |= set(labels)
+            count += len(labels)
+    _require_classes(names, count, column)
+    return sorted(names, key=label_sort_key)
 
 
-def labels_of(table: Dataset, column: str) -> list[Any]:
-    """Each row's label as a text, or the list of those of its words.
+def label_values(table: Dataset, column: str) -> list[Any]:
+    """Return the label of each row as text, or as a list of texts.
 
-    A column that knows names for its numbers goes by these.
+    If the column has names for its numbers, these are the labels. Raises DataError for missing
+    values.
     """
-    names = names_in(table, column)
+    names = class_names(table, column)
 
     def text(value: Any) -> Any:
         if isinstance(value, list):
             return [text(each) for each in cast("list[Any]", value)]
         return str(names[value]) if names else label_text(value)
 
-    return [text(value) for value in values(table, column)]
+    return [text(value) for value in column_values(table, column)]
 
 
 def label_text(value: Any) -> str:
-    """A label as a text: one type of number is as good as another."""
+    """Return a label as text; numbers are written alike for every type."""
     return number_text(value) if type(value) in (int, float) else str(value)
 
 
 def number_text(value: float) -> str:
-    """A number as a text, the same for 1 and 1.0: one row may turn a column into fractions."""
+    """Return a number as text, the same for 1 and 1.0: one row may make a column fractional."""
     whole = isinstance(value, float) and value.is_integer()
     return str(int(value)) if whole else str(value)
 
 
 def _require_classes(labels: set[str], count: int, column: str) -> None:
-    """Refuse labels that are measurements, or hardly ever the same."""
-    remedy = "say those that there are in task.labels, if they are classes all the same"
-    if measured := sorted(label for label in labels if _is_measured(label)):
+    """Raise DataError if labels are fractional numbers, or nearly all different.
+
+    `count` is the number of label values in the column.
+    """
+    remedy = "if they are classes, list them in task.labels"
+    if fractional := sorted(label for label in labels if _is_fractional(label)):
         raise DataError(
-            f"column {column!r} holds {measured[0]}, which measures something and names no class, "
-            f"and fedplan learns classes: {remedy}"
+            f"column {column!r} has the value {fractional[0]}, which looks like a measurement and "
+            f"not like a class: {remedy}"
         )
     if len(labels) > 20 and 2 * len(labels) > count:
         raise DataError(
-            f"column {column!r} has {len(labels)} different labels in {count}: these are no "
-            f"classes; {remedy}"
+            f"column {column!r} has {len(labels)} different values in {count}, which do not look "
+            f"like classes: {remedy}"
         )
 
 
-def _is_measured(label: str) -> bool:
-    """Whether a label is no whole number, but a number; or one that is not even that."""
+def _is_fractional(label: str) -> bool:
+    """Whether a label is a number, but not a whole one; infinity and NaN count too."""
     try:
         return not float(label).is_integer() or not isfinite(float(label))
     except ValueError:
         return False
 
 
-def label_order(label: str) -> tuple[bool, int, str]:
-    """Numbers first, by size."""
+def label_sort_key(label: str) -> tuple[bool, int, str]:
+    """Return a sort key of a label: whole numbers first, by size, then texts."""
     number = label.isdecimal()
     return (not number, int(label) if number else 0, label)
 
 
-def names_in(table: Dataset, column: str) -> list[str] | None:
-    """The names of a column's numbers, where it knows them."""
+def class_names(table: Dataset, column: str) -> list[str] | None:
+    """Return the names of a column's class numbers, if its feature has them; else None."""
     feature = cast("Any", table.features).get(column)
     return getattr(getattr(feature, "feature", feature), "names", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens: texts as rows of numbers, how long ones are cut, and the refusal of empty ones."""
+"""Helpers for lists of tokens: blocks, packing, labels of words, and a check for empty texts."""
 
 from __future__ import annotations
 
@@ -10,73 +10,80 @@ from typing import Any, TypeVar
 from fedplan.data.examples import NO_LABEL
 from fedplan.data.tables import DataError
 
-Each = TypeVar("Each")
+T = TypeVar("T")
 
 
-def pad_of(tokenizer: Any) -> int:
-    """What a tokenizer fills up with; under the attention mask any number will do."""
+def pad_token_id(tokenizer: Any) -> int:
+    """Return a tokenizer's padding token; 0 if it has none, since the attention mask hides it."""
     return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
 
-def opening(text: str, words: int) -> str:
-    """The first words of a text: to tokenise what will be cut off takes most of the time.
+def first_words(text: str, max_words: int) -> str:
+    """Return a text cut after `max_words` words, to save the time of tokenizing the rest.
 
-    Nearly every word is a token or more, so twice as many words as tokens are asked for lose none.
+    Nearly every word has one token or more, so twice as many words as tokens are enough.
     """
-    found = re.match(rf"(?:\s*\S+){{0,{words}}}", text)
-    return found[0] if found else text
+    match = re.match(rf"(?:\s*\S+){{0,{max_words}}}", text)
+    return match[0] if match else text
 
 
 def require_tokens(ids: Sequence[Sequence[int]], tokenizer: Any, column: str) -> None:
-    """Refuse rows without a token of their own: a model would learn from nothing."""
-    frame = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-    empty = sum(all(token in frame for token in row) for row in ids)
+    """Raise DataError if a row has only special tokens; the unknown token is not one of them."""
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    empty = sum(all(token in special for token in row) for row in ids)
     if empty:
         raise DataError(
-            f"column {column!r} has a text without a token in {empty} of {len(ids)} rows: take "
-            "these rows out of the table"
+            f"column {column!r} has texts without tokens in {empty} of {len(ids)} rows: remove "
+            "these rows from the table"
         )
 
 
-def blocks(rows: Iterable[Sequence[int]], limit: int, *, single: bool) -> list[Sequence[int]]:
-    """Each row's tokens in blocks of its own, so that no row moves what another one says.
+def token_blocks(
+    rows: Iterable[Sequence[int]], limit: int, *, one_block_per_row: bool
+) -> list[Sequence[int]]:
+    """Cut the tokens of each row into blocks of `limit` tokens; no block spans two rows.
 
-    A last block of one token has nothing to predict, so it is left out unless it is all that there
-    is. With `single`, a row is its first block.
+    A last block of one token has nothing to predict, and is left out unless it is the only one.
+    With `one_block_per_row`, only the first block of each row is returned.
     """
-    found = list[Sequence[int]]()
+    blocks = list[Sequence[int]]()
     for row in rows:
-        starts = range(0, 1 if single else max(len(row) - 1, 1), limit)
-        found += [row[start : start + limit] for start in starts]
-    return found
+        starts = range(0, 1 if one_block_per_row else max(len(row) - 1, 1), limit)
+        blocks += [row[start : start + limit] for start in starts]
+    return blocks
 
 
-def packs(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Which rows stand together in one of at most `limit` tokens, in the table's order.
+def pack_sequences(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Return lists of the indices of sequences to pack together, in order.
 
-    >>> packs([3, 4, 2, 9], 8)
+    A pack has at most `limit` tokens, or a single longer sequence.
+
+    >>> pack_sequences([3, 4, 2, 9], 8)
     [[0, 1], [2], [3]]
     """
-    found, room = list[list[int]](), 0
-    for row, size in enumerate(sizes):
+    packs, room = list[list[int]](), 0
+    for index, size in enumerate(sizes):
         if size > room:
-            found.append([])
+            packs.append([])
             room = limit
-        found[-1].append(row)
+        packs[-1].append(index)
         room -= size
-    return found
+    return packs
 
 
-def at_first_tokens(words: Sequence[int | None], classes: Sequence[int]) -> list[int]:
-    """A word's class at its first token, and none at the others."""
-    before = [None, *words]
+def label_first_tokens(words: Sequence[int | None], classes: Sequence[int]) -> list[int]:
+    """Return a label for each token: the word's class at its first token, else NO_LABEL.
+
+    `words` has the word's index of each token, None for special tokens; `classes` is by word.
+    """
+    previous_words = [None, *words]
     return [
-        NO_LABEL if word is None or word == last else classes[word]
-        for word, last in zip(words, before, strict=False)
+        NO_LABEL if word is None or word == previous else classes[word]
+        for word, previous in zip(words, previous_words, strict=False)
     ]
 
 
-def cut(flat: Iterable[Each], sizes: Sequence[int]) -> list[list[Each]]:
-    """A list in pieces of these sizes."""
-    rest = iter(flat)
-    return [[next(rest) for _ in range(size)] for size in sizes]
+def split_by_sizes(flat: Iterable[T], sizes: Sequence[int]) -> list[list[T]]:
+    """Split a flat sequence into consecutive lists of these sizes."""
+    items = iter(flat)
+    return [[next(items) for _ in range(size)] for size in sizes]

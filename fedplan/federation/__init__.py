@@ -1,69 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One round between a server and its clients, and no transport."""
+"""One round of server and clients, independent of the transport."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.federation.aggregation import Aggregation, Plain, Private
+    from fedplan.federation.aggregation import Aggregation, PlainAggregation
     from fedplan.federation.agreement import Agreement
     from fedplan.federation.client import Client
+    from fedplan.federation.client_dp import PrivateAggregation
+    from fedplan.federation.client_round import train_round
     from fedplan.federation.defence import Defence
     from fedplan.federation.endpoint import Endpoint
-    from fedplan.federation.masking import Masking
-    from fedplan.federation.messages import Lacking, Refused, Rejected, Request, Update
+    from fedplan.federation.global_state import GlobalState
+    from fedplan.federation.layer_scoring import score_layers
+    from fedplan.federation.messages import (
+        ClientStateMissing,
+        Request,
+        RequestRefused,
+        Update,
+        UpdateRejected,
+    )
     from fedplan.federation.participation import Participation
-    from fedplan.federation.polls import poll
     from fedplan.federation.record import RoundRecord, TurnRecord
-    from fedplan.federation.rounds import Tally, close, pull, push
+    from fedplan.federation.rounds import RoundState, accept_update, close_round, make_request
+    from fedplan.federation.secagg_config import SecAggConfig
     from fedplan.federation.server import Server
-    from fedplan.federation.turns import local
-    from fedplan.federation.world import World
 
 __all__ = [
     "Aggregation",
     "Agreement",
     "Client",
+    "ClientStateMissing",
     "Defence",
     "Endpoint",
-    "Lacking",
-    "Masking",
+    "GlobalState",
     "Participation",
-    "Plain",
-    "Private",
-    "Refused",
-    "Rejected",
+    "PlainAggregation",
+    "PrivateAggregation",
     "Request",
+    "RequestRefused",
     "RoundRecord",
+    "RoundState",
+    "SecAggConfig",
     "Server",
-    "Tally",
     "TurnRecord",
     "Update",
-    "World",
-    "close",
-    "local",
-    "poll",
-    "pull",
-    "push",
+    "UpdateRejected",
+    "accept_update",
+    "close_round",
+    "make_request",
+    "score_layers",
+    "train_round",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "aggregation": "Aggregation Plain Private",
+        "aggregation": "Aggregation PlainAggregation",
         "agreement": "Agreement",
         "client": "Client",
+        "client_dp": "PrivateAggregation",
+        "client_round": "train_round",
         "defence": "Defence",
         "endpoint": "Endpoint",
-        "masking": "Masking",
-        "messages": "Lacking Refused Rejected Request Update",
+        "global_state": "GlobalState",
+        "layer_scoring": "score_layers",
+        "messages": "ClientStateMissing Request RequestRefused Update UpdateRejected",
         "participation": "Participation",
-        "polls": "poll",
         "record": "RoundRecord TurnRecord",
-        "rounds": "Tally close pull push",
+        "rounds": "RoundState accept_update close_round make_request",
+        "secagg_config": "SecAggConfig",
         "server": "Server",
-        "turns": "local",
-        "world": "World",
     },
 )

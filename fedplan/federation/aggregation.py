@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aggregation: what becomes of all updates of a round: begun, added to one by one, closed once.
+"""Aggregation of updates: plain means and robust rules.
 
-A way of aggregating is one class, with its open sums: `Plain` sums updates as they are, or holds
-all of them where a defence asks for that, and `Private` clips and hides each of them; `masked.py`
-has the third, and `noised.py` the fourth. A round does not know which it is, and a server asks only
-whether it hides clients.
+An `Aggregation` is the strategy of a run; its `open_round` returns the `Aggregator` of one round.
+Other strategies: `client_dp`, and under secure aggregation `secagg_aggregator`, `distributed_dp`.
 """
 
 from __future__ import annotations
@@ -17,124 +15,147 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.defence import MEAN
-from fedplan.federation.drift import Drift, around
-from fedplan.federation.messages import Rejected
+from fedplan.federation.drift import Drift, drift_around
+from fedplan.federation.global_state import GlobalState
+from fedplan.federation.lora_product_sum import Errors, ProductSum
+from fedplan.federation.messages import UpdateRejected
 from fedplan.federation.participation import Participation
-from fedplan.federation.products import Errors, ProductSum
-from fedplan.federation.record import LARGEST_SCORE, Defended, MaskedRecord
-from fedplan.federation.robust import Values, bounded, by_senders, caps_of, cut, made_by
-from fedplan.federation.world import World
+from fedplan.federation.record import MAX_SCORE, DefenceRecord, SecAggRecord
+from fedplan.federation.robust import (
+    Values,
+    apply_robust_rule,
+    clip_updates,
+    find_capped_weights,
+    group_weights,
+    params_by_senders,
+)
 from fedplan.models.params import Block
 from fedplan.privacy.guard import ServerGuard
-from fedplan.privacy.mechanisms.clipping import capped
-from fedplan.privacy.mechanisms.gaussian import Mechanism
+from fedplan.privacy.mechanisms.clipping import capped_weight
 from fedplan.tensors.named import Tensors
-from fedplan.tensors.sums import LARGEST_SUM, ExactSum, looked_at
+from fedplan.tensors.sums import MAX_SUM_STEPS, ExactSum, peak_steps_and_squared_distances
 
-Polled = Mapping[str, Mapping[Block, float]]
-"""What each client would choose."""
+PollScores = Mapping[str, Mapping[Block, float]]
+"""Scores of blocks by client, from a poll."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a round has made: each param's mean, the changes of riders, and how far all were apart.
+class AggregationResult:
+    """Result of aggregating one round.
 
-    `clip` is the bound of the next round, where one follows the clients' changes; `products` how
-    far the product of LoRA's mean sides was from the mean product, where clients share both;
-    `defence` what was done against bad weights and values, if there is a defence; `masked` who was
-    in a masked sum, and what of it stayed closed.
+    `means`: aggregated value of each param. `aux`: change of each auxiliary tensor.
+    `drift`: by kind of param, the mean squared distance of updates from their mean, and the squared
+    step of the mean.
+    `clipping_norm`: norm for the next round, if it adapts. `products`: errors of averaging LoRA
+    factors instead of products. `defence`: actions of the defence. `masked`: record of secure
+    aggregation.
     """
 
     means: dict[str, Tensor]
-    riders: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    aux: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     drift: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    clip: float = 0.0
+    clipping_norm: float = 0.0
     products: Errors | None = None
-    defence: Defended | None = None
-    masked: MaskedRecord | None = None
+    defence: DefenceRecord | None = None
+    masked: SecAggRecord | None = None
 
 
-class OpenSum(Protocol):
-    """The sum of one round, while it is open."""
+class Aggregator(Protocol):
+    """Aggregates the updates of one round: `require` and `add` each update, then `close` once."""
 
-    def require(self, values: Tensors, riders: Tensors, weight: int) -> None:
-        """Refuse what cannot be added, and change nothing."""
+    def require(self, values: Tensors, aux: Tensors, weight: int) -> None:
+        """Raise UpdateRejected or FedplanError if an update cannot be added; change nothing."""
 
-    def add(self, client: str, values: Tensors, riders: Tensors, weight: int) -> None:
-        """Add one client's update: all of it, or none of it and an error."""
+    def add(self, client: str, values: Tensors, aux: Tensors, weight: int) -> None:
+        """Add one client's update; if this raises, nothing of the update is added."""
 
-    def close(self) -> Outcome:
-        """What the round has made."""
+    def close(self) -> AggregationResult:
+        """Return the aggregated result."""
         ...
 
 
 class Aggregation(Protocol):
-    """One way of aggregating, as a server holds it for a whole run.
+    """Aggregation strategy of a whole run.
 
-    If it `hides` clients, nothing that a server releases may follow from who was there.
+    `hides_clients`: client-level DP; then no output of the server may depend on which clients took
+    part, except through noise.
     """
 
-    hides: ClassVar[bool]
+    hides_clients: ClassVar[bool]
 
     @property
     def guard(self) -> ServerGuard | None:
-        """What pays for what is released, if anything is hidden here."""
+        """The server's privacy guard with its budget; None without client-level DP there."""
         ...
 
-    def saved(self) -> dict[str, Any]:
-        """What a committed world says of it, as JSON."""
+    def checkpoint_meta(self) -> dict[str, Any]:
+        """Return fields for the metadata of the server's checkpoint."""
         ...
 
-    def cohort(self, number: int, roster: Sequence[str]) -> list[str]:
-        """Who is asked in a round; refuses a round that cannot be paid for."""
+    def sample_clients(self, number: int, roster: Sequence[str]) -> list[str]:
+        """Return the clients of a round, drawn from all names in `roster`.
+
+        Raises PrivacyError if the privacy budget does not suffice for the round.
+        """
         ...
 
-    def chosen(self, number: int, polled: Polled) -> dict[Block, float]:
-        """The scores that all choose by, of what was polled."""
+    def joint_scores(self, number: int, polled: PollScores) -> dict[Block, float]:
+        """Return the scores by which all clients choose blocks, from the scores of a poll."""
         ...
 
-    def begin(self, world: World, shared: Callable[[], Tensors], roster: int) -> OpenSum:
-        """Open the sum of a round; `shared` is all that anybody may share in it."""
+    def open_round(
+        self, global_state: GlobalState, shared: Callable[[], Tensors], roster: int
+    ) -> Aggregator:
+        """Return the aggregator of the next round.
+
+        `shared`: returns the values of all params that any client may share in the round.
+        `roster`: number of all clients.
+        """
         ...
 
 
 @dataclass(frozen=True)
-class Plain:
-    """Updates are summed as they are, weighted by rows: each param is the mean over its senders."""
+class PlainAggregation:
+    """Means of updates, weighted by examples, over the clients that sent a param; or a defence."""
 
     agreement: Agreement
     participation: Participation
-    hides: ClassVar[bool] = False
+    hides_clients: ClassVar[bool] = False
 
     @property
     def guard(self) -> None:
-        """Nothing is hidden here."""
+        """None: there is no privacy budget."""
         return None
 
-    def saved(self) -> dict[str, Any]:
-        """Nothing."""
+    def checkpoint_meta(self) -> dict[str, Any]:
+        """Return an empty dict."""
         return {}
 
-    def cohort(self, number: int, roster: Sequence[str]) -> list[str]:
-        """A share of the roster, drawn for the round."""
+    def sample_clients(self, number: int, roster: Sequence[str]) -> list[str]:
+        """Return the clients drawn by the study's participation settings."""
         return self.participation.cohort(self.agreement.experiment, number, list(roster))
 
-    def chosen(self, number: int, polled: Polled) -> dict[Block, float]:
-        """The sum of what was polled."""
-        return summed(polled)
+    def joint_scores(self, number: int, polled: PollScores) -> dict[Block, float]:
+        """Return the sums of all clients' scores."""
+        return sum_poll_scores(polled)
 
-    def begin(self, world: World, shared: Callable[[], Tensors], roster: int) -> PlainSum | HeldSum:
-        """Open the sum of a round; where a defence needs all updates at once, they are held."""
-        kind = HeldSum if self.agreement.defence.holds else PlainSum
-        return kind(self.agreement, world.values, roster)
+    def open_round(
+        self, global_state: GlobalState, shared: Callable[[], Tensors], roster: int
+    ) -> MeanAggregator | BufferedAggregator:
+        """Return a MeanAggregator, or a BufferedAggregator if the defence needs all updates."""
+        kind = BufferedAggregator if self.agreement.defence.buffers_updates else MeanAggregator
+        return kind(self.agreement, global_state.values, roster)
 
 
 @dataclass(frozen=True)
-class Looked:
-    """What was seen of some values: the peak of each, and how far each lies from the base."""
+class UpdateStats:
+    """Statistics of one update by key.
+
+    `peaks`: largest absolute values, in steps of the exact sum.
+    `squares`: squared distances from the base.
+    """
 
     values: Tensors
     peaks: dict[str, int]
@@ -142,253 +163,187 @@ class Looked:
 
 
 @dataclass
-class PlainSum:
-    """A round's exact sums of values, weighted, and of riders, each client's alike.
+class MeanAggregator:
+    """Exact weighted means of values, and unweighted sums of auxiliary tensors.
 
-    A cap that is a number needs nothing but the update at hand: `capped` are those above it. What
-    was looked at last is known when it is added: an update is read twice, not four times.
+    `base`: global values before the round. `roster`: number of all clients. `weight`: total weight.
+    `capped`: clients above the defence's weight cap, with their reported and capped weights.
+    `products`: sums of LoRA products. `last_stats`: statistics of the update that `require` saw
+    last, so that `add` need not compute them again.
     """
 
     agreement: Agreement
     base: Tensors
     roster: int
     values: ExactSum = field(default_factory=ExactSum)
-    riders: ExactSum = field(default_factory=ExactSum)
+    aux: ExactSum = field(default_factory=ExactSum)
     drift: Drift = field(default_factory=Drift)
     weight: int = 0
     capped: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     products: ProductSum = field(init=False)
-    looked: Looked | None = None
+    last_stats: UpdateStats | None = None
 
     def __post_init__(self) -> None:
         agreed = self.agreement
-        self.products = ProductSum(agreed.layers, agreed.method.product, self.base)
+        self.products = ProductSum(agreed.layers, agreed.method.lora_aggregation, self.base)
 
-    def require(self, values: Tensors, riders: Tensors, weight: int) -> None:
-        """Refuse what cannot be summed, or would make a rider of the world that is no number."""
-        self.looked = Looked(values, *looked_at(values, self.base))
-        self.values.require(values, weight, self.looked.peaks)
-        self.products.require(values)
-        self.riders.require(riders, 1)
-        for key, change in riders.items():
+    def require(self, values: Tensors, aux: Tensors, weight: int) -> None:
+        """Raise an error if the update overflows a sum or makes an aux tensor not finite."""
+        self.last_stats = UpdateStats(values, *peak_steps_and_squared_distances(values, self.base))
+        self.values.validate(values, weight, self.last_stats.peaks)
+        self.products.require_both_sides(values)
+        self.aux.validate(aux, 1)
+        for key, change in aux.items():
             if not bool((self.base[key] + change).isfinite().all()):
-                raise Rejected(f"{key!r} is too large to be added to what it was")
+                raise UpdateRejected(f"{key!r} is too large to be added to its present value")
 
-    def add(self, client: str, values: Tensors, riders: Tensors, weight: int) -> None:
-        """Add values, products and riders: only the first of the additions can refuse anything."""
-        said, weight = weight, min(weight, self.agreement.defence.weight_cap or weight)
-        products = self.products.of(values)
-        self.products.total.require(products, weight)
-        known, self.looked = self.looked, None
-        if known is None or known.values is not values:
-            known = Looked(values, *looked_at(values, self.base))
-        self.values.add(values, weight, known.peaks)
+    def add(self, client: str, values: Tensors, aux: Tensors, weight: int) -> None:
+        """Add values, LoRA products and aux tensors, with the weight capped by the defence."""
+        reported, weight = weight, min(weight, self.agreement.defence.max_weight or weight)
+        products = self.products.client_products(values)
+        self.products.total.validate(products, weight)
+        stats, self.last_stats = self.last_stats, None
+        if stats is None or stats.values is not values:
+            stats = UpdateStats(values, *peak_steps_and_squared_distances(values, self.base))
+        self.values.add(values, weight, stats.peaks)
         self.products.total.add(products, weight)
-        self.drift.count(known.squares, weight)
-        if riders:
-            self.riders.add(riders, 1)
+        self.drift.add_squares(stats.squares, weight)
+        if aux:
+            self.aux.add(aux, 1)
         self.weight += weight
-        self.capped |= {client: (said, weight)} if weight < said else {}
+        self.capped |= {client: (reported, weight)} if weight < reported else {}
 
-    def merge(self, other: PlainSum) -> None:
-        """Add all that another sum of the same round holds, as if its updates had come here."""
+    def merge(self, other: MeanAggregator) -> None:
+        """Add all updates of another aggregator of the same round."""
         self.values.merge(other.values)
-        self.riders.merge(other.riders)
+        self.aux.merge(other.aux)
         self.products.total.merge(other.products.total)
         self.drift.merge(other.drift)
         self.weight += other.weight
         self.capped |= other.capped
 
-    def close(self) -> Outcome:
-        """The mean of each param; of riders, the sum of the changes over the whole roster."""
+    def close(self) -> AggregationResult:
+        """Return the means; of auxiliary tensors, the sum of changes divided by the roster.
+
+        With `method.absent`, clients that did not send a param count as unchanged. The sums are
+        released, so this can be called only once.
+        """
         means, weights, agreed = self.values.mean(), self.values.weights(), self.agreement
-        self.values = ExactSum()  # a round is closed once: what it took is free for its world
+        self.values = ExactSum()  # frees memory for the new global state
         drift = self.drift.by_kind(agreed.params, self.base, means, weights)
-        made, errors = self.products.close(means, weights)
-        means |= made
+        merged, errors = self.products.close(means, weights)
+        means |= merged
         for key in means if agreed.method.absent else ():
-            # Those who did not send it count as not having changed it.
+            # Clients that did not send the param count as not having changed it.
             if weights[key] < self.weight:
-                part = weights[key] / self.weight
-                means[key] = torch.lerp(self.base[key], means[key], part)
-        over = dict.fromkeys(self.riders.weights(), self.roster)
-        done = Defended(dict(sorted(self.capped.items()))) if agreed.defence.active else None
-        return Outcome(means, self.riders.mean(over), drift, products=errors, defence=done)
+                fraction = weights[key] / self.weight
+                means[key] = torch.lerp(self.base[key], means[key], fraction)
+        divisors = dict.fromkeys(self.aux.weights(), self.roster)
+        record = DefenceRecord(dict(sorted(self.capped.items()))) if agreed.defence.active else None
+        return AggregationResult(
+            means, self.aux.mean(divisors), drift, products=errors, defence=record
+        )
 
 
 @dataclass
-class HeldSum:
-    """All updates of a round until it closes: what a defence does with one follows from the others.
+class BufferedAggregator:
+    """Keeps all updates of a round until it closes, for defences that compare updates.
 
-    So its memory is that of every update at once. All are taken in the order of the clients' names.
+    `base`, `roster`: as in MeanAggregator. `values`, `aux`, `weights`: updates by client.
     """
 
     agreement: Agreement
     base: Tensors
     roster: int
     values: dict[str, Tensors] = field(default_factory=dict[str, Tensors])
-    riders: dict[str, Tensors] = field(default_factory=dict[str, Tensors])
+    aux: dict[str, Tensors] = field(default_factory=dict[str, Tensors])
     weights: dict[str, int] = field(default_factory=dict[str, int])
 
-    def require(self, values: Tensors, riders: Tensors, weight: int) -> None:
-        """Refuse what cannot be summed, also if all others were as large: in any order the same."""
-        plain = self._plain()
-        plain.require(values, riders, weight)
-        products = plain.products.of(values) if self.agreement.defence.rule == MEAN else {}
-        for tensors, times in ((values, weight), (riders, 1), (products, weight)):
-            for key, peak in ExactSum().require(tensors, times).items():
-                if peak * times * self.roster >= LARGEST_SUM:
-                    raise Rejected(f"{key!r} is too large to be added to what others may send")
+    def require(self, values: Tensors, aux: Tensors, weight: int) -> None:
+        """Raise an error if the update would overflow a sum of `roster` updates as large.
 
-    def add(self, client: str, values: Tensors, riders: Tensors, weight: int) -> None:
-        """Hold one client's update: a copy, for the values may be lent."""
-        self.values[client], self.riders[client] = _copied(values), _copied(riders)
+        So whether an update is rejected does not depend on the order of the updates.
+        """
+        aggregator = MeanAggregator(self.agreement, self.base, self.roster)
+        aggregator.require(values, aux, weight)
+        is_mean = self.agreement.defence.rule == MEAN
+        products = aggregator.products.client_products(values) if is_mean else {}
+        for tensors, times in ((values, weight), (aux, 1), (products, weight)):
+            for key, peak in ExactSum().validate(tensors, times).items():
+                if peak * times * self.roster >= MAX_SUM_STEPS:
+                    raise UpdateRejected(f"{key!r} is too large to be summed with other updates")
+
+    def add(self, client: str, values: Tensors, aux: Tensors, weight: int) -> None:
+        """Store a copy of one client's update, since the tensors may be the live model's."""
+        self.values[client] = {key: value.clone() for key, value in values.items()}
+        self.aux[client] = {key: value.clone() for key, value in aux.items()}
         self.weights[client] = weight
 
-    def merge(self, other: HeldSum) -> None:
-        """Hold what another sum of the same round holds, too."""
+    def merge(self, other: BufferedAggregator) -> None:
+        """Add all updates of another aggregator of the same round."""
         self.values |= other.values
-        self.riders |= other.riders
+        self.aux |= other.aux
         self.weights |= other.weights
 
-    def close(self) -> Outcome:
-        """Shorten what is too long, and have the rule make one value of all."""
+    def close(self) -> AggregationResult:
+        """Clip long updates, aggregate all by the defence's rule, and return the result."""
         defence = self.agreement.defence
-        values, clipped = bounded(self.values, self.base, defence.change_bound)
-        outcome, done = self._mean(values) if defence.rule == MEAN else self._ruled(values)
-        return replace(outcome, defence=replace(done, clipped=clipped))
+        values, clipped = clip_updates(self.values, self.base, defence.max_norm_ratio)
+        aggregate = self._capped_mean if defence.rule == MEAN else self._robust_aggregate
+        result, record = aggregate(values)
+        return replace(result, defence=replace(record, clipped=clipped))
 
-    def _plain(self) -> PlainSum:
-        return PlainSum(self.agreement, self.base, self.roster)
-
-    def _mean(self, values: Values) -> tuple[Outcome, Defended]:
-        """The exact mean, by weights that were capped among those who sent the same."""
-        total, groups, absent = self._plain(), by_senders(values), self.agreement.method.absent
-        caps = caps_of(self.agreement.defence, self.weights, groups, absent=absent)
+    def _capped_mean(self, values: Values) -> tuple[AggregationResult, DefenceRecord]:
+        """Return the exact mean of clipped updates, with weights capped among a param's senders."""
+        defence, absent = self.agreement.defence, self.agreement.method.absent
+        total = MeanAggregator(self.agreement, self.base, self.roster)
+        groups = params_by_senders(values)
+        caps = group_weights(defence, self.weights, groups, absent=absent)
         for group, keys in groups.items():
             for client in group:
-                part = {key: values[client][key] for key in keys}
-                total.add(client, part, {}, caps[group][client])
-        for riders in filter(None, self.riders.values()):
-            total.riders.add(riders, 1)
+                update = {key: values[client][key] for key in keys}
+                total.add(client, update, {}, caps[group][client])
+        for aux in filter(None, self.aux.values()):
+            total.aux.add(aux, 1)
         total.weight = sum(next(iter(caps.values()), {}).values()) if absent else 0
-        return total.close(), Defended(cut(self.agreement.defence, self.weights, caps.values()))
+        capped = find_capped_weights(defence, self.weights, caps.values())
+        return total.close(), DefenceRecord(capped)
 
-    def _ruled(self, values: Values) -> tuple[Outcome, Defended]:
-        """What a rule makes of all, each client alike."""
-        agreed, made = self.agreement, made_by(self.agreement.defence, values)
-        drift, means = around(agreed.params, self.base, made.means, made.squares), dict(made.means)
-        for group, keys in by_senders(values).items() if agreed.method.absent else ():
-            part = len(group) / len(values)
-            means |= {k: torch.lerp(self.base[k], means[k], part) for k in keys if part < 1}
-        done = Defended(left=made.left, far=made.far, thin=made.thin)
-        return Outcome(means, drift=drift), done
-
-
-@dataclass(frozen=True)
-class Private:
-    """Each client is hidden: changes are clipped and summed alike, and the sum is noisy."""
-
-    agreement: Agreement
-    guard: ServerGuard
-    hides: ClassVar[bool] = True
-
-    def saved(self) -> dict[str, Any]:
-        """How many charges there are: with fewer nobody knows what was spent."""
-        return {"charges": len(self.guard.budget.charges)}
-
-    def cohort(self, number: int, roster: Sequence[str]) -> list[str]:
-        """Those drawn by the guard's secret, each apart."""
-        self.guard.require_room(number, about_round(number))
-        return self.guard.cohort(roster, number)
-
-    def chosen(self, number: int, polled: Polled) -> dict[Block, float]:
-        """The noisy counts of a vote."""
-        ballots = [{block for block, named in each.items() if named} for each in polled.values()]
-        agreed = self.agreement
-        return self.guard.vote(ballots, agreed.blocks, agreed.most, about_round(number))
-
-    def begin(self, world: World, shared: Callable[[], Tensors], roster: int) -> PrivateSum:
-        """Open the sum of a round over all that anybody may share in it."""
-        made = self.guard.mechanism(shared(), roster, world.clip)
-        return PrivateSum(self.guard, made, world.values, world.round + 1)
+    def _robust_aggregate(self, values: Values) -> tuple[AggregationResult, DefenceRecord]:
+        """Return the result of a robust rule over clipped updates, without weights."""
+        agreed, robust = self.agreement, apply_robust_rule(self.agreement.defence, values)
+        drift = drift_around(agreed.params, self.base, robust.means, robust.squares)
+        means = dict(robust.means)
+        for group, keys in params_by_senders(values).items() if agreed.method.absent else ():
+            fraction = len(group) / len(values)
+            if fraction < 1:
+                means |= {k: torch.lerp(self.base[k], means[k], fraction) for k in keys}
+        record = DefenceRecord(left=robust.left, far=robust.far, thin=robust.thin)
+        return AggregationResult(means, drift=drift), record
 
 
-@dataclass
-class PrivateSum:
-    """A round's exact sum of clipped changes; `within` are those that were short enough.
-
-    How far clients were apart would be a release of its own, that nobody has paid for. Without a
-    `guard` it is a worker's part of the sum, which is merged and never released.
-    """
-
-    guard: ServerGuard | None
-    mechanism: Mechanism
-    base: Tensors
-    number: int
-    changes: ExactSum = field(default_factory=ExactSum)
-    count: int = 0
-    within: int = 0
-
-    def require(self, values: Tensors, riders: Tensors, weight: int) -> None:
-        """A change of any length can be clipped; what rides beside it cannot be hidden."""
-        require_no_riders(riders)
-
-    def add(self, client: str, values: Tensors, riders: Tensors, weight: int) -> None:
-        """Add one clipped change: all clients weigh alike."""
-        change = {k: value.double() - self.base[k].double() for k, value in values.items()}
-        self.within += self.mechanism.add(self.changes, change)
-        self.count += 1
-
-    def merge(self, other: PrivateSum) -> None:
-        """Add all that another sum of the same round holds, as if its updates had come here."""
-        self.changes.merge(other.changes)
-        self.count, self.within = self.count + other.count, self.within + other.within
-
-    def close(self) -> Outcome:
-        """The values with the noisy mean change, which is charged before it is released."""
-        if self.guard is None:
-            raise FedplanError("a part of a private sum is not released: merge it into the round's")
-        about, within = about_round(self.number), f"{self.within} of {self.count}"
-        made = self.mechanism
-        released = self.guard.release(made, self.changes, self.number, about, within)
-        clip = self.guard.moved(made, self.within, self.count, about)
-        return Outcome({k: self.base[k] + change for k, change in released.items()}, clip=clip)
-
-
-def contributed(
-    agreement: Agreement, rows: int, before: Tensors, after: Tensors
+def make_contribution(
+    agreement: Agreement, example_count: int, before: Tensors, after: Tensors
 ) -> tuple[dict[str, Tensor], int]:
-    """At a client: what it sends of what it has trained, and the weight that it says.
+    """Return the values that a client sends, and its weight.
 
-    Under a guarantee, or where all count alike, no weight is said; up to a public cap, rows weigh
-    by how much is sent.
+    `before`, `after`: values before and after training. The weight is the number of examples; it is
+    1 under differential privacy or with equal weights. With a public cap under privacy, the values
+    are moved only by the fraction min(examples, cap) / cap of the change.
     """
     if agreement.guarantee is None:
-        return dict(after), 1 if agreement.masking.alike else rows
-    if not agreement.guarantee.cap:
+        return dict(after), 1 if agreement.secagg.equal_weights else example_count
+    if not agreement.guarantee.max_weight:
         return dict(after), 1
-    part = capped(rows, agreement.guarantee.cap)
-    return {key: torch.lerp(before[key], value, part) for key, value in after.items()}, 1
+    fraction = capped_weight(example_count, agreement.guarantee.max_weight)
+    return {key: torch.lerp(before[key], value, fraction) for key, value in after.items()}, 1
 
 
-def summed(polled: Polled) -> dict[Block, float]:
-    """The sum of clients' scores; those that are not numbers, or too large to add, are left out."""
-    sound = [s for s in polled.values() if all(abs(x) <= LARGEST_SCORE for x in s.values())]
-    blocks = dict.fromkeys(block for scores in sound for block in scores)
-    return {block: fsum(s[block] for s in sound if block in s) for block in blocks}
+def sum_poll_scores(polled: PollScores) -> dict[Block, float]:
+    """Return the sum of clients' scores by block.
 
-
-def _copied(values: Tensors) -> dict[str, Tensor]:
-    return {key: value.clone() for key, value in values.items()}
-
-
-def require_no_riders(riders: Tensors) -> None:
-    """Refuse what rides beside a change: nobody hides it."""
-    if riders:
-        raise Rejected(f"{min(riders)!r} cannot be hidden")
-
-
-def about_round(number: int) -> str:
-    """What a round's release is charged by."""
-    return f"round {number}"
+    A client with a score that is not finite, or larger than MAX_SCORE, is left out.
+    """
+    valid = [s for s in polled.values() if all(abs(x) <= MAX_SCORE for x in s.values())]
+    blocks = dict.fromkeys(block for scores in valid for block in scores)
+    return {block: fsum(s[block] for s in valid if block in s) for block in blocks}

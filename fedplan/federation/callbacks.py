@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks: who is told of each round that was committed, and may have the run stop there."""
+"""Callbacks after each committed round, and early stopping."""
 
 from __future__ import annotations
 
@@ -15,117 +15,120 @@ from fedplan.federation.record import RoundRecord, TurnRecord
 
 
 @dataclass(frozen=True)
-class Closed:
-    """A round that was committed: its records and scores, and the metrics so far, its own last.
+class CommittedRound:
+    """A committed round, as callbacks receive it.
 
-    `primary` names the score that the task is known by, in which the world and clients are
-    compared, and `higher` says whether more of it is better, if that is known. `experiment` is the
-    study's name and seed, `run` the id of the run, and `folder` where it is kept. Where clients are
-    `hidden`, what some of them sent or scored is not for others.
+    `total_rounds`: rounds of the run. `record`, `turns`: the ledger's records of the round and of
+    its clients. `scores`: evaluation metrics. `metrics`: rows of all rounds so far.
+    `experiment`: name and seed of the study. `run`: id of the run. `folder`: the run's folder.
+    `hides_clients`: client-level DP; then numbers of single clients must not be published.
+    `primary`: the task's primary metric. `higher_is_better`: of that metric; None if unknown.
     """
 
-    rounds: int
-    whole: RoundRecord
+    total_rounds: int
+    record: RoundRecord
     turns: tuple[TurnRecord, ...]
     scores: Mapping[str, Any]
     metrics: Metrics
     experiment: str = ""
     run: str = ""
     folder: Path | None = None
-    hidden: bool = False
-    higher: bool | None = None
+    hides_clients: bool = False
+    higher_is_better: bool | None = None
     primary: str = "loss"
 
     @property
     def round(self) -> int:
-        """Its number, from 1."""
-        return self.whole.round
+        """Number of the round, from 1."""
+        return self.record.round
 
     @property
     def row(self) -> Row:
-        """Its own numbers."""
+        """The round's row of metrics."""
         return self.metrics[-1]
 
 
-Callback = Callable[[Closed], str | None]
-"""Called after each round was committed, by whatever runner. Any words that it returns say why the
-run stops there. Who goes on with a run is told of its last round once more: a callback that looks
-at nothing but what it is told stops where it did before."""
+Callback = Callable[[CommittedRound], str | None]
+"""Called after each committed round. Return a string to stop the run; it is logged as the reason.
+A resumed run calls it again for the last round, so a stateless callback stops at the same place."""
 
 
-def stopping(callbacks: Iterable[Callback], closed: Closed) -> str:
-    """Tell all of them of a round; the first reason to stop, if any gives one."""
-    return str(next(filter(None, [callback(closed) for callback in callbacks]), ""))
+def run_callbacks(callbacks: Iterable[Callback], committed: CommittedRound) -> str:
+    """Call all callbacks and return the first reason to stop; empty to continue."""
+    return str(next(filter(None, [callback(committed) for callback in callbacks]), ""))
 
 
-WORLD = "world."
-"""How the names of the common test's scores begin."""
+GLOBAL_PREFIX = "global."
+"""Prefix of the global model's metrics on the common test set."""
 
 SPREADS = ("personal.", "sites.spread.")
-"""How the names begin that tell how the task's own score lies over clients."""
+"""Prefixes of metrics over clients of the task's primary metric."""
 
-LOWER = ("loss", "perplexity", "error", "mae", "mse", "rmse")
-"""Words at the end of a metric's name of which less is better."""
+LOWER_IS_BETTER = ("loss", "perplexity", "error", "mae", "mse", "rmse")
+"""Ends of the names of metrics that improve by becoming lower."""
 
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Stop once a metric has not become better for so many of the rounds that have it.
+    """A callback that stops a run when a metric no longer improves.
 
-    The metric is the name of a number of a round, such as `loss`, `world.accuracy` or
-    `personal.mean`; better is by more than `least`, and upward unless the name ends as a loss does
-    or `higher` says otherwise.
+    `metric`: name in a round's row, such as `loss`, `global.accuracy` or `personal.accuracy`.
+    `patience`: rounds with the metric, without improvement, until the run stops.
+    `min_delta`: smallest change that counts as improvement.
+    `higher_is_better`: None decides by the metric's name. Raises FedplanError if patience is < 1.
     """
 
     metric: str = "loss"
     patience: int = 3
-    least: float = 0.0
-    higher: bool | None = None
+    min_delta: float = 0.0
+    higher_is_better: bool | None = None
 
     def __post_init__(self) -> None:
         if self.patience < 1:
-            raise FedplanError(f"patience is {self.patience}: it is a number of rounds, 1 or more")
+            raise FedplanError(f"patience is {self.patience}: give a number of rounds, 1 or more")
 
     def require_public(self) -> None:
-        """Refuse a metric that follows from what is hidden: when a run stops would tell of it."""
-        if not self.metric.startswith(WORLD):
+        """Raise FedplanError for a metric of private data: the stopping time would reveal it."""
+        if not self.metric.startswith(GLOBAL_PREFIX):
             raise FedplanError(
-                f"stop.metric is {self.metric!r}, which follows from what is hidden: when a run "
-                "stops would tell of it; take a score of the common test, such as world.loss"
+                f"early_stopping.metric is {self.metric!r}, which depends on private data, "
+                "so the stopping time would reveal it: use a metric of the common test, such as "
+                "global.loss"
             )
 
     def require_measured(self, kinds: Iterable[str]) -> None:
-        """Refuse a score that nobody measures: a run would never stop by it."""
+        """Raise FedplanError if the metric's kind, its name up to a dot, is not measured."""
         kind, dot, _ = self.metric.partition(".")
         if dot and kind not in kinds:
             raise FedplanError(
-                f"stop.metric is {self.metric!r}, and this run measures no {kind} scores: give it "
-                "rows to test on, or take loss"
+                f"early_stopping.metric is {self.metric!r}, and this run has no {kind} metrics: "
+                "give it test examples, or use loss"
             )
 
-    def __call__(self, closed: Closed) -> str | None:
-        """Why to stop, if it is time."""
-        seen = [row[self.metric] for row in closed.metrics if self.metric in row]
-        if not seen and (closed.scores or "." not in self.metric):
-            there = ", ".join(closed.row)
-            raise FedplanError(f"no round has a metric {self.metric!r}; there are {there}")
-        waited = len(seen) - 1 - self._best(seen, upward=self._upward(closed))
+    def __call__(self, committed: CommittedRound) -> str | None:
+        """Return the reason to stop, or None; raise FedplanError if no round has the metric."""
+        values = [row[self.metric] for row in committed.metrics if self.metric in row]
+        if not values and (committed.scores or "." not in self.metric):
+            names = ", ".join(committed.row)
+            raise FedplanError(f"no round has a metric {self.metric!r}; use one of {names}")
+        waited = len(values) - 1 - self._best_index(values, higher=self._prefers_higher(committed))
         if waited < self.patience:
             return None
-        return f"{self.metric} has not become better for {waited} rounds"
+        return f"{self.metric} has not improved for {waited} rounds"
 
-    def _best(self, seen: list[float], *, upward: bool) -> int:
-        """The place of the last value that was better than all before it."""
-        sign = 1 if upward else -1
-        best, place = -inf, 0
-        for i, value in enumerate(seen):
-            if not isnan(value) and sign * value > best + self.least:
-                best, place = sign * value, i
-        return place
+    def _best_index(self, values: list[float], *, higher: bool) -> int:
+        """Return the index of the last value that improved on all before it by `min_delta`."""
+        sign = 1 if higher else -1
+        best, index = -inf, 0
+        for i, value in enumerate(values):
+            if not isnan(value) and sign * value > best + self.min_delta:
+                best, index = sign * value, i
+        return index
 
-    def _upward(self, closed: Closed) -> bool:
-        """Upward, unless it is a loss; what is told of clients goes by the task's own score."""
-        if self.higher is not None:
-            return self.higher
-        own = self.metric.startswith(SPREADS) and closed.higher is not None
-        return bool(closed.higher) if own else not self.metric.endswith(LOWER)
+    def _prefers_higher(self, committed: CommittedRound) -> bool:
+        """Whether higher is better: as set, as of the primary metric, or by the metric's name."""
+        if self.higher_is_better is not None:
+            return self.higher_is_better
+        if self.metric.startswith(SPREADS) and committed.higher_is_better is not None:
+            return committed.higher_is_better
+        return not self.metric.endswith(LOWER_IS_BETTER)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients: one party of a federation, what it has seen of the world, and what it keeps."""
+"""A client of a federation: its state, and how it takes requests of the server."""
 
 from __future__ import annotations
 
@@ -14,86 +14,93 @@ from torch import Tensor, nn
 from fedplan import seeds
 from fedplan.data.examples import Examples, Loss
 from fedplan.federation.account import Account, Answer
-from fedplan.federation.agreement import Agreement, basis
-from fedplan.federation.exams import Disclosure, Exam
-from fedplan.federation.marks import joint, mark_of, model_mark
-from fedplan.federation.messages import Lacking, Refused, Request
-from fedplan.federation.origin import Base
-from fedplan.federation.record import spelled
+from fedplan.federation.agreement import Agreement, versions_digest
+from fedplan.federation.digests import combine_digests, examples_digest, model_digest
+from fedplan.federation.eval_sets import EvalSet, MetricPolicy
+from fedplan.federation.initial_model import InitialModel
+from fedplan.federation.messages import ClientStateMissing, Request, RequestRefused
+from fedplan.federation.record import role_letters
 from fedplan.language.plan import Roles
 from fedplan.language.turn import Turn
-from fedplan.models.values import put
+from fedplan.models.values import set_values
 from fedplan.privacy.guarantee import Guarantee
-from fedplan.privacy.guard import ClientGuard, Guard, ShareGuard
-from fedplan.privacy.mechanisms.secret import secret_of
+from fedplan.privacy.guard import ClientGuard, DistributedGuard, Guard
+from fedplan.privacy.mechanisms.secret import load_or_create_secret
 from fedplan.storage.journal import Journal
-from fedplan.tensors.named import Digests, Tensors
-from fedplan.tensors.riders import beside, param_of
-from fedplan.training.features import Features
-from fedplan.training.probes import Look, is_public, public_look
+from fedplan.tensors.aux_tensors import only_aux, param_key
+from fedplan.tensors.named import DigestCache, Tensors
+from fedplan.training.activation_cache import ActivationCache
+from fedplan.training.probes import ProbeInput, data_independent_input, is_data_independent
 
 G = TypeVar("G", bound=Guard)
 KEY = "key"
-"""The file beside a journal with what digests of a client's own values are keyed by."""
+"""File beside a journal with the key for digests of a client's personal values."""
 
 
 @dataclass
 class Client:
-    """One client: its rows, what it has seen of the world, and the journal of what it keeps.
+    """One client and its state.
 
-    `held` are the versions of what it has seen. A `guard` hides each of its rows in every step;
-    `shares` adds its share of the noise where it is hidden from the server. The
-    `account` is of all that it has answered, in other studies too; a simulated client has none.
-    With `deterministic` its device gives the same bits each time, or an error where it cannot. With
-    `mute` it tells nobody the loss of its rows.
-    `exam` is what its models are tested on, and `disclosure` says which scores may leave it.
-    `base` tells of all that its model starts with; `start` need then hold only what may change.
-    `features` keeps what frozen parts make of rows, of all clients of a process.
+    `journal`: stores personal values and answers. `model`: the model that turns train in place.
+    `start`, `start_digests`: initial values of params, and digests of all params' initial values.
+    `received`, `received_versions`: global values last received, and their versions.
+    `digests`: cache of digests of tensors.
+    `guard`: example-level DP. `noise_guard`: the client's share of distributed DP noise.
+    `account`: answers of all studies on the dataset; None in a simulation.
+    `deterministic`: use deterministic algorithms, and fail where there are none.
+    `hide_loss`: do not report the training loss.
+    `eval_set`, `metric_policy`: test examples, and the metrics that may leave the client.
+    `cached_digest`: the examples and their digest, computed once.
+    `initial_model`: digests of all initial values; `start` then only needs params that may change.
+    `activation_cache`: cache of frozen activations, shared by all clients of the process.
     """
 
     name: str
-    rows: Examples
+    examples: Examples
     journal: Journal
     model: nn.Module
     start: dict[str, Tensor]
-    marks: dict[str, str]
+    start_digests: dict[str, str]
     loss: Loss
     traits: dict[str, str] = field(default_factory=dict[str, str])
-    seen: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    held: dict[str, int] = field(default_factory=dict[str, int])
-    digests: Digests = field(default_factory=Digests)
+    received: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    received_versions: dict[str, int] = field(default_factory=dict[str, int])
+    digests: DigestCache = field(default_factory=DigestCache)
     guard: ClientGuard | None = None
-    shares: ShareGuard | None = None
+    noise_guard: DistributedGuard | None = None
     account: Account | None = None
     deterministic: bool = False
-    mute: bool = False
-    exam: Exam | None = None
-    disclosure: Disclosure = field(default_factory=Disclosure)
-    marked: tuple[Examples, str] | None = None
-    base: Base | None = None
-    features: Features | None = None
+    hide_loss: bool = False
+    eval_set: EvalSet | None = None
+    metric_policy: MetricPolicy = field(default_factory=MetricPolicy)
+    cached_digest: tuple[Examples, str] | None = None
+    initial_model: InitialModel | None = None
+    activation_cache: ActivationCache | None = None
 
     @property
-    def payer(self) -> Guard | None:
-        """What pays for what leaves it, if anything is hidden here."""
-        return self.guard or self.shares
+    def budget_guard(self) -> Guard | None:
+        """The guard with the client's privacy budget; None without differential privacy here."""
+        return self.guard or self.noise_guard
 
     @cached_property
-    def key(self) -> bytes:
-        """What digests of its own values are keyed by: nobody else can check a guess at one."""
-        return secret_of(self.journal.made() / KEY, self.journal.seal)
+    def digest_key(self) -> bytes:
+        """Secret key for digests of personal values; created in the journal's folder if missing."""
+        return load_or_create_secret(self.journal.make_folder() / KEY, self.journal.encryption)
 
-    def mark(self) -> str:
-        """The digest of its rows, worked out once for as long as they are the same."""
-        if self.marked is None or self.marked[0] is not self.rows:
-            self.marked = self.rows, mark_of(self.rows)
-        return self.marked[1]
+    def examples_digest(self) -> str:
+        """Return the digest of the examples, computed once for each examples object."""
+        if self.cached_digest is None or self.cached_digest[0] is not self.examples:
+            self.cached_digest = self.examples, examples_digest(self.examples)
+        return self.cached_digest[1]
 
 
-def guard_of(
+def make_example_guard(
     agreement: Agreement, folder: Path, account: Account | None = None
 ) -> ClientGuard | None:
-    """What hides a site's rows, if that was promised: in a folder of its own, or on its account."""
+    """Create the guard for example-level DP; None if the study does not promise it.
+
+    Its budget is in the folder, or on the account if one is given.
+    """
     guarantee = agreement.guarantee
     if guarantee is None or guarantee.unit != "example":
         return None
@@ -102,171 +109,197 @@ def guard_of(
     return _on_account(ClientGuard, guarantee, agreement, account)
 
 
-def share_guard_of(agreement: Agreement, account: Account) -> ShareGuard | None:
-    """What adds a site's share of the noise, if clients are hidden in that way: on its account."""
+def make_noise_guard(agreement: Agreement, account: Account) -> DistributedGuard | None:
+    """Create the guard for distributed DP on a site's account; None if the study has none."""
     guarantee = agreement.guarantee
-    if guarantee is None or not agreement.in_shares:
+    if guarantee is None or not agreement.distributed_dp:
         return None
-    return _on_account(ShareGuard, guarantee, agreement, account)
+    return _on_account(DistributedGuard, guarantee, agreement, account)
 
 
 def _on_account(kind: type[G], guarantee: Guarantee, agreement: Agreement, account: Account) -> G:
+    """Create a guard whose budget is on a site's account, with the account's limits."""
     limits = account.limits
     return kind(
         guarantee,
         account.folder,
-        run=agreement.prefix,
+        run=agreement.request_prefix,
         limit=limits.epsilon,
         delta=limits.delta,
-        seal=account.seal,
+        encryption=account.encryption,
     )
 
 
-def receive(
+def receive_request(
     agreement: Agreement, client: Client, request: Request, notes: Mapping[str, Any]
 ) -> None:
-    """Take what the server sends, if it is what was agreed and nothing is then lacking."""
-    name = agreement.request(request.turn.round, client.name)
+    """Store the global values of a request in the client's `received` and `received_versions`.
+
+    `notes`: notes of the client's journal. Raises RequestRefused if the request is of another run
+    or study, or has values that the plan does not send. Raises ClientStateMissing if the client
+    lacks values that the server expects it to have.
+    """
+    name = agreement.request_name(request.turn.round, client.name)
     if request.run != agreement.run:
-        raise Refused(
-            f"{client.name} is in run {agreement.run}, and is asked in run {request.run[:40]!r}"
+        raise RequestRefused(
+            f"{client.name} is in run {agreement.run}, and the request is of {request.run[:40]!r}"
         )
-    if (request.agreed, request.name) != (agreement.fingerprint, name):
-        raise Refused(
-            f"{client.name} agreed to {agreement.fingerprint}, and is asked for "
-            f"{request.name[:120]!r}: both ends must run the same study"
-        ).coded("another-study")
-    wanted = agreement.wanted(own_turn(client, request), bits_of(settled_by(request, notes)))
-    _require_wanted(agreement, client, request, wanted)
-    held = {} if request.anew else client.held
-    held = held | request.versions
-    if basis({k: held.get(k, first) for k, first in wanted.items()}) != request.basis:
-        raise Lacking(f"{client.name} does not have what it was sent before: it needs all of it")
-    client.seen, client.held = client.seen | request.values, held
+    if (request.agreement_digest, request.name) != (agreement.fingerprint, name):
+        raise RequestRefused(
+            f"{client.name} agreed to {agreement.fingerprint}, and the request is "
+            f"{request.name[:120]!r}: server and site must run the same study"
+        ).with_code("another-study")
+    personal_bits = join_bits(known_personal_bits(request, notes))
+    required = agreement.required(client_turn(client, request), personal_bits)
+    _require_requested_values(agreement, client, request, required)
+    versions = ({} if request.full else client.received_versions) | request.versions
+    required_versions = {key: versions.get(key, first) for key, first in required.items()}
+    if versions_digest(required_versions) != request.versions_digest:
+        raise ClientStateMissing(
+            f"{client.name} has lost values that it received before: it needs all of them"
+        )
+    client.received, client.received_versions = client.received | request.values, versions
 
 
-def settled_by(request: Request, notes: Mapping[str, Any]) -> dict[str, str]:
-    """What became the client's own, by rounds: as far as the server has heard of it."""
-    found: dict[str, str] = {} if request.anew else notes.get("settled", {})
-    return {number: bits for number, bits in found.items() if int(number) <= request.heard}
+def known_personal_bits(request: Request, notes: Mapping[str, Any]) -> dict[str, str]:
+    """Return the params that became personal by round, as far as the server knows of them.
+
+    Values are hex numbers with one bit for each param (`Agreement.personal_bits`).
+    """
+    by_round: dict[str, str] = {} if request.full else notes.get("settled", {})
+    return {n: bits for n, bits in by_round.items() if int(n) <= request.last_update_round}
 
 
-def bits_of(settled: Mapping[str, str]) -> int:
-    """One number with a bit for each param that became the client's own."""
-    return reduce(lambda found, bits: found | int(bits, 16), settled.values(), 0)
+def join_bits(bits_by_round: Mapping[str, str]) -> int:
+    """Return the bitwise or of hex numbers."""
+    return reduce(lambda joined, bits: joined | int(bits, 16), bits_by_round.values(), 0)
 
 
-def _require_wanted(
-    agreement: Agreement, client: Client, request: Request, wanted: Mapping[str, int]
+def _require_requested_values(
+    agreement: Agreement, client: Client, request: Request, required: Mapping[str, int]
 ) -> None:
-    """Refuse values that the plan does not have come down, or that are of another kind."""
-    if strange := (request.values.keys() | request.versions.keys()) - wanted.keys():
-        raise Refused(
-            f"{client.name} takes no {min(strange)!r} from the server: its plan says so"
-        ).coded("values")
-    own = {p.key: (f"torch.{p.dtype}", p.shape) for p in agreement.movable}
+    """Raise RequestRefused if a request has values not required, or of another dtype or shape."""
+    if extra := (request.values.keys() | request.versions.keys()) - required.keys():
+        raise RequestRefused(
+            f"{client.name} takes no {min(extra)!r} from the server: the plan does not send it"
+        ).with_code("values")
+    expected = {p.key: (f"torch.{p.dtype}", p.shape) for p in agreement.exchanged}
     for key, value in request.values.items():
-        came = (str(value.dtype), tuple(value.shape))
-        if came != (meant := own[param_of(key)]):
-            raise Refused(
-                f"{client.name} was sent {key!r} as {' '.join(map(str, came))}, and it is "
-                f"{' '.join(map(str, meant))}"
-            ).coded("values")
+        kind, shape = expected[param_key(key)]
+        if (str(value.dtype), tuple(value.shape)) != (kind, shape):
+            raise RequestRefused(
+                f"{client.name} received {key!r} as {value.dtype} {tuple(value.shape)}, and it is "
+                f"{kind} {shape}"
+            ).with_code("values")
 
 
-def own_turn(client: Client, request: Request) -> Turn:
-    """The turn as the client itself sees it: its name, its traits, and no scores but its own."""
+def client_turn(client: Client, request: Request) -> Turn:
+    """Return the request's turn with the client's own name and traits, and without scores."""
     return replace(request.turn, client=client.name, traits=client.traits, scores=None)
 
 
-def world_held(client: Client, keys: Iterable[str]) -> dict[str, Tensor]:
-    """What a client has of the world: what it was sent last, or what both ends start with."""
-    return {key: client.seen[key] if key in client.seen else client.start[key] for key in keys}
+def received_values(client: Client, keys: Iterable[str]) -> dict[str, Tensor]:
+    """Return the client's copy of global values: as last received, else the initial values."""
+    return {k: client.received[k] if k in client.received else client.start[k] for k in keys}
 
 
-def world_marks(agreement: Agreement, client: Client, turn: Turn, home: Tensors) -> dict[str, str]:
-    """Whole digests of all that a turn takes from the world, shared by it or not, riders too.
+def received_digests(
+    agreement: Agreement, client: Client, turn: Turn, client_state: Tensors
+) -> dict[str, str]:
+    """Return full digests of all global values and auxiliary tensors that a turn starts from.
 
-    It is what `start_values` does not find at home; no word of the server says what that is.
+    `client_state`: the client's stored values. Personal params among these are left out.
     """
     roles = agreement.permitted(turn)
-    taken = [p.key for p in agreement.movable if not (roles[p].own and p.key in home)]
-    held = world_held(client, taken) | beside(client.seen)
-    return {key: client.digests.whole(value) for key, value in held.items()}
+    keys = [
+        p.key for p in agreement.exchanged if not (roles[p].is_personal and p.key in client_state)
+    ]
+    values = received_values(client, keys) | only_aux(client.received)
+    return {key: client.digests.full_digest(value) for key, value in values.items()}
 
 
-def require_base(client: Client, request: Request, marks: Mapping[str, str]) -> None:
-    """Refuse what is made of other values than the server says that all start from.
+def require_same_start(client: Client, request: Request, digests: Mapping[str, str]) -> None:
+    """Raise RequestRefused if the client's start values differ from the request's base digests.
 
-    All sites of a masked sum have the same digests in their terms: so nobody has another model.
+    In secure aggregation all sites check the same base digests, so all start from one model.
     """
-    for key, mark in marks.items():
-        if mark != request.base.get(key):
-            raise Refused(
-                f"{client.name} was sent another {key} than the server says that all start from: "
-                "what it made of that could be told from the sum"
-            ).coded("values")
+    for key, digest in digests.items():
+        if digest != request.base_digests.get(key):
+            raise RequestRefused(
+                f"{client.name} received another {key} than all sites start from: its update could "
+                "be told from the sum"
+            ).with_code("values")
 
 
-def start_values(
-    agreement: Agreement, client: Client, turn: Turn, home: Tensors
+def load_start_values(
+    agreement: Agreement, client: Client, turn: Turn, client_state: Tensors
 ) -> dict[str, Tensor]:
-    """Each trainable param's value at the start of a turn, put into the model.
+    """Put the start values of a turn into the client's model, in eval mode, and return them.
 
-    It is the client's own, or the world's: scores never change whose a param is. What becomes the
-    client's own for the first time starts from the world's.
+    A personal param has the client's stored value, any other param (or a personal one without a
+    stored value) the global value.
     """
     roles = agreement.permitted(turn)
-    own = {p.key: home[p.key] for p in agreement.trainable if roles[p].own and p.key in home}
-    held = (client.start, client.seen, own)
+    personal = {p.key for p in agreement.trainable if roles[p].is_personal}
+    stored = {key: value for key, value in client_state.items() if key in personal}
+    sources = (stored, client.received, client.start)
     values = {
-        p.key: next(v[p.key] for v in reversed(held) if p.key in v) for p in agreement.trainable
+        p.key: next(source[p.key] for source in sources if p.key in source)
+        for p in agreement.trainable
     }
-    put(client.model, values, agreement.trainable)
-    # A probe must not find the mode in which some other turn has left the model. To set it costs
-    # more than to look.
+    set_values(client.model, values, agreement.trainable)
+    # An earlier turn may have left train mode. Checking costs less than eval().
     if any(module.training for module in client.model.modules()):
         client.model.eval()
     return values
 
 
-def look_of(agreement: Agreement, client: Client, turn: Turn) -> Look:
-    """What the client's probe may look at: of the rows nothing, if it says that it does not."""
+def make_probe_input(agreement: Agreement, client: Client, turn: Turn) -> ProbeInput:
+    """Return the inputs of the method's probe; without examples if it is data-independent."""
     seed = seeds.seed(agreement.experiment, "probe", turn.round, client.name)
-    if is_public(agreement.method.probe):
-        return public_look(agreement.blocks, seed)
-    return Look(client.model, client.rows, agreement.blocks, seed, client.loss)
+    if is_data_independent(agreement.method.probe):
+        return data_independent_input(agreement.blocks, seed)
+    return ProbeInput(client.model, client.examples, agreement.blocks, seed, client.loss)
 
 
-def admit(agreement: Agreement, client: Client, request: Request, answer: Answer) -> None:
-    """Count an answer on the site's account, or refuse it, before any work is done for it."""
+def charge_answer(agreement: Agreement, client: Client, request: Request, answer: Answer) -> None:
+    """Charge an answer to the site's account, if it has one; call this before computing it.
+
+    Sets the answer's `protected`. Raises RequestRefused if the account's limits refuse it.
+    """
     if client.account is not None:
-        polled = answer.kind == "scores"
-        hidden = client.payer is not None or (polled and is_public(agreement.method.probe))
-        client.account.admit(replace(answer, hidden=hidden))
+        without_data = answer.kind == "scores" and is_data_independent(agreement.method.probe)
+        protected = client.budget_guard is not None or without_data
+        client.account.charge(replace(answer, protected=protected))
 
 
-def content_of(
-    agreement: Agreement, client: Client, turn: Turn, roles: Roles, before: Tensors, home: Tensors
+def answer_content(
+    agreement: Agreement,
+    client: Client,
+    turn: Turn,
+    roles: Roles,
+    before: Tensors,
+    client_state: Tensors,
 ) -> str:
-    """All that an answer is made of: of another content it is another answer, by any name.
+    """Return the digest of all inputs of an answer; empty if the client has no guard or account.
 
-    Of a client that nothing hides and nobody counts, nobody asks. The server chooses the values:
-    digests are whole, so that it finds no two values of one content, which would share a noise.
+    `before`: start values of trainable params. `client_state`: the client's stored values.
     """
     if client.guard is None and client.account is None:
         return ""
-    riders, memory = beside(client.seen), beside(home)
-    agreed = [agreement.experiment, agreement.text]
-    asked = [turn.round, turn.phase, client.name, client.traits, spelled(roles)]
-    made_of = [client.mark(), len(client.rows), model_mark(client.model)]
-    values = (before, riders, memory)
-    held = [{k: client.digests.whole(v) for k, v in each.items()} for each in values]
-    return joint(agreed, asked, made_of, [_resting(client, before), *held])
+    # Full digests: the server chooses the values, and must not find two values with one digest,
+    # whose answers would share their noise.
+    aux, memory = only_aux(client.received), only_aux(client_state)
+    study = [agreement.experiment, agreement.text]
+    request = [turn.round, turn.phase, client.name, client.traits, role_letters(roles)]
+    data = [client.examples_digest(), len(client.examples), model_digest(client.model)]
+    values = (before, aux, memory)
+    digests = [{k: client.digests.full_digest(v) for k, v in each.items()} for each in values]
+    return combine_digests(study, request, data, [_frozen_digests(client, before), *digests])
 
 
-def _resting(client: Client, before: Tensors) -> dict[str, str]:
-    """The whole digests of all that no turn trains."""
-    if client.base is not None:
-        return {key: whole for key, whole in client.base.digests.items() if key not in before}
-    return {k: client.digests.whole(v) for k, v in client.start.items() if k not in before}
+def _frozen_digests(client: Client, before: Tensors) -> dict[str, str]:
+    """Return full digests of the initial values of all params that are not in `before`."""
+    if client.initial_model is not None:
+        return {k: digest for k, digest in client.initial_model.digests.items() if k not in before}
+    return {k: client.digests.full_digest(v) for k, v in client.start.items() if k not in before}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defences: what a study sets against weights and values that a client may have made up."""
+"""Robust aggregation: defences against false weights and values of clients."""
 
 from __future__ import annotations
 
@@ -7,113 +7,122 @@ from dataclasses import dataclass
 from math import inf
 
 from fedplan.errors import FedplanError
-from fedplan.language.wording import spelled_out
+from fedplan.language.canonical import format_dataclass
 from fedplan.methods.method import Method
 from fedplan.privacy.guarantee import Guarantee
 
 MEAN, MEDIAN, TRIMMED, KRUM, MULTI_KRUM = "mean", "median", "trimmed-mean", "krum", "multi-krum"
 
 RULES = (MEAN, MEDIAN, TRIMMED, KRUM, MULTI_KRUM)
+"""Aggregation rules that a study can name."""
 
 
 @dataclass(frozen=True)
 class Defence:
-    """What a server does against weights and values that a client may have made up.
+    """Defence of the server against false weights and values of clients; 0 turns a limit off.
 
-    `weight_cap` is the most that a client may weigh, in rows; `share_cap` is the largest share that
-    it may have of the weight of all who sent a param. A change longer than `change_bound` times
-    what is usual in the round is shortened to that. 0 is no cap and no bound. `rule` makes one
-    value of all that came; all but the mean hear no weights, and are told how many `liars` there
-    may be.
+    `rule`: how updates are aggregated; all rules but the mean ignore weights.
+    `malicious_clients`: number of malicious clients that the rule must tolerate.
+    `max_weight`: largest weight of a client, in examples.
+    `max_weight_fraction`: largest fraction of the total weight of all clients that sent a param.
+    `max_norm_ratio`: updates longer than this many times the round's reference norm are scaled
+    down.
+    Raises FedplanError if a setting is out of range or contradicts the rule.
     """
 
     rule: str = MEAN
-    liars: int = 1
-    weight_cap: int = 0
-    share_cap: float = 0.0
-    change_bound: float = 0.0
+    malicious_clients: int = 1
+    max_weight: int = 0
+    max_weight_fraction: float = 0.0
+    max_norm_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
-            raise FedplanError(f"rule is {self.rule!r}: it is one of {', '.join(RULES)}")
-        if self.liars < 1:
-            raise FedplanError(f"liars is {self.liars}: it is a number of clients, 1 or more")
-        if self.weight_cap < 0 or not 0 <= self.share_cap < 1:
+            raise FedplanError(f"rule is {self.rule!r}: use one of {', '.join(RULES)}")
+        if self.malicious_clients < 1:
             raise FedplanError(
-                f"weight_cap is {self.weight_cap} and share_cap {self.share_cap:g}: they are a "
-                "number of rows, and a share below 1; 0 is none"
+                f"malicious_clients is {self.malicious_clients}: give a number of clients, "
+                "1 or more"
             )
-        if self.change_bound and not 1 <= self.change_bound < inf:
+        if self.max_weight < 0 or not 0 <= self.max_weight_fraction < 1:
             raise FedplanError(
-                f"change_bound is {self.change_bound:g}: it is how many times what is usual a "
-                "change may be, 1 or more; 0 is none"
+                f"max_weight is {self.max_weight} and max_weight_fraction "
+                f"{self.max_weight_fraction:g}: give a number of examples, and a fraction below 1; "
+                "0 is no cap"
             )
-        if self.rule != MEAN and (self.weight_cap or self.share_cap):
+        if self.max_norm_ratio and not 1 <= self.max_norm_ratio < inf:
             raise FedplanError(
-                f"the rule {self.rule} counts all clients alike: leave weight_cap and share_cap out"
+                f"max_norm_ratio is {self.max_norm_ratio:g}: give a multiple of the reference "
+                "norm, 1 or more; 0 is no bound"
+            )
+        if self.rule != MEAN and (self.max_weight or self.max_weight_fraction):
+            raise FedplanError(
+                f"the rule {self.rule} counts all clients alike: leave max_weight and "
+                "max_weight_fraction out"
             )
 
     @property
     def active(self) -> bool:
-        """Whether it does anything."""
-        return self.holds or bool(self.weight_cap)
+        """Whether any defence is on."""
+        return self.buffers_updates or bool(self.max_weight)
 
     @property
-    def holds(self) -> bool:
-        """Whether all updates of a round must be there at once: nothing else can be streamed."""
-        return self.rule != MEAN or bool(self.share_cap or self.change_bound)
+    def buffers_updates(self) -> bool:
+        """Whether the server must keep all updates of a round until it closes."""
+        return self.rule != MEAN or bool(self.max_weight_fraction or self.max_norm_ratio)
 
     @property
-    def words(self) -> str:
-        """What it costs the server."""
-        return f"the server holds all updates of a round until it closes, for {self.text}"
+    def cost_text(self) -> str:
+        """The memory cost of buffering, in words."""
+        return f"the server keeps all updates of a round until it closes, for {self.text}"
 
     @property
     def text(self) -> str:
-        """It in one line, for both ends to compare."""
-        return spelled_out("defence", self)
+        """All settings in one line; part of the text that server and clients compare."""
+        return format_dataclass("defence", self)
 
     @property
-    def least(self) -> int:
-        """How many must send a param for the rule to bear its liars."""
-        return 2 * self.liars + (3 if self.rule in (KRUM, MULTI_KRUM) else 1)
+    def min_clients(self) -> int:
+        """Clients that must send a param for the rule to tolerate its malicious clients."""
+        return 2 * self.malicious_clients + (3 if self.rule in (KRUM, MULTI_KRUM) else 1)
 
-    def trim(self, count: int) -> int:
-        """How many of so many are left out at each end, number by number."""
-        middle = (count - 1) // 2  # of an even number, the mean of two is the median
-        return {MEDIAN: middle, TRIMMED: min(self.liars, middle)}.get(self.rule, 0)
+    def trim_count(self, count: int) -> int:
+        """Return how many of `count` sorted values the rule removes at each end."""
+        middle = (count - 1) // 2  # for an even count, the median is the mean of two
+        return {MEDIAN: middle, TRIMMED: min(self.malicious_clients, middle)}.get(self.rule, 0)
 
 
 def require_defence(defence: Defence, method: Method, guarantee: Guarantee | None) -> None:
-    """Refuse a defence that does not hold together with the rest, and say what would."""
-    ruled, wire = defence.rule != MEAN, method.wire.text
-    shaping = ruled or bool(defence.change_bound)
+    """Raise FedplanError, with a remedy, if a defence contradicts the method or the guarantee."""
+    other_rule, compression = defence.rule != MEAN, method.compression.text
+    changes_values = other_rule or bool(defence.max_norm_ratio)
     refusals: list[tuple[bool, str]] = [
         (
             guarantee is not None and guarantee.unit == "client" and defence.active,
-            "the noise that hides clients is made for a plain sum, in which each change is clipped "
-            "and all weigh alike: leave the defence out, privacy.clip is one",
+            "client-level privacy clips each update and weighs all alike, which limits malicious "
+            "clients already (privacy.clipping_norm): leave the defence out",
         ),
         (
-            guarantee is not None and bool(defence.weight_cap or defence.share_cap),
-            "under a guarantee all clients weigh alike: leave weight_cap and share_cap out",
+            guarantee is not None and bool(defence.max_weight or defence.max_weight_fraction),
+            "under privacy all clients weigh alike: leave max_weight and max_weight_fraction out",
         ),
         (
-            ruled and not method.product.apart,
-            f"{method.product.text} needs the mean of the clients' products: take rule = "
-            '"mean", with caps and change_bound, or average the sides apart (fedit)',
+            other_rule and not method.lora_aggregation.is_separate,
+            f"{method.lora_aggregation.text} needs the mean of the clients' products: use rule = "
+            '"mean", with caps and max_norm_ratio, or average the factors separately (fedit)',
         ),
         (
-            shaping and bool(method.riders),
-            f"what rides beside the params ({', '.join(method.riders)}) is summed as it came: take "
-            'a method without riders, or rule = "mean" with caps alone',
+            changes_values and bool(method.aux),
+            f"the auxiliary tensors ({', '.join(method.aux)}) are summed without a defence: use "
+            'a method without them, or rule = "mean" with caps only',
         ),
         (
-            defence.rule in (MEDIAN, TRIMMED) and ("topk(" in wire or "prune(" in wire),
-            f"the wire {wire} leaves most numbers of each client unchanged, so that number by "
-            "number the middle of all is no change: take krum or multi-krum, or another wire",
+            defence.rule in (MEDIAN, TRIMMED)
+            and ("topk(" in compression or "prune(" in compression),
+            f"the wire {compression} leaves most numbers of each client unchanged, so the median "
+            "of each number is no change: use krum or multi-krum, or another wire",
         ),
     ]
-    for wrong, why in refusals:
-        if wrong:
-            raise FedplanError(f"{defence.text} does not hold together with this run: {why}")
+    for applies, reason in refusals:
+        if applies:
+            raise FedplanError(f"{defence.text} cannot be combined with this run: {reason}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drift: how far the clients' changes lie apart, part by part, from sums alone."""
+"""Drift: how far the clients' updates are apart, by kind of param, computed from sums."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import torch
 from torch import Tensor
 
 from fedplan.models.params import Params
-from fedplan.tensors.stretches import distances
+from fedplan.tensors.chunks import squared_distances
 
 STEPS = 2**80
-"""Squares are summed as whole numbers of this part of one: in any order, the same sum."""
+"""Squares are summed as integers in units of 1/STEPS, so that their order does not matter."""
 
 Squares = Mapping[str, Mapping[str, float]]
-"""The squared length of something of each client, param by param."""
+"""Squared distances by client and key."""
 
 DIGITS = 6
-"""Significant digits that are told: those that no number of threads changes."""
+"""Significant digits that are reported; more would depend on the number of threads."""
 
 
 @dataclass
 class Drift:
-    """A running sum of each param's squared changes, weighted as the changes themselves are."""
+    """Weighted sums of the squared changes of each param; `squares` is in units of 1/STEPS."""
 
     squares: dict[str, int] = field(default_factory=dict[str, int])
 
     def add(self, values: Mapping[str, Tensor], base: Mapping[str, Tensor], weight: int) -> None:
-        """Add what one client changed."""
-        self.count(distances(values, base), weight)
+        """Add one client's update, as values and the base that they started from."""
+        self.add_squares(squared_distances(values, base), weight)
 
-    def count(self, squares: Mapping[str, float], weight: int) -> None:
-        """Add what one client changed, by its squared length."""
+    def add_squares(self, squares: Mapping[str, float], weight: int) -> None:
+        """Add one client's update, as squared distances from the base by key."""
         for key, square in squares.items():
-            moved = weight * round(_told(square) * STEPS)
-            self.squares[key] = self.squares.get(key, 0) + moved
+            steps = weight * round(_finite_or_zero(square) * STEPS)
+            self.squares[key] = self.squares.get(key, 0) + steps
 
     def merge(self, other: Drift) -> None:
-        """Add what another sum of the same round holds."""
+        """Add the sums of another Drift of the same round."""
         for key, square in other.squares.items():
             self.squares[key] = self.squares.get(key, 0) + square
 
@@ -51,40 +51,45 @@ class Drift:
         means: Mapping[str, Tensor],
         weights: Mapping[str, int],
     ) -> dict[str, tuple[float, float]]:
-        """For each kind: the mean squared distance of changes from their mean, and the mean's own.
+        """Return for each kind of param (variance, squared mean step).
 
-        The two add up to the mean square of the changes, so their ratio says how much of what the
-        clients did was lost when it was averaged. Masked sums may be without squares: of
-        those nothing is told.
+        The variance is the mean squared distance of updates from their mean. Both numbers add up to
+        the mean square of the updates. `weights`: total weight of each param. Params without
+        squares, as under secure aggregation, are left out.
         """
-        found: dict[str, tuple[float, float]] = {}
-        steps = distances(means, base) if self.squares else {}
+        totals: dict[str, tuple[float, float]] = {}
+        steps = squared_distances(means, base) if self.squares else {}
         for p in params:
             if p.key in means and p.key in self.squares:
-                step = _told(steps[p.key])
-                whole = self.squares[p.key] / weights[p.key] / STEPS
-                apart = max(whole - step, 0.0) if whole - step > 1e-9 * whole else 0.0
-                before = found.get(p.kind, (0.0, 0.0))
-                found[p.kind] = (before[0] + apart, before[1] + step)
-        return {kind: (_short(apart), _short(step)) for kind, (apart, step) in found.items()}
+                step = _finite_or_zero(steps[p.key])
+                mean_square = self.squares[p.key] / weights[p.key] / STEPS
+                variance = mean_square - step
+                variance = max(variance, 0.0) if variance > 1e-9 * mean_square else 0.0
+                total = totals.get(p.kind, (0.0, 0.0))
+                totals[p.kind] = (total[0] + variance, total[1] + step)
+        return {kind: (_round_digits(v), _round_digits(s)) for kind, (v, s) in totals.items()}
 
 
-def around(
-    params: Params, base: Mapping[str, Tensor], made: Mapping[str, Tensor], squares: Squares
+def drift_around(
+    params: Params, base: Mapping[str, Tensor], center: Mapping[str, Tensor], squares: Squares
 ) -> dict[str, tuple[float, float]]:
-    """The same where the middle of the changes is no mean: by each client's distances from it."""
-    found: dict[str, tuple[float, float]] = {}
-    steps = distances(made, base)
+    """Return for each kind of param (mean squared distance from a center, its squared step).
+
+    As `Drift.by_kind`, for robust rules whose result is no mean. `center`: the rule's result.
+    `squares`: squared distances from it by client and key.
+    """
+    totals: dict[str, tuple[float, float]] = {}
+    steps = squared_distances(center, base)
     for p in params:
-        if p.key in made:
-            held = [each[p.key] for each in squares.values() if p.key in each]
-            before, step = found.get(p.kind, (0.0, 0.0)), _told(steps[p.key])
-            found[p.kind] = (before[0] + fsum(held) / len(held), before[1] + step)
-    return {kind: (_short(apart), _short(step)) for kind, (apart, step) in found.items()}
+        if p.key in center:
+            distances = [by_key[p.key] for by_key in squares.values() if p.key in by_key]
+            total, step = totals.get(p.kind, (0.0, 0.0)), _finite_or_zero(steps[p.key])
+            totals[p.kind] = (total[0] + fsum(distances) / len(distances), total[1] + step)
+    return {kind: (_round_digits(v), _round_digits(s)) for kind, (v, s) in totals.items()}
 
 
-class Sizes(Mapping[str, float]):
-    """The squared length of values by kind of param, each worked out when a rule looks at it."""
+class SquaredNorms(Mapping[str, float]):
+    """Squared norms of values by kind of param, computed on access."""
 
     def __init__(self, params: Params, values: Mapping[str, Tensor]) -> None:
         self._values = values
@@ -94,9 +99,9 @@ class Sizes(Mapping[str, float]):
                 self._keys.setdefault(p.kind, []).append(p.key)
 
     def __getitem__(self, kind: str) -> float:
-        held = {key: self._values[key] for key in self._keys[kind]}
-        nothing = {key: torch.zeros_like(value) for key, value in held.items()}
-        return _short(fsum(map(_told, distances(held, nothing).values())))
+        values = {key: self._values[key] for key in self._keys[kind]}
+        zeros = {key: torch.zeros_like(value) for key, value in values.items()}
+        return _round_digits(fsum(map(_finite_or_zero, squared_distances(values, zeros).values())))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
@@ -105,9 +110,9 @@ class Sizes(Mapping[str, float]):
         return len(self._keys)
 
 
-def _told(square: float) -> float:
+def _finite_or_zero(square: float) -> float:
     return square if isfinite(square) else 0.0
 
 
-def _short(number: float) -> float:
+def _round_digits(number: float) -> float:
     return float(f"{number:.{DIGITS}g}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluations: the world, and a client's own model, on rows that the client holds out.
+"""Evaluation of the global model and of personal models on the clients' own test examples.
 
-A client is asked once a round is closed. Its answer is scores and nothing else: no turn follows
-from it, and what came with the question need not come again.
+The server requests it after a round is closed. The answer has metrics only, and no later turn
+depends on it.
 """
 
 from __future__ import annotations
@@ -19,282 +19,321 @@ from typing import Any, Literal, cast
 from torch import Tensor
 
 from fedplan.data.examples import Examples
-from fedplan.data.metrics import spread
+from fedplan.data.metrics import metric_spread
 from fedplan.errors import StoreError
 from fedplan.federation.account import Answer
-from fedplan.federation.acquaintance import NOBODY
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client, admit, own_turn, receive
-from fedplan.federation.exams import EXAMPLES, Exam, due
+from fedplan.federation.client import (
+    Client,
+    charge_answer,
+    client_turn,
+    receive_request,
+    received_values,
+)
+from fedplan.federation.client_versions import NEVER_SEEN
+from fedplan.federation.digests import combine_digests, examples_digest, model_digest
+from fedplan.federation.eval_sets import EXAMPLE_COUNT, EvalSet, is_due
+from fedplan.federation.global_state import GlobalState
 from fedplan.federation.history import Metrics
-from fedplan.federation.marks import joint, mark_of, model_mark
-from fedplan.federation.messages import Refused, Request
-from fedplan.federation.rounds import push
-from fedplan.federation.world import World
-from fedplan.language.resolution import permitted
-from fedplan.models.values import put
-from fedplan.storage.files import put_file
+from fedplan.federation.messages import Request, RequestRefused
+from fedplan.federation.rounds import make_request
+from fedplan.language.resolution import permitted_roles
+from fedplan.models.values import set_values
+from fedplan.storage.files import write_atomic
 from fedplan.tensors.devices import deterministic
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.serialization import JSON, SerializationError
 
 Scores = dict[str, dict[str, float]]
-"""What a client says of each model that it scored: of the world, and of its own."""
-WORLD, OWN = "world", "own"
-Kept = Literal["", "world", "own"]
-"""By whose score the best round is told; without one, none is kept."""
-MOST = 64
-"""Scores that one model may have, and characters of the name of each."""
+"""A client's metrics by model: `global` is the global model, `personal` the client's own."""
+GLOBAL, PERSONAL = "global", "personal"
+"""Names of the global and of the personal model in metrics."""
+BestBy = Literal["", "global", "personal"]
+"""Model whose metric decides the best round; empty keeps no best round."""
+MAX_METRICS = 64
+"""Largest number of metrics of a model, and of characters in a metric's name."""
 
 
 @dataclass(frozen=True)
-class Scoring:
-    """What a run measures, and when: every so many rounds, and after its last one.
+class EvalConfig:
+    """What a run evaluates, and when.
 
-    With `sites` each client scores the world and its own model on rows that it holds out.
-    `keep_best` has the world of the best round kept: by the score of the `world`, or by that of
-    the clients' `own` models. `primary` is the score that a task is known by, and `higher` says
-    whether more of it is better.
+    `every`: rounds between evaluations; the last round is always evaluated.
+    `sites`: each client evaluates the global and its personal model on its own test examples.
+    `keep_best`: keep the global state of the best round, by the `global` or `personal` metric.
+    `primary`: the task's primary metric. `higher_is_better`: of the primary metric.
     """
 
     every: int = 1
-    sites: bool = False
-    keep_best: Kept = ""
+    on_clients: bool = False
+    keep_best: BestBy = ""
     primary: str = "loss"
-    higher: bool = False
+    higher_is_better: bool = False
 
-    def due(self, number: int, rounds: int) -> bool:
-        """Whether a round is one after which something is measured."""
-        return due(number, self.every, rounds)
+    def is_due(self, number: int, rounds: int) -> bool:
+        """Whether an evaluation follows a round of a run of `rounds` rounds."""
+        return is_due(number, self.every, rounds)
 
-    def best(self, metrics: Metrics) -> int:
-        """The round whose world is to be kept; the first of those that are as good, 0 for none."""
+    def best_round(self, metrics: Metrics) -> int:
+        """Return the first round with the best finite metric of `keep_best`; 0 if there is none."""
         names = {
-            WORLD: (f"world.{self.primary}", f"sites.world.{self.primary}"),
-            OWN: (f"sites.own.{self.primary}", "personal.mean"),
+            GLOBAL: (f"global.{self.primary}", f"sites.global.{self.primary}"),
+            PERSONAL: (f"sites.personal.{self.primary}", f"personal.{self.primary}"),
         }.get(self.keep_best, ())
-        sign, found = 1 if self.higher else -1, dict[int, float]()
+        sign, values = 1 if self.higher_is_better else -1, dict[int, float]()
         for row in metrics:
-            told = [row[name] for name in names if name in row]
-            if told and isfinite(told[0]):
-                found[int(row["round"])] = sign * told[0]
-        return max(found, key=lambda number: (found[number], -number), default=0)
+            value = next((row[name] for name in names if name in row), nan)
+            if isfinite(value):
+                values[int(row["round"])] = sign * value
+        return max(values, key=lambda number: (values[number], -number), default=0)
 
 
-def question(
+def make_eval_request(
     agreement: Agreement,
-    world: World,
+    global_state: GlobalState,
     client: str,
     traits: Mapping[str, str],
     *,
-    anew: bool = False,
+    full: bool = False,
 ) -> Request:
-    """What a client is asked once a round is closed, with what it lacks of the world that it made.
+    """Return the request to evaluate the last closed round, with the values that a client lacks.
 
-    It is of the round's own turn. The world is scored as it is, so that what the client has as its
-    own comes too, if others have moved it.
+    It has the round's own turn. Values that are personal to the client are sent too if they
+    changed, since the global model itself is evaluated. `full`: send all values.
     """
-    met = world.met.get(client, NOBODY)
-    closed = replace(world, round=world.round - 1, met={client: replace(met, settled=0)})
-    return push(agreement, closed, client, traits, anew=anew)
+    client_sync = replace(global_state.client_sync.get(client, NEVER_SEEN), personal_bits=0)
+    before = replace(global_state, round=global_state.round - 1, client_sync={client: client_sync})
+    return make_request(agreement, before, client, traits, full=full)
 
 
-def evaluate(agreement: Agreement, client: Client, request: Request) -> Scores:
-    """A client's scores: the same for the same request, and of no consequence for any turn."""
+def evaluate_client(agreement: Agreement, client: Client, request: Request) -> Scores:
+    """Evaluate the global and the personal model at a client and return the allowed metrics.
+
+    The same request gives the same metrics, and later turns do not depend on it; the client stores
+    received values and charges its account. Raises RequestRefused if the study or the client's
+    policy does not allow the evaluation, or if the client has trained a later round.
+    """
     with deterministic(client.deterministic):
-        return _evaluate(agreement, client, request)
+        eval_set = _require_eval_set(agreement, client, request)
+        examples = client.metric_policy.require_examples(client.name, eval_set)
+        client_state = _require_current_state(client, request)
+        # No notes: personal values are needed from the server, too, for the global model.
+        receive_request(agreement, client, request, {})
+        models = _model_values(agreement, client, request, eval_set, client_state)
+        content = _answer_content(agreement, client, request, examples, models)
+        _require_same_content(client, request, content)
+        answer = Answer("evaluation", request.name, content, 8 * MAX_METRICS * len(models))
+        charge_answer(agreement, client, request, answer)
+        return _score_models(
+            agreement, client, partial(eval_set.score, client.model, examples), models
+        )
 
 
-def _evaluate(agreement: Agreement, client: Client, request: Request) -> Scores:
-    exam = _exam(agreement, client, request)
-    rows = client.disclosure.require_rows(client.name, exam)
-    home = _home(client, request)
-    # What is its own is at home, and in the world too: so nothing counts as settled.
-    receive(agreement, client, request, {})
-    models = _models(agreement, client, request, exam, home)
-    content = _content(agreement, client, request, rows, models)
-    _require_same(client, request, content)
-    size = 8 * MOST * len(models)
-    admit(agreement, client, request, Answer("evaluation", request.name, content, size))
-    return _scored(agreement, client, partial(exam.score, client.model, rows), models)
-
-
-def _exam(agreement: Agreement, client: Client, request: Request) -> Exam:
-    """What a client's models are tested on, if it agreed to be asked, and nothing is hidden."""
+def _require_eval_set(agreement: Agreement, client: Client, request: Request) -> EvalSet:
+    """Return the client's evaluation set; raise RequestRefused if it may not be evaluated now."""
     if agreement.guarantee is not None:
-        raise Refused(
-            f"{client.name} is asked for scores of its rows, and this study hides its "
-            f"{agreement.guarantee.unit}s: nobody pays for scores, so none leave"
-        ).coded("uncharged")
-    if agreement.masking.active:
-        raise Refused(
-            f"{client.name} is asked for scores of its rows, and sums of this study are masked: "
-            "scores of one site alone are no sum"
-        ).coded("unsummed")
-    exam, number = client.exam, request.turn.round
-    if exam is None or not due(number, exam.every, exam.rounds):
-        raise Refused(
-            f"{client.name} is asked for scores of round {number}, and the study that it agreed to "
-            "asks for none of it: see evaluate.sites and evaluate.every"
-        ).coded("unasked")
-    return exam
+        raise RequestRefused(
+            f"{client.name} sends no metrics: this study promises privacy of "
+            f"{agreement.guarantee.unit}s, and the budget does not cover metrics"
+        ).with_code("uncharged")
+    if agreement.secagg.active:
+        raise RequestRefused(
+            f"{client.name} sends no metrics: this study uses secure aggregation, and metrics of "
+            "a single site are no sum"
+        ).with_code("unsummed")
+    eval_set, number = client.eval_set, request.turn.round
+    if eval_set is None or not is_due(number, eval_set.every, eval_set.rounds):
+        raise RequestRefused(
+            f"{client.name} sends no metrics of round {number}: its study has no evaluation then; "
+            "see evaluate.on_clients and evaluate.every"
+        ).with_code("unasked")
+    return eval_set
 
 
-def _home(client: Client, request: Request) -> Tensors:
-    """What the client kept when the round was closed; who has gone on since cannot say."""
-    number, (home, notes) = request.turn.round, client.journal.home()
+def _require_current_state(client: Client, request: Request) -> Tensors:
+    """Return the client's stored values; raise RequestRefused if it trained a later round."""
+    number, (client_state, notes) = request.turn.round, client.journal.client_state()
     last = max((line["round"] for line in notes.get("lines", ())), default=0)
-    newer = any(client.held.get(key, -1) > each for key, each in request.versions.items())
+    versions = client.received_versions
+    newer = any(versions.get(key, -1) > version for key, version in request.versions.items())
     if last > number or newer:
-        raise Refused(
-            f"{client.name} is asked for scores of round {number}, and has gone on since"
-        ).coded("gone-on")
-    return home
+        raise RequestRefused(
+            f"{client.name} cannot evaluate round {number}: it has trained a later one"
+        ).with_code("gone-on")
+    return client_state
 
 
-def _models(
-    agreement: Agreement, client: Client, request: Request, exam: Exam, home: Tensors
+def _model_values(
+    agreement: Agreement,
+    client: Client,
+    request: Request,
+    eval_set: EvalSet,
+    client_state: Tensors,
 ) -> dict[str, dict[str, Tensor]]:
-    """The values of each model that is scored."""
-    roles = permitted(agreement.method.plan, agreement.params, own_turn(client, request))
-    keys = [p.key for p in agreement.trainable]
-    world = {key: (client.seen if key in client.seen else client.start)[key] for key in keys}
-    own = {p.key: home[p.key] for p in agreement.trainable if roles[p].own and p.key in home}
-    personal = exam.personal and client.disclosure.own
-    return {WORLD: world, **({OWN: world | own} if personal else {})}
+    """Return the trainable values of the models to evaluate: global, and personal if allowed."""
+    roles = permitted_roles(agreement.method.plan, agreement.params, client_turn(client, request))
+    params = agreement.trainable
+    global_values = received_values(client, [p.key for p in params])
+    personal = {p.key for p in params if roles[p].is_personal}
+    stored = {key: value for key, value in client_state.items() if key in personal}
+    if not (eval_set.personal and client.metric_policy.personal):
+        return {GLOBAL: global_values}
+    return {GLOBAL: global_values, PERSONAL: global_values | stored}
 
 
-def _require_same(client: Client, request: Request, content: str) -> None:
-    """Refuse other values under the same question: enough of them would tell what is kept."""
+def _require_same_content(client: Client, request: Request, content: str) -> None:
+    """Raise RequestRefused if the same request was answered before with other inputs.
+
+    Otherwise a server could learn personal values by many evaluations of chosen global values.
+    Records the content of a new request on disk; an empty content is not recorded.
+    """
     if not content:
-        return  # of a simulation, whose server is itself
-    file = client.journal.made().parent / EXAMINED
+        return
+    file = client.journal.make_folder().parent / ANSWERED_FILE
     try:
-        said: Any = json.loads(file.read_text(encoding="utf-8") if file.exists() else "{}")
-        known = {str(name): str(mark) for name, mark in cast("dict[Any, Any]", said).items()}
+        entries: Any = json.loads(file.read_text(encoding="utf-8") if file.exists() else "{}")
+        answered = {str(name): str(d) for name, d in cast("dict[Any, Any]", entries).items()}
     except (OSError, ValueError, AttributeError) as error:
-        raise StoreError(f"{file} cannot be read: {error}; put a copy of it back") from error
-    mark = hashlib.sha256(content.encode()).hexdigest()
-    if known.setdefault(request.name, mark) != mark:
-        raise Refused(
-            f"{client.name} has told the scores of {request.name[:80]!r}, of other values"
-        ).coded("unasked")
-    put_file(file, json.dumps(known), mode=0o600)
+        raise StoreError(f"{file} cannot be read: {error}; restore a copy of it") from error
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    if answered.setdefault(request.name, digest) != digest:
+        raise RequestRefused(
+            f"{client.name} has answered {request.name[:80]!r} before, for other values"
+        ).with_code("unasked")
+    write_atomic(file, json.dumps(answered), mode=0o600)
 
 
-def _scored(
+def _score_models(
     agreement: Agreement,
     client: Client,
     score: Callable[[], Mapping[str, float]],
     models: Mapping[str, Mapping[str, Tensor]],
 ) -> Scores:
-    found = Scores()
+    """Put each model's values into the client's model and return the allowed metrics.
+
+    Metrics that are not finite become nan. A personal model equal to the global one is not
+    evaluated again.
+    """
+    scores = Scores()
     for model, values in models.items():
-        same = model == OWN and all(values[k] is v for k, v in models[WORLD].items())
-        if same:
-            found[OWN] = dict(found[WORLD])
+        if model == PERSONAL and all(values[k] is v for k, v in models[GLOBAL].items()):
+            scores[PERSONAL] = dict(scores[GLOBAL])
             continue
-        put(client.model, values, agreement.trainable)
-        shown = client.disclosure.shown(client.name, score())
-        # A model that diverged has a score, and that is none.
-        found[model] = {k: float(v) if isfinite(v) else nan for k, v in shown.items()}
-    return found
+        set_values(client.model, values, agreement.trainable)
+        metrics = client.metric_policy.filter_metrics(client.name, score())
+        scores[model] = {k: float(v) if isfinite(v) else nan for k, v in metrics.items()}
+    return scores
 
 
-def _content(
+def _answer_content(
     agreement: Agreement,
     client: Client,
     request: Request,
-    rows: Examples,
+    examples: Examples,
     models: Mapping[str, Mapping[str, Tensor]],
 ) -> str:
-    """All that the scores are made of; of a client whom nobody counts, nobody asks."""
+    """Return the digest of all inputs of an evaluation; empty if the client has no account."""
     if client.account is None:
         return ""
-    made_of = [mark_of(rows), len(rows), model_mark(client.model)]
-    held = {
-        model: {key: client.digests.whole(value) for key, value in values.items()}
+    data = [examples_digest(examples), len(examples), model_digest(client.model)]
+    digests = {
+        model: {key: client.digests.full_digest(value) for key, value in values.items()}
         for model, values in models.items()
     }
-    asked = [request.turn.round, request.turn.phase, client.name, client.traits]
-    return joint([agreement.experiment, agreement.text], asked, made_of, held)
+    turn = [request.turn.round, request.turn.phase, client.name, client.traits]
+    return combine_digests([agreement.experiment, agreement.text], turn, data, digests)
 
 
-def scores_said(scores: Scores) -> dict[str, JSON]:
-    """Scores as JSON, which has no number that is none."""
+def metrics_to_json(scores: Scores) -> dict[str, JSON]:
+    """Return a client's metrics as JSON, with null for nan."""
     return {
-        model: {name: each if isfinite(each) else None for name, each in held.items()}
-        for model, held in scores.items()
+        model: {name: value if isfinite(value) else None for name, value in metrics.items()}
+        for model, metrics in scores.items()
     }
 
 
-EXAMINED = "examined.json"
-"""Beside the folder of a journal: of what values each question was answered."""
-SHARES = ("accuracy", "f1", "precision", "recall", "auc")
-"""Scores that are shares, and so within 0 and 1."""
+ANSWERED_FILE = "examined.json"
+"""File beside a journal's folder: digests of the inputs of each answered evaluation."""
+UNIT_METRICS = ("accuracy", "f1", "precision", "recall", "auc")
+"""Prefixes of metrics between 0 and 1."""
 
 
-def scores_of(said: Any) -> Scores:
-    """Scores from JSON, if they are what a client may say."""
-    found = Scores()
-    for model, held in _table(said).items():
-        if model not in (WORLD, OWN):
-            raise SerializationError(f"these are scores of {model[:40]!r}, of which none are asked")
-        found[model] = {name: _number(name, each) for name, each in _table(held).items()}
-        count = found[model].get(EXAMPLES, 0.0)
-        _require_sane(found[model])
+def metrics_from_json(answer: Any) -> Scores:
+    """Return a client's metrics from JSON, with nan for null.
+
+    Raises SerializationError unless there are metrics of the global model, names and numbers are
+    valid, and the number of examples is a positive integer.
+    """
+    scores = Scores()
+    for model, metrics in _require_table(answer).items():
+        if model not in (GLOBAL, PERSONAL):
+            raise SerializationError(f"there are metrics of an unknown model {model[:40]!r}")
+        scores[model] = {n: _read_number(n, value) for n, value in _require_table(metrics).items()}
+        _require_valid_metrics(scores[model])
+        count = scores[model].get(EXAMPLE_COUNT, 0.0)
         if not (count == int(count) and 0 < count < 2**32):
-            raise SerializationError(f"the scores of {model} are of {count} rows")
-    if WORLD not in found:
-        raise SerializationError("there are no scores of the world")
-    return found
+            raise SerializationError(f"the metrics of {model} are of {count} examples")
+    if GLOBAL not in scores:
+        raise SerializationError("there are no metrics of the global model")
+    return scores
 
 
-def _require_sane(scores: Mapping[str, float]) -> None:
-    """Refuse names that are no names, and shares that are none: a site may say anything."""
-    for name, value in scores.items():
-        share = name.startswith(SHARES) and not isnan(value)
-        if not re.fullmatch(r"[\w.@-]+", name, re.ASCII) or (share and not 0 <= value <= 1):
-            raise SerializationError(f"these are no scores: {name!r} is {value}")
+def _require_valid_metrics(metrics: Mapping[str, float]) -> None:
+    """Raise SerializationError for an invalid metric name, or a unit metric outside 0 to 1."""
+    for name, value in metrics.items():
+        is_unit = name.startswith(UNIT_METRICS) and not isnan(value)
+        if not re.fullmatch(r"[\w.@-]+", name, re.ASCII) or (is_unit and not 0 <= value <= 1):
+            raise SerializationError(f"these are no valid metrics: {name!r} is {value}")
 
 
-def _table(said: Any) -> dict[str, Any]:
-    table = cast("dict[Any, Any]", said if isinstance(said, dict) else {})
-    names = all(type(name) is str and 0 < len(name) <= MOST for name in table)
-    if not table or not names or len(table) > MOST:
-        raise SerializationError(f"these are no scores: {str(said)[:60]}")
+def _require_table(value: Any) -> dict[str, Any]:
+    """Return a non-empty dict of up to MAX_METRICS short names; else raise SerializationError."""
+    table = cast("dict[Any, Any]", value if isinstance(value, dict) else {})
+    valid_names = all(type(name) is str and 0 < len(name) <= MAX_METRICS for name in table)
+    if not table or not valid_names or len(table) > MAX_METRICS:
+        raise SerializationError(f"these are no valid metrics: {str(value)[:60]}")
     return table
 
 
-def _number(name: str, said: Any) -> float:
-    if said is None and name != EXAMPLES:
+def _read_number(name: str, value: Any) -> float:
+    """Return a metric as a float, nan for None; raise SerializationError if it is no number."""
+    if value is None and name != EXAMPLE_COUNT:
         return nan
-    if isinstance(said, bool) or not isinstance(said, int | float) or not isfinite(said):
-        raise SerializationError(f"the score {name!r} is {str(said)[:40]!r}, not a number")
-    return float(said)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise SerializationError(f"the metric {name!r} is {str(value)[:40]!r}, not a number")
+    return float(value)
 
 
-def together(
-    answers: Mapping[str, Scores], silent: Mapping[str, str], scoring: Scoring
+def combine_scores(
+    answers: Mapping[str, Scores], silent: Mapping[str, str], config: EvalConfig
 ) -> dict[str, Any]:
-    """What all clients say: each score as the mean over all rows, how it lies over the clients,
-    and what each said; `silent` are those who told none, with the reason.
+    """Return the evaluation metrics of a round over all clients.
+
+    `answers`: metrics by client. `silent`: reasons of clients without metrics. The result has the
+    mean of each metric by model, weighted by examples; `spread`, the distribution of the primary
+    metric over clients; `by`, all clients' metrics; and `silent`.
     """
-    found, spreads = dict[str, Any](), dict[str, Any]()
-    for model in (WORLD, OWN):
-        held = {name: answers[name][model] for name in sorted(answers) if model in answers[name]}
-        told = {name: s[scoring.primary] for name, s in held.items() if scoring.primary in s}
-        found |= {model: _weighted(held)} if held else {}
-        spreads |= {model: spread(told, higher=scoring.higher)} if told else {}
+    means, spreads = dict[str, Any](), dict[str, Any]()
+    for model in (GLOBAL, PERSONAL):
+        scores = {name: answers[name][model] for name in sorted(answers) if model in answers[name]}
+        primary = {n: s[config.primary] for n, s in scores.items() if config.primary in s}
+        if scores:
+            means[model] = _weighted_means(scores)
+        if primary:
+            spreads[model] = metric_spread(
+                config.primary, primary, higher_is_better=config.higher_is_better
+            )
     by = {name: answers[name] for name in sorted(answers)}
-    return {**found, "spread": spreads, "by": by, "silent": dict(sorted(silent.items()))}
+    return {**means, "spread": spreads, "by": by, "silent": dict(sorted(silent.items()))}
 
 
-def _weighted(held: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each score over the rows of the clients that tell it."""
-    names = dict.fromkeys(name for scores in held.values() for name in scores if name != EXAMPLES)
-    found = dict[str, float]()
+def _weighted_means(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over clients, weighted by examples, and their total count."""
+    clients = list(scores.values())
+    names = dict.fromkeys(name for metrics in clients for name in metrics if name != EXAMPLE_COUNT)
+    means = dict[str, float]()
     for name in names:
-        told = [(each[name], each[EXAMPLES]) for each in held.values() if name in each]
-        found[name] = fsum(value * rows for value, rows in told) / fsum(rows for _, rows in told)
-    return {**found, EXAMPLES: fsum(each[EXAMPLES] for each in held.values())}
+        values = [(m[name], m[EXAMPLE_COUNT]) for m in clients if name in m]
+        total = fsum(count for _, count in values)
+        means[name] = fsum(value * count for value, count in values) / total
+    return {**means, EXAMPLE_COUNT: fsum(metrics[EXAMPLE_COUNT] for metrics in clients)}

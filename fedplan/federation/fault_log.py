@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults: what went wrong at a site, in full, in a log that stays there.
+"""Error log of a site: full tracebacks, which never leave the site.
 
-The text of an error may tell of rows: with a key, it is sealed like all that the site keeps.
+Tracebacks may reveal examples, so they are encrypted if the site has a key.
 """
 
 from __future__ import annotations
@@ -15,64 +15,74 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fedplan.errors import FedplanError
-from fedplan.federation.codes import code_of, told
+from fedplan.federation.error_codes import encode_code, error_code_of
 from fedplan.storage.encryption import Encryption
 
 LOG = "faults.log"
-LARGEST = 4 << 20
-"""Bytes after which a log begins anew, beside the one before: a server may ask without end."""
-_ABOUT = "fault of a site"
+MAX_LOG_BYTES = 4 << 20
+"""Size after which the log is renamed to .old: a server may cause errors without end."""
+_PURPOSE = "fault of a site"
+"""Purpose of the encryption, bound to each line."""
 
 
 class FaultLog:
-    """The log of a folder."""
+    """The error log of a folder; lines are encrypted if `encryption` is given."""
 
-    def __init__(self, folder: Path, seal: Encryption | None = None) -> None:
-        self.folder, self._seal = folder, seal
+    def __init__(self, folder: Path, encryption: Encryption | None = None) -> None:
+        self.folder, self._encryption = folder, encryption
 
-    def note(self, error: BaseException) -> str:
-        """Write an error down, and say its code. A disk that is full is no other error."""
-        code = code_of(error)
+    def append(self, error: BaseException) -> str:
+        """Append an error with its traceback and return its code.
+
+        An OSError while writing is ignored, so that the error itself is reported.
+        """
+        code = error_code_of(error)
         text = "".join(traceback.format_exception(error))
         line = json.dumps({"time": _now(), "code": code, "text": text}).encode()
-        if self._seal is not None:
-            line = b64encode(self._seal.close(line, _ABOUT))
+        if self._encryption is not None:
+            line = b64encode(self._encryption.encrypt(line, _PURPOSE))
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._append(line + b"\n")
         return code
 
     def _append(self, line: bytes) -> None:
+        """Append a line to the file; rename the file first if it is too large."""
         file = self.folder / LOG
-        if file.exists() and file.stat().st_size > LARGEST:
+        if file.exists() and file.stat().st_size > MAX_LOG_BYTES:
             file.replace(file.with_suffix(".old"))
-        opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            size = os.fstat(opened).st_size
-            # A full disk cuts a line: the next one is not to be lost with it.
-            whole = not size or os.pread(opened, 1, size - 1) == b"\n"
-            os.write(opened, line if whole else b"\n" + line)
+            size = os.fstat(descriptor).st_size
+            # After an incomplete line, which a full disk leaves, a new line starts.
+            complete = not size or os.pread(descriptor, 1, size - 1) == b"\n"
+            os.write(descriptor, line if complete else b"\n" + line)
         finally:
-            os.close(opened)
+            os.close(descriptor)
 
 
-def read_faults(folder: Path, seal: Encryption | None = None) -> list[str]:
-    """What went wrong at a site, the oldest first."""
+def read_faults(folder: Path, encryption: Encryption | None = None) -> list[str]:
+    """Return the errors of a site as text, oldest first.
+
+    A line that is damaged, or encrypted while no key is given, becomes a remark. Raises
+    FedplanError if there is no log.
+    """
     try:
         lines = (folder / LOG).read_bytes().splitlines()
     except OSError as error:
-        raise FedplanError(f"{folder} has no log of faults: {error}") from error
-    return [_read(line, seal) for line in lines]
+        raise FedplanError(f"{folder} has no error log: {error}") from error
+    return [_format_line(line, encryption) for line in lines]
 
 
-def _read(line: bytes, seal: Encryption | None) -> str:
+def _format_line(line: bytes, encryption: Encryption | None) -> str:
+    """Return time, code and traceback of a log line, or a remark if it cannot be read."""
     try:
         if not line.startswith(b"{"):
-            if seal is None:
-                return "a sealed line: give the site's key (--key)"
-            line = seal.open(b64decode(line), _ABOUT)
-        found = json.loads(line)
-        return f"{found['time']} {told(found['code'])}\n{found['text']}"
+            if encryption is None:
+                return "an encrypted line: give the site's key (--key)"
+            line = encryption.decrypt(b64decode(line), _PURPOSE)
+        fields = json.loads(line)
+        return f"{fields['time']} {encode_code(fields['code'])}\n{fields['text']}"
     except (FedplanError, ValueError, KeyError, TypeError) as error:
         return f"a line that cannot be read: {error}"
 

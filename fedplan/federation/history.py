@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Histories: how a run went, in numbers, a row for each round that was committed."""
+"""Metrics of a run by round, read from the ledger and from the evaluations beside it."""
 
 from __future__ import annotations
 
@@ -8,100 +8,102 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from fedplan.federation.record import Record, RoundRecord, TurnRecord
-from fedplan.federation.warnings import Drifts
+from fedplan.federation.round_warnings import Drifts
 
 if TYPE_CHECKING:
     import pandas
 
 Row = dict[str, float]
-"""The numbers of one round by name, those of its scores as `world.accuracy`."""
+"""Numbers of one round by name; evaluation metrics are named as `global.accuracy`."""
 
-Said = Mapping[str, Any]
-"""The scores of a round, as they are kept beside the ledger."""
+ScoreLine = Mapping[str, Any]
+"""Evaluation metrics of one round, as in the metrics file."""
 
 
 class Metrics(list[Row]):
-    """A row for each round: its loss, its bytes, who was counted, and the scores if any."""
+    """A row for each round: loss, bytes, numbers of clients, and evaluation metrics if any."""
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The same as a table, a column for each number."""
+        """Return the rows as a DataFrame with a column for each metric."""
         import pandas
 
         return pandas.DataFrame(list(self))
 
 
 @dataclass
-class Past:
-    """What the server remembers of the rounds that were committed.
+class History:
+    """Metrics of all committed rounds, as the server keeps them in memory.
 
-    `told` are the rows that follow from the ledger alone, `metrics` the same with the scores
-    beside them, and `drifts` those of the last rounds.
+    `ledger_rows`: rows from the ledger alone. `metrics`: the same with evaluation metrics.
+    `drifts`: drift of the last rounds.
     """
 
-    told: list[Row]
+    ledger_rows: list[Row]
     metrics: Metrics
     drifts: Drifts
 
-    def add(self, whole: RoundRecord, turns: Sequence[TurnRecord], scores: Said) -> None:
-        """Remember one more round."""
-        self.told.append(told_row(whole, turns))
-        self.metrics.append(row_of(whole, turns, scores))
-        self.drifts.append(whole.drift)
+    def add(self, record: RoundRecord, turns: Sequence[TurnRecord], scores: ScoreLine) -> None:
+        """Append one more round."""
+        self.ledger_rows.append(ledger_row(record, turns))
+        self.metrics.append(round_row(record, turns, scores))
+        self.drifts.append(record.drift)
 
 
-def metrics_of(records: Iterable[Record], scored: Iterable[Said]) -> Metrics:
-    """The rows that a ledger and the scores beside it make."""
-    return with_scores(told_rows(records), scored)
+def collect_metrics(records: Iterable[Record], scored: Iterable[ScoreLine]) -> Metrics:
+    """Return the rows of all rounds, from the ledger's records and the evaluation metrics."""
+    return join_scores(ledger_rows(records), scored)
 
 
-def told_rows(records: Iterable[Record]) -> list[Row]:
-    """The rows that follow from a ledger alone."""
+def ledger_rows(records: Iterable[Record]) -> list[Row]:
+    """Return the rows of all rounds, from the ledger's records alone."""
     turns, rows = list[TurnRecord](), list[Row]()
     for record in records:
         if isinstance(record, RoundRecord):
-            rows.append(told_row(record, turns))
+            rows.append(ledger_row(record, turns))
             turns = []
         else:
             turns.append(record)
     return rows
 
 
-def with_scores(rows: Iterable[Row], scored: Iterable[Said]) -> Metrics:
-    """Rows with the scores of their rounds, where there are any."""
+def join_scores(rows: Iterable[Row], scored: Iterable[ScoreLine]) -> Metrics:
+    """Return rows with the evaluation metrics of their rounds added."""
     scores = {line["round"]: line for line in scored}
-    return Metrics(row | _scores(scores.get(int(row["round"]), {})) for row in rows)
+    return Metrics(row | _flatten_scores(scores.get(int(row["round"]), {})) for row in rows)
 
 
-def row_of(whole: RoundRecord, turns: Sequence[TurnRecord], scores: Said) -> Row:
-    """One round's row."""
-    return told_row(whole, turns) | _scores(scores)
+def round_row(record: RoundRecord, turns: Sequence[TurnRecord], scores: ScoreLine) -> Row:
+    """Return one round's row with its evaluation metrics."""
+    return ledger_row(record, turns) | _flatten_scores(scores)
 
 
-def told_row(whole: RoundRecord, turns: Sequence[TurnRecord]) -> Row:
-    """One round's row, without its scores.
+def ledger_row(record: RoundRecord, turns: Sequence[TurnRecord]) -> Row:
+    """Return one round's row without evaluation metrics.
 
-    The loss is the mean over the rows of the clients that tell theirs: under a guarantee none does,
-    and the row has no loss.
+    `loss` is the mean over clients, weighted by their examples. Clients under differential privacy
+    report no loss; without any loss the row has none.
     """
-    told = [(turn.loss, turn.weight) for turn in turns if turn.loss is not None]
-    weight = sum(weight for _, weight in told)
-    mean = {"loss": sum(loss * each for loss, each in told) / weight} if weight else {}
-    counts = {"counted": len(whole.counted), "rejected": len(whole.rejected)}
-    said = {"round": whole.round, **mean, "up": whole.up, "down": whole.down, **counts}
-    if whole.warnings:
-        said["warnings"] = len(whole.warnings)
-    if whole.products is not None:
-        said |= dict(zip(("product_error", "product_error_left"), whole.products, strict=True))
-    return said
+    losses = [(turn.loss, turn.weight) for turn in turns if turn.loss is not None]
+    weight = sum(weight for _, weight in losses)
+    mean = {"loss": sum(loss * each for loss, each in losses) / weight} if weight else {}
+    counts = {"counted": len(record.counted), "rejected": len(record.rejected)}
+    row = {"round": record.round, **mean, "up": record.up, "down": record.down, **counts}
+    if record.warnings:
+        row["warnings"] = len(record.warnings)
+    if record.products is not None:
+        row |= dict(zip(("product_error", "product_error_left"), record.products, strict=True))
+    return row
 
 
-def _scores(said: Said) -> Row:
-    return dict(_numbers("", {k: v for k, v in said.items() if k != "round"}))
+def _flatten_scores(scores: ScoreLine) -> Row:
+    """Return the numbers of nested metrics by dotted names, without `round`."""
+    return dict(_walk_numbers("", {k: v for k, v in scores.items() if k != "round"}))
 
 
-def _numbers(name: str, found: object) -> Iterator[tuple[str, float]]:
-    if isinstance(found, Mapping):
-        for key, each in cast("Mapping[str, object]", found).items():
-            yield from _numbers(f"{name}.{key}".lstrip("."), each)
-    elif isinstance(found, int | float):
-        yield name, found
+def _walk_numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
+    """Yield each number in nested mappings with its dotted name."""
+    if isinstance(value, Mapping):
+        for key, item in cast("Mapping[str, object]", value).items():
+            yield from _walk_numbers(f"{name}.{key}".lstrip("."), item)
+    elif isinstance(value, int | float):
+        yield name, value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identities: which run a folder holds: an id drawn once, and digests of what it is run on."""
+"""Identity of the run in a folder: a random id, and digests of its inputs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from secrets import token_hex
 from typing import Any, cast
 
 from fedplan.errors import FedplanError
-from fedplan.storage.files import put_file
+from fedplan.storage.files import write_atomic
 
-RUN = "run.json"
-"""In a run's folder: its identity."""
+RUN_FILE = "run.json"
+"""File in a run's folder with its identity."""
 
 _ID = re.compile("[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
-class Identity:
-    """A run: its id, and digests of its study, of the model that it starts from, of each client's
-    rows where they are seen, and of every param's start, one after the other.
+class RunIdentity:
+    """Identity of a run.
 
-    No bit of a model follows from the id: it tells the answers of two runs apart, and no more.
+    `id`: 16 random hex digits; no value of a model depends on it. `study`: digest of the study.
+    `start`: digest of the initial model. `rows`: digest of each client's examples, in a simulation.
+    `marks`: digests of all params' initial values, joined.
     """
 
     id: str = ""
@@ -35,60 +36,60 @@ class Identity:
     marks: str = ""
 
 
-def is_id(found: object) -> bool:
-    """Whether this is an id as runs have it, and so may be the name of a folder."""
-    return isinstance(found, str) and _ID.fullmatch(found) is not None
+def is_run_id(value: object) -> bool:
+    """Whether a value is a run id: 16 hex digits, so safe as the name of a folder."""
+    return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
-def identified(folder: Path, asked: Identity) -> Identity:
-    """The identity of a folder's run, which must be of what is asked; a new run draws its id.
+def load_or_create_identity(folder: Path, expected: RunIdentity) -> RunIdentity:
+    """Return the identity of a folder's run, writing it first if the folder has none.
 
-    Only who has no id yet draws one: two ends of one run may be made with the same.
-
-    Who calls this has claimed the folder.
+    A new run takes the expected id, or draws one if that is empty. The caller must have claimed the
+    folder. Raises FedplanError if the folder has a run of another study, initial model or examples.
     """
-    file = folder / RUN
+    file = folder / RUN_FILE
     if not file.exists():
-        drawn = replace(asked, id=asked.id or token_hex(8))
-        put_file(file, json.dumps(asdict(drawn), sort_keys=True) + "\n")
-    found = read_identity(folder)
-    _require_same(folder, found, asked)
-    return found
+        identity = replace(expected, id=expected.id or token_hex(8))
+        write_atomic(file, json.dumps(asdict(identity), sort_keys=True) + "\n")
+    identity = read_identity(folder)
+    _require_same_inputs(folder, identity, expected)
+    return identity
 
 
-def read_identity(folder: Path) -> Identity:
-    """The identity that stands in a run's folder."""
-    file = folder / RUN
+def read_identity(folder: Path) -> RunIdentity:
+    """Read the identity from a run's folder; raise FedplanError if it is missing or damaged."""
+    file = folder / RUN_FILE
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-        found = Identity(**cast("dict[str, Any]", said))
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        identity = RunIdentity(**cast("dict[str, Any]", fields))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise FedplanError(f"{file} does not say which run this is: {error}") from error
-    words = (found.study, found.start, found.marks)
-    rows = found.rows.items() if type(found.rows) is dict else [(None, None)]
-    if not is_id(found.id) or any(type(w) is not str for w in (*words, *sum(rows, ()))):
-        raise FedplanError(f"{file} does not say which run this is: put a copy of it back")
-    return found
+    texts = (identity.study, identity.start, identity.marks)
+    rows = identity.rows.items() if type(identity.rows) is dict else [(None, None)]
+    if not is_run_id(identity.id) or any(type(t) is not str for t in (*texts, *sum(rows, ()))):
+        raise FedplanError(f"{file} does not say which run this is: restore a copy of it")
+    return identity
 
 
-def _require_same(folder: Path, found: Identity, asked: Identity) -> None:
-    if found.study != asked.study:
+def _require_same_inputs(folder: Path, identity: RunIdentity, expected: RunIdentity) -> None:
+    """Raise FedplanError if two identities differ in study, initial model or examples."""
+    if identity.study != expected.study:
         raise FedplanError(
             f"{folder} holds a run of another study, or the code that this one names has changed "
-            "since: name another folder, or take that back"
+            "since: name another folder, or undo the change"
         )
-    if (found.start, found.marks) != (asked.start, asked.marks):
+    if (identity.start, identity.marks) != (expected.start, expected.marks):
         raise FedplanError(
-            f"{folder} holds a run from the model {found.start or '?'}, and this one is "
-            f"{asked.start or '?'}: give it the weights that it began with"
+            f"{folder} holds a run from the model {identity.start or '?'}, and this one is "
+            f"{expected.start or '?'}: use the weights that it began with"
         )
-    if changed := changed_rows(found.rows, asked.rows):
+    if changed := changed_examples(identity.rows, expected.rows):
         raise FedplanError(
-            f"{folder} holds a run on other rows of {', '.join(changed[:5])}: put the data back "
-            "that it began with, or begin another run"
+            f"{folder} holds a run on other examples of {', '.join(changed[:5])}: restore the data "
+            "that it began with, or start another run"
         )
 
 
-def changed_rows(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """The clients whose rows differ."""
+def changed_examples(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Return the names of clients whose examples' digests differ, sorted."""
     return [name for name in sorted(one.keys() | other) if one.get(name) != other.get(name)]

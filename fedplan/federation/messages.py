@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages: what a server and a client say to each other in a round, as values and as bytes."""
+"""Requests of the server and updates of clients, as dataclasses and as messages."""
 
 from __future__ import annotations
 
@@ -12,197 +12,210 @@ from typing import Any
 from torch import Tensor
 
 from fedplan.errors import FedplanError
-from fedplan.federation.identity import is_id
+from fedplan.federation.identity import is_run_id
 from fedplan.language.turn import Turn
 from fedplan.models.params import Block
+from fedplan.tensors.aux_tensors import split_aux
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import nbytes
-from fedplan.tensors.riders import split_riders
-from fedplan.tensors.serialization import JSON, SerializationError, packed, unpacked
+from fedplan.tensors.serialization import JSON, SerializationError, pack_message, unpack_message
 
 
-class Refused(FedplanError):
-    """A client's answer to a server that asks for what was not agreed."""
+class RequestRefused(FedplanError):
+    """A client's answer to a request that the agreement does not allow."""
 
     code = "refused"
 
 
-class Lacking(FedplanError):
-    """A client's answer if it does not have what the server believes that it has."""
+class ClientStateMissing(FedplanError):
+    """A client's answer if it lost values that the server sent before; send a full request."""
 
     code = "lacking"
 
 
-class Rejected(FedplanError):
-    """A server's reason not to count one update. The round goes on with the others."""
+class UpdateRejected(FedplanError):
+    """The server's reason not to aggregate one update; the round goes on with the others."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the server sends one client: what it asks, and the values that the client lacks.
+    """The server's request to train one turn, with the global values that the client lacks.
 
-    `versions` are those of the values. `basis` tells the versions of all that the client must then
-    have. `heard` is the last round that the server heard from it. `anew` says that all is sent,
-    because the client had lost what it was sent before. `run` is the id of the run. Where sums are
-    masked, `base` are the digests of all that the round starts from, and `attempt` says how often
-    its sum was begun.
+    `name`: unique name of the request. `agreement_digest`: digest of the agreement.
+    `versions`: version of each sent value. `versions_digest`: digest of the versions of all values
+    that the client must have afterwards. `last_update_round`: last round with an update of this
+    client. `full`: all values are sent, because the client lost its own. `run`: id of the run.
+    Under secure aggregation, `base_digests` has the digest of each global value, and `attempt`
+    counts restarts of the protocol in this round, from 1.
     """
 
     name: str
-    agreed: str
+    agreement_digest: str
     turn: Turn
     values: dict[str, Tensor]
     versions: dict[str, int]
-    basis: str = ""
-    heard: int = 0
-    anew: bool = False
+    versions_digest: str = ""
+    last_update_round: int = 0
+    full: bool = False
     run: str = ""
-    base: dict[str, str] = field(default_factory=dict[str, str])
+    base_digests: dict[str, str] = field(default_factory=dict[str, str])
     attempt: int = 1
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the values."""
         return nbytes(self.values)
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a client hands back: coded values, riders, its weight, and its line of the ledger."""
+    """A client's answer to a request.
+
+    `values`: encoded values. `weight`: number of examples, or 1. `ledger_line`: the turn's record
+    as JSON. `aux`: auxiliary tensors by name.
+    """
 
     client: str
-    request: str
-    agreed: str
+    request_name: str
+    agreement_digest: str
     values: dict[str, Tensor]
     weight: int
-    line: dict[str, Any]
-    riders: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    ledger_line: dict[str, Any]
+    aux: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @property
     def nbytes(self) -> int:
-        return nbytes(self.values) + nbytes(self.riders)
+        """Bytes of values and auxiliary tensors."""
+        return nbytes(self.values) + nbytes(self.aux)
 
 
-def listed(scores: Mapping[Block, float]) -> list[Any]:
-    """Scores of blocks as JSON."""
+def block_scores_to_json(scores: Mapping[Block, float]) -> list[Any]:
+    """Return scores as a list of [stack, number, score]."""
     return [[*block, score] for block, score in scores.items()]
 
 
-def asked_of(turn: Turn) -> str:
-    """The digest of what a server says of a round beside its values.
-
-    It is the phase, and the scores that all choose by: what a site trains follows from both.
-    """
-    scores = sorted(listed(turn.scores)) if turn.scores is not None else None
+def turn_digest(turn: Turn) -> str:
+    """Return the SHA-256 of the turn's phase and joint scores, which decide the trained params."""
+    scores = sorted(block_scores_to_json(turn.scores)) if turn.scores is not None else None
     return hashlib.sha256(json.dumps([turn.phase, scores]).encode()).hexdigest()
 
 
-def scored(found: Any) -> dict[Block, float]:
-    """Scores from JSON."""
+def block_scores_from_json(rows: Any) -> dict[Block, float]:
+    """Return scores from a list of [stack, number, score]; raise SerializationError if invalid."""
     try:
-        return {Block(str(stack), int(number)): float(score) for stack, number, score in found}
+        return {Block(str(stack), int(number)): float(score) for stack, number, score in rows}
     except (TypeError, ValueError) as error:
-        raise SerializationError(f"these are no scores of blocks: {str(found)[:60]}") from error
+        raise SerializationError(f"these are not scores of blocks: {str(rows)[:60]}") from error
 
 
 def request_header(request: Request) -> dict[str, JSON]:
-    """What a request says, without its values."""
+    """Return all of a request but its values, as JSON."""
     turn = request.turn
-    return {
+    header: dict[str, JSON] = {
         "request": request.name,
-        "agreed": request.agreed,
+        "agreed": request.agreement_digest,
         "round": turn.round,
         "client": turn.client,
         "phase": turn.phase,
         "traits": dict(turn.traits),
-        "scores": listed(turn.scores) if turn.scores is not None else None,
+        "scores": block_scores_to_json(turn.scores) if turn.scores is not None else None,
         "versions": dict(request.versions),
-        "basis": request.basis,
-        "heard": request.heard,
-        "anew": request.anew,
+        "basis": request.versions_digest,
+        "heard": request.last_update_round,
+        "full": request.full,
         "run": request.run,
-        **({"base": dict(request.base), "attempt": request.attempt} if request.base else {}),
     }
+    if request.base_digests:
+        header |= {"base": dict(request.base_digests), "attempt": request.attempt}
+    return header
 
 
 def request_message(request: Request) -> Message:
-    """A request as a message."""
-    return packed(request.values, request_header(request))
+    """Return a request as a message."""
+    return pack_message(request.values, request_header(request))
 
 
-def request_of(message: Message) -> Request:
-    """A request from its message."""
-    values, said = unpacked(message)
+def read_request(message: Message) -> Request:
+    """Return the request of a message; raise SerializationError if it is invalid."""
+    values, header = unpack_message(message)
+    scores = header.get("scores")
     turn = Turn(
-        round=_read(said, "round", int),
-        client=_read(said, "client", str),
-        phase=_read(said, "phase", str),
-        traits=_words(said, "traits", str),
-        scores=scored(said["scores"]) if said.get("scores") is not None else None,
+        round=_field(header, "round", int),
+        client=_field(header, "client", str),
+        phase=_field(header, "phase", str),
+        traits=_dict_field(header, "traits", str),
+        scores=block_scores_from_json(scores) if scores is not None else None,
     )
     return Request(
-        name=_read(said, "request", str),
-        agreed=_read(said, "agreed", str),
+        name=_field(header, "request", str),
+        agreement_digest=_field(header, "agreed", str),
         turn=turn,
         values=values,
-        versions=_words(said, "versions", int),
-        basis=_read(said, "basis", str),
-        heard=_read(said, "heard", int),
-        anew=_read(said, "anew", bool),
-        run=_read(said, "run", str),
-        **({"base": _words(said, "base", str)} if "base" in said else {}),
-        **({"attempt": _read(said, "attempt", int)} if "base" in said else {}),
+        versions=_dict_field(header, "versions", int),
+        versions_digest=_field(header, "basis", str),
+        last_update_round=_field(header, "heard", int),
+        full=_field(header, "full", bool),
+        run=_field(header, "run", str),
+        base_digests=_dict_field(header, "base", str) if "base" in header else {},
+        attempt=_field(header, "attempt", int) if "base" in header else 1,
     )
 
 
-def run_of(message: Message) -> str:
-    """The id of the run that a request is of."""
-    found = unpacked(Message(message.header))[1].get("run")
-    if not is_id(found):
-        raise SerializationError(f"the request is of no run, but of {str(found)[:40]!r}")
-    return str(found)
+def read_run_id(message: Message) -> str:
+    """Return the run id of a request's message; raise SerializationError if there is none."""
+    run_id = unpack_message(Message(message.header))[1].get("run")
+    if not is_run_id(run_id):
+        raise SerializationError(f"the request's run is {str(run_id)[:40]!r}, not a run id")
+    return str(run_id)
 
 
 def update_message(update: Update, advert: Mapping[str, JSON] | None = None) -> Message:
-    """An answer as a message; where sums are masked, with the site's keys and no values."""
-    said: dict[str, JSON] = {
+    """Return an update as a message; under secure aggregation with the client's key advert."""
+    header: dict[str, JSON] = {
         "client": update.client,
-        "request": update.request,
-        "agreed": update.agreed,
+        "request": update.request_name,
+        "agreed": update.agreement_digest,
         "weight": update.weight,
-        "line": update.line,
+        "line": update.ledger_line,
         **({"advert": dict(advert)} if advert is not None else {}),
     }
-    return packed({**update.values, **update.riders}, said)
+    return pack_message({**update.values, **update.aux}, header)
 
 
-def update_of(
-    message: Message, *, riders: tuple[str, ...] = (), limit: int | None = None
+def read_update(
+    message: Message, *, aux_kinds: tuple[str, ...] = (), limit: int | None = None
 ) -> Update:
-    """An answer from its message; beside its values may be riders of these kinds."""
-    tensors, said = unpacked(message, limit=limit)
-    values, beside = split_riders(tensors, riders)
+    """Return the update of a message of at most `limit` bytes.
+
+    Tensors of the `aux_kinds` become its auxiliary tensors. Raises SerializationError if the
+    message is larger or invalid.
+    """
+    tensors, header = unpack_message(message, limit=limit)
+    values, aux = split_aux(tensors, aux_kinds)
     return Update(
-        client=_read(said, "client", str),
-        request=_read(said, "request", str),
-        agreed=_read(said, "agreed", str),
+        client=_field(header, "client", str),
+        request_name=_field(header, "request", str),
+        agreement_digest=_field(header, "agreed", str),
         values=values,
-        weight=_read(said, "weight", int),
-        line=_read(said, "line", dict),
-        riders=beside,
+        weight=_field(header, "weight", int),
+        ledger_line=_field(header, "line", dict),
+        aux=aux,
     )
 
 
-def _words(said: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:
-    found = _read(said, name, dict)
-    if any(type(value) is not kind for value in found.values()):
+def _dict_field(header: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:
+    """Return a dict field with values of exactly this type; else raise SerializationError."""
+    value = _field(header, name, dict)
+    if any(type(each) is not kind for each in value.values()):
         raise SerializationError(f"the message's {name} are not all of {kind.__name__}")
-    return found
+    return value
 
 
-def _read(said: Mapping[str, Any], name: str, kind: type) -> Any:
-    found = said.get(name)
-    if type(found) is not kind:
+def _field(header: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Return a field of exactly this type; else raise SerializationError."""
+    value = header.get(name)
+    if type(value) is not kind:
         raise SerializationError(
-            f"the message's {name} is {str(found)[:40]!r}, not of {kind.__name__}"
+            f"the message's {name} is {str(value)[:40]!r}, not of {kind.__name__}"
         )
-    return found
+    return value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Participation: who takes part in a round, drawn from the experiment's name and the round."""
+"""Participation: the random cohort of each round, seeded by experiment name and round."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fedplan import seeds
 
 @dataclass(frozen=True)
 class Participation:
-    """Who takes part: a share of the roster each round."""
+    """Sampling of clients: a `fraction` of the roster in each round."""
 
-    share: float = 1.0
+    fraction: float = 1.0
 
     def cohort(self, experiment: str, number: int, roster: list[str]) -> list[str]:
-        """The clients that are asked in a round, in the roster's order."""
+        """Return the sampled clients of round `number`, at least one, in the roster's order."""
         draw = torch.randperm(len(roster), generator=seeds.generator(experiment, "cohort", number))
-        asked = max(1, round(self.share * len(roster)))
-        places = draw[:asked].sort().values  # so that they stand in the roster's order
-        return [roster[int(i)] for i in places]
+        count = max(1, round(self.fraction * len(roster)))
+        places = draw[:count].sort().values
+        return [roster[int(place)] for place in places]

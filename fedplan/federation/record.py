@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records: the two kinds of lines that a ledger has, and the one reader of each."""
+"""Ledger records of turns and rounds: dataclasses, and strict parsers of ledger lines."""
 
 from __future__ import annotations
 
@@ -14,51 +14,48 @@ from fedplan.errors import FedplanError
 from fedplan.language.plan import Role, Roles
 from fedplan.models.params import Params
 
-LETTERS = {Role.SHARE: "S", Role.KEEP: "K", Role.FREEZE: "F", Role.HOLD: "H"}
-
-ROLES = {letter: role for role, letter in LETTERS.items()}
-
+ROLE_LETTERS = {Role.SHARE: "S", Role.KEEP: "K", Role.FREEZE: "F", Role.HOLD: "H"}
+"""Letter of each role in `TurnRecord.roles`."""
+ROLE_BY_LETTER = {letter: role for role, letter in ROLE_LETTERS.items()}
+"""Role of each letter."""
 VERSION = 1
-
+"""Version of the record format."""
 TURN, ROUND = "turn", "round"
-
-UNSAID: dict[str, object] = {
+"""Values of "kind" in a ledger line."""
+OPTIONAL_FIELDS: dict[str, object] = {
     **{"attention": None, "products": None, "defence": None, "masked": None},
     "warnings": [],
 }
-"""Fields that the line of a round may lack, and what they then say."""
-
-LARGEST = 2**53
-"""Whole numbers in a record are below it: every reader of JSON has them exactly."""
-
-LARGEST_SCORE = 1e150
-"""Scores are no larger, so that no sum of them overflows."""
-
-MOST_MISSED = 10_000
-"""Turns that a client may tell of at once, of which the server did not hear."""
-
-_MARKS = re.compile("(?:[0-9a-f]{16})*")
-
+"""Fields that a round's line may omit, with the value that this means."""
+MAX_INT = 2**53
+"""Integers in a record are below it, so that every JSON parser reads them exactly."""
+MAX_SCORE = 1e150
+"""Largest magnitude of a score, so that sums of scores do not overflow."""
+MAX_MISSED_TURNS = 10_000
+"""Most turns in `TurnRecord.missed`."""
+_DIGESTS = re.compile("(?:[0-9a-f]{16})*")
 _ROLES = re.compile("[SKFH]*")
-
 T = TypeVar("T")
-
 Scores = tuple[tuple[str, int, float], ...]
+"""Stack, number and score of each block."""
 
 
 class RecordError(FedplanError):
-    """A line that is no record: it says which field is wrong."""
+    """An invalid ledger line; the message names the wrong field."""
 
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """One turn of one client, as the client says it.
+    """One turn of one client, as the client reports it.
 
-    `roles` has a letter a param; `before` and `after` have sixteen hex digits a param. What a
-    client keeps or holds for itself is told by digests that only it can make. `missed` are turns
-    that the server has not heard of. `claims.require` says which of it a server can know; `steps`,
-    `loss`, scores that were not chosen together, digests of own params and missed turns are the
-    client's own word.
+    `roles`: one letter for each param. `before`, `after`: 16 hex digits for each param, before and
+    after training; those of personal params are keyed, so that only the client can compute them.
+    `down`, `up`: bytes received and sent. `weight`: number of examples, or 1. `steps`: optimizer
+    steps. `scores`: block scores behind the choice of layers. `full`: the request was a full one.
+    `missed`: earlier turns whose update the server did not receive.
+
+    The server can verify these fields, except `steps`, `loss`, scores of the client's own choice,
+    digests of personal params, and `missed`.
     """
 
     round: int
@@ -74,26 +71,26 @@ class TurnRecord:
     steps: int
     loss: float | None
     scores: Scores | None
-    anew: bool
+    full: bool
     missed: tuple[TurnRecord, ...] = ()
 
     def json(self) -> dict[str, Any]:
-        """It as a line of the ledger."""
-        said = {f.name: getattr(self, f.name) for f in fields(self)}
-        scores = [list(each) for each in self.scores] if self.scores is not None else None
-        missed = [each.json() for each in self.missed]
-        lists = {"scores": scores, "missed": missed, "traits": dict(self.traits)}
-        return {"kind": TURN, "version": VERSION, **said, **lists}
+        """Return the record as a ledger line."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        scores = [list(score) for score in self.scores] if self.scores is not None else None
+        missed = [record.json() for record in self.missed]
+        converted = {"scores": scores, "missed": missed, "traits": dict(self.traits)}
+        return {"kind": TURN, "version": VERSION, **values, **converted}
 
 
 @dataclass(frozen=True)
-class Defended:
-    """What a defence did in a round, by client.
+class DefenceRecord:
+    """Effects of a defence in a round, by client.
 
-    `capped` are weights, as they were said and as they counted at the least; `clipped` are lengths
-    of changes, as they came and as they counted; `left` is for how many params a rule took nothing
-    of a client; `far` is how many times as far as is usual a client lay from what a rule made.
-    `thin` is how many params came from too few clients for the rule to bear a liar among them.
+    `capped`: reported weight, and the least weight that was used. `clipped`: norm of the change,
+    and the norm after clipping. `left`: number of params for which the rule excluded the client.
+    `far`: distance from the rule's values, as a multiple of the reference distance.
+    `thin`: number of params with too few senders for the rule to tolerate a malicious one.
     """
 
     capped: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
@@ -103,13 +100,17 @@ class Defended:
     thin: int = 0
 
 
-ALL = "all"
-"""What stayed closed of a masked sum, if it was all of it."""
+WHOLE_SUM = "all"
+"""Key in `SecAggRecord.closed` if no sum of the round was unmasked."""
 
 
 @dataclass(frozen=True)
-class MaskedRecord:
-    """A masked sum: how many it took to open it, of whom it is, and what stayed closed, and why."""
+class SecAggRecord:
+    """Secure aggregation of a round.
+
+    `threshold`: clients needed to unmask. `sites`: clients in the sum. `closed`: reason by param
+    key, or for WHOLE_SUM, why a sum was not unmasked.
+    """
 
     threshold: int
     sites: tuple[str, ...]
@@ -118,15 +119,14 @@ class MaskedRecord:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One round, as the server says it.
+    """One round, as the server reports it.
 
-    `moved` are the digests of what it changed; `drift` is how far the clients' changes lay apart,
-    by kind of param; `attention`, if it was looked at, how far each block's moved; `products`, if
-    clients shared both sides of LoRA, how far the product of the mean sides lay from the mean of
-    the products, and how far what the world then has: both over the length of the latter.
-    `defence` is what was done against bad weights and values, if the study has a defence; `masked`
-    who was in a sum that the server saw nothing else of, and what of it stayed closed;
-    `warnings` are what a person should look at, in words that follow from the rest.
+    `counted`: clients whose updates were aggregated. `rejected`: reason by client. `moved`: new
+    digest of each changed param. `drift`: by kind of param, the clients' disagreement and its
+    reference. `up`, `down`: bytes. `attention`: change of each block's attention, if measured.
+    `products`: relative errors of LoRA products (`lora_product_sum.Errors`), if both factors are
+    shared. `defence`, `masked`: present with a defence or secure aggregation. `warnings`: sentences
+    that follow from the other fields.
     """
 
     round: int
@@ -139,243 +139,258 @@ class RoundRecord:
     down: int
     attention: Scores | None = None
     products: tuple[float, float] | None = None
-    defence: Defended | None = None
-    masked: MaskedRecord | None = None
+    defence: DefenceRecord | None = None
+    masked: SecAggRecord | None = None
     warnings: tuple[str, ...] = ()
 
     def json(self) -> dict[str, Any]:
-        """It as a line of the ledger; what there is nothing to say of is left out."""
-        said = asdict(self)
-        for name in UNSAID:
-            if said[name] is None or said[name] == ():
-                del said[name]
-        return cast(
-            "dict[str, Any]", json.loads(json.dumps({"kind": ROUND, "version": VERSION, **said}))
-        )
+        """Return the record as a ledger line, without empty optional fields."""
+        values = asdict(self)
+        for name in OPTIONAL_FIELDS:
+            if values[name] is None or values[name] == ():
+                del values[name]
+        line = json.dumps({"kind": ROUND, "version": VERSION, **values})
+        return cast("dict[str, Any]", json.loads(line))
 
 
 Record = TurnRecord | RoundRecord
+"""A record of either kind."""
 
 
 def read_record(line: object) -> Record:
-    """The record of either kind that a line of a ledger is."""
-    said = _object(line, "a line")
-    return read_round(said) if said.get("kind") == ROUND else read_turn(said)
+    """Return the record of a parsed ledger line; raise RecordError if it is invalid."""
+    values = _object(line, "a line")
+    return read_round(values) if values.get("kind") == ROUND else read_turn(values)
 
 
 def read_turn(line: object) -> TurnRecord:
-    """The turn that a line says, if it has every field of one, each as it must be, and no other."""
-    return _turn(line, missed=True)
+    """Return the turn of a parsed ledger line.
+
+    Raises RecordError if a field is missing, unknown or of the wrong type.
+    """
+    return _read_turn(line, max_missed=MAX_MISSED_TURNS)
 
 
-def _turn(line: object, *, missed: bool) -> TurnRecord:
-    said = _fields(line, TURN, {f.name for f in fields(TurnRecord)})
-    others = _list(said, "missed")
-    if len(others) > (MOST_MISSED if missed else 0):
-        raise RecordError(f"missed holds {len(others)} turns, which is too many")
-    roles = _text(said, "roles")
+def _read_turn(line: object, *, max_missed: int) -> TurnRecord:
+    """Return the turn of a line with at most so many missed turns, which have none themselves."""
+    values = _record_fields(line, TURN, {f.name for f in fields(TurnRecord)})
+    missed = _list(values, "missed")
+    if len(missed) > max_missed:
+        raise RecordError(f"missed holds {len(missed)} turns, which is too many")
+    roles = _text(values, "roles")
     if not _ROLES.fullmatch(roles):
         raise RecordError(f"roles is {roles[:40]!r}: it has one of S, K, F and H for each param")
     return TurnRecord(
-        round=_count(said, "round", least=1),
-        client=_text(said, "client"),
-        phase=_text(said, "phase"),
-        traits=_words(said, "traits"),
+        round=_count(values, "round", minimum=1),
+        client=_text(values, "client"),
+        phase=_text(values, "phase"),
+        traits=_texts(values, "traits"),
         roles=roles,
-        before=_marks(said, "before", len(roles)),
-        after=_marks(said, "after", len(roles)),
-        down=_count(said, "down"),
-        up=_count(said, "up"),
-        weight=_count(said, "weight", least=1),
-        steps=_count(said, "steps"),
-        loss=None if said["loss"] is None else _number(said["loss"], "loss"),
-        scores=None if said["scores"] is None else _scores(said, "scores"),
-        anew=_typed(said["anew"], bool, "anew"),
-        missed=tuple(_turn(each, missed=False) for each in others),
+        before=_digests(values, "before", len(roles)),
+        after=_digests(values, "after", len(roles)),
+        down=_count(values, "down"),
+        up=_count(values, "up"),
+        weight=_count(values, "weight", minimum=1),
+        steps=_count(values, "steps"),
+        loss=None if values["loss"] is None else _number(values["loss"], "loss"),
+        scores=None if values["scores"] is None else _scores(values, "scores"),
+        full=_typed(values["full"], bool, "full"),
+        missed=tuple(_read_turn(turn, max_missed=0) for turn in missed),
     )
 
 
 def read_round(line: object) -> RoundRecord:
-    """The round that a line says, if it has every field of one and no other."""
-    names = {f.name for f in fields(RoundRecord)}
-    given = _object(line, "a line")
-    if idle := [name for name, none in UNSAID.items() if name in given and given[name] == none]:
-        raise RecordError(f"{idle[0]} says nothing: such a line leaves it out")
-    said = _fields({**UNSAID, **given}, ROUND, names)
+    """Return the round of a parsed ledger line.
+
+    Raises RecordError if a field is missing, unknown, of the wrong type, or optional and empty.
+    """
+    raw = _object(line, "a line")
+    empty = [name for name, default in OPTIONAL_FIELDS.items() if raw.get(name, ...) == default]
+    if empty:
+        raise RecordError(f"{empty[0]} is empty: such a line leaves it out")
+    values = _record_fields(
+        {**OPTIONAL_FIELDS, **raw}, ROUND, {f.name for f in fields(RoundRecord)}
+    )
     drift = {
         kind: (_number(one, "drift"), _number(other, "drift"))
-        for kind, (one, other) in _pairs(said, "drift").items()
+        for kind, (one, other) in _pairs(values, "drift").items()
     }
-    moved = _words(said, "moved")
-    if any(len(mark) != 16 or not _MARKS.fullmatch(mark) for mark in moved.values()):
+    moved = _texts(values, "moved")
+    if any(len(digest) != 16 or not _DIGESTS.fullmatch(digest) for digest in moved.values()):
         raise RecordError("moved holds what is no digest")
     return RoundRecord(
-        round=_count(said, "round", least=1),
-        phase=_text(said, "phase"),
-        counted=tuple(_typed(each, str, "counted") for each in _list(said, "counted")),
-        rejected=_words(said, "rejected"),
+        round=_count(values, "round", minimum=1),
+        phase=_text(values, "phase"),
+        counted=tuple(_typed(client, str, "counted") for client in _list(values, "counted")),
+        rejected=_texts(values, "rejected"),
         moved=moved,
         drift=drift,
-        up=_count(said, "up"),
-        down=_count(said, "down"),
-        attention=None if said["attention"] is None else _scores(said, "attention"),
-        products=None if said["products"] is None else _errors(said, "products"),
-        defence=None if said["defence"] is None else _defended(said["defence"]),
-        masked=None if said["masked"] is None else _masked(said["masked"]),
-        warnings=tuple(_typed(each, str, "warnings") for each in _list(said, "warnings")),
+        up=_count(values, "up"),
+        down=_count(values, "down"),
+        attention=None if values["attention"] is None else _scores(values, "attention"),
+        products=None if values["products"] is None else _errors(values, "products"),
+        defence=None if values["defence"] is None else _read_defence(values["defence"]),
+        masked=None if values["masked"] is None else _read_secagg(values["masked"]),
+        warnings=tuple(_typed(text, str, "warnings") for text in _list(values, "warnings")),
     )
 
 
-def _defended(found: object) -> Defended:
-    said = _object(found, "defence")
-    if said.keys() != (names := {f.name for f in fields(Defended)}):
+def _read_defence(value: object) -> DefenceRecord:
+    """Return the DefenceRecord of a JSON object; raise RecordError if it is invalid."""
+    values = _object(value, "defence")
+    if values.keys() != (names := {f.name for f in fields(DefenceRecord)}):
         raise RecordError(f"defence has other fields than {', '.join(sorted(names))}")
-    weights, lengths = _pairs(said, "capped"), _pairs(said, "clipped")
-    left, far = _object(said["left"], "left"), _object(said["far"], "far")
-    return Defended(
-        {c: (_whole(one, "capped"), _whole(two, "capped")) for c, (one, two) in weights.items()},
+    weights, norms = _pairs(values, "capped"), _pairs(values, "clipped")
+    left, far = _object(values["left"], "left"), _object(values["far"], "far")
+    return DefenceRecord(
         {
-            c: (_number(one, "clipped"), _number(two, "clipped"))
-            for c, (one, two) in lengths.items()
+            c: (_integer(one, "capped"), _integer(two, "capped"))
+            for c, (one, two) in weights.items()
         },
-        {client: _whole(each, "left") for client, each in left.items()},
-        {client: _number(each, "far") for client, each in far.items()},
-        _count(said, "thin"),
+        {c: (_number(one, "clipped"), _number(two, "clipped")) for c, (one, two) in norms.items()},
+        {client: _integer(count, "left") for client, count in left.items()},
+        {client: _number(ratio, "far") for client, ratio in far.items()},
+        _count(values, "thin"),
     )
 
 
-def _masked(found: object) -> MaskedRecord:
-    said = _object(found, "masked")
-    if said.keys() != (names := {f.name for f in fields(MaskedRecord)}):
+def _read_secagg(value: object) -> SecAggRecord:
+    """Return the SecAggRecord of a JSON object; raise RecordError if it is invalid."""
+    values = _object(value, "masked")
+    if values.keys() != (names := {f.name for f in fields(SecAggRecord)}):
         raise RecordError(f"masked has other fields than {', '.join(sorted(names))}")
-    sites = tuple(_typed(each, str, "sites") for each in _list(said, "sites"))
-    return MaskedRecord(_count(said, "threshold", least=2), sites, _words(said, "closed"))
+    sites = tuple(_typed(site, str, "sites") for site in _list(values, "sites"))
+    return SecAggRecord(_count(values, "threshold", minimum=2), sites, _texts(values, "closed"))
 
 
-def parsed(line: bytes) -> object:
-    """The JSON of a line."""
+def parse_line(line: bytes) -> object:
+    """Return the JSON value of a line; raise RecordError if it is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise RecordError(f"this is not JSON: {line[:60]!r}") from error
 
 
-def _fields(line: object, kind: str, names: set[str]) -> Mapping[str, Any]:
-    said = _object(line, "a line")
-    if said.get("kind") != kind:
-        raise RecordError(f"kind is {_short(said.get('kind'))}, not {kind!r}")
-    if type(said.get("version")) is not int or said["version"] != VERSION:
-        raise RecordError(f"version is {_short(said.get('version'))}, not {VERSION}")
+def _record_fields(line: object, kind: str, names: set[str]) -> Mapping[str, Any]:
+    """Return a line's object; raise RecordError unless kind, version and field names are right."""
+    values = _object(line, "a line")
+    if values.get("kind") != kind:
+        raise RecordError(f"kind is {_short(values.get('kind'))}, not {kind!r}")
+    if type(values.get("version")) is not int or values["version"] != VERSION:
+        raise RecordError(f"version is {_short(values.get('version'))}, not {VERSION}")
     names = names | {"kind", "version"}
-    if missing := names - said.keys():
+    if missing := names - values.keys():
         raise RecordError(f"{min(missing)} is missing")
-    if strange := said.keys() - names:
-        raise RecordError(f"{_short(min(strange))} is no field of a {kind}")
-    return said
+    if unknown := values.keys() - names:
+        raise RecordError(f"{_short(min(unknown))} is no field of a {kind}")
+    return values
 
 
-def _object(found: object, what: str) -> dict[str, Any]:
-    if type(found) is not dict:
-        raise RecordError(f"{what} is {_short(found)}, not an object")
-    said = cast("dict[Any, Any]", found)
-    if any(type(name) is not str for name in said):
-        raise RecordError(f"{what} has names that are not texts")
-    return cast("dict[str, Any]", said)
+def _object(value: object, name: str) -> dict[str, Any]:
+    """Return the value if it is a dict with text keys; else raise RecordError."""
+    if type(value) is not dict:
+        raise RecordError(f"{name} is {_short(value)}, not an object")
+    items = cast("dict[Any, Any]", value)
+    if any(type(key) is not str for key in items):
+        raise RecordError(f"{name} has names that are not texts")
+    return cast("dict[str, Any]", items)
 
 
-def _typed(found: object, kind: type[T], name: str) -> T:
-    if type(found) is not kind:
-        raise RecordError(f"{name} is {_short(found)}, not of {kind.__name__}")
-    return cast("T", found)
+def _typed(value: object, kind: type[T], name: str) -> T:
+    if type(value) is not kind:
+        raise RecordError(f"{name} is {_short(value)}, not of {kind.__name__}")
+    return cast("T", value)
 
 
-def _text(said: Mapping[str, Any], name: str) -> str:
-    return _typed(said[name], str, name)
+def _text(values: Mapping[str, Any], name: str) -> str:
+    return _typed(values[name], str, name)
 
 
-def _list(said: Mapping[str, Any], name: str) -> list[Any]:
-    return cast("list[Any]", _typed(said[name], list, name))
+def _list(values: Mapping[str, Any], name: str) -> list[Any]:
+    return cast("list[Any]", _typed(values[name], list, name))
 
 
-def _count(said: Mapping[str, Any], name: str, least: int = 0) -> int:
-    return _whole(said[name], name, least)
+def _count(values: Mapping[str, Any], name: str, minimum: int = 0) -> int:
+    return _integer(values[name], name, minimum)
 
 
-def _whole(found: object, name: str, least: int = 0) -> int:
-    number = _typed(found, int, name)
-    if not least <= number < LARGEST:
-        raise RecordError(f"{name} is {_short(number)}: it is a whole number from {least}")
+def _integer(value: object, name: str, minimum: int = 0) -> int:
+    number = _typed(value, int, name)
+    if not minimum <= number < MAX_INT:
+        raise RecordError(f"{name} is {_short(number)}: it is a whole number from {minimum}")
     return number
 
 
-def _number(found: object, name: str) -> float:
-    number = _typed(found, float, name)
+def _number(value: object, name: str) -> float:
+    number = _typed(value, float, name)
     if not isfinite(number):
         raise RecordError(f"{name} is {number}: it is a finite number")
     return number
 
 
-def _words(said: Mapping[str, Any], name: str) -> dict[str, str]:
-    found = _object(said[name], name)
-    return {key: _typed(value, str, name) for key, value in found.items()}
+def _texts(values: Mapping[str, Any], name: str) -> dict[str, str]:
+    items = _object(values[name], name)
+    return {key: _typed(value, str, name) for key, value in items.items()}
 
 
-def _pairs(said: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
-    found = _object(said[name], name)
-    pairs = {k: cast("list[Any]", _typed(v, list, name)) for k, v in found.items()}
+def _pairs(values: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
+    """Return a field that is an object of two-element lists; else raise RecordError."""
+    items = _object(values[name], name)
+    pairs = {k: cast("list[Any]", _typed(v, list, name)) for k, v in items.items()}
     if any(len(pair) != 2 for pair in pairs.values()):
         raise RecordError(f"{name} holds what is no pair")
     return pairs
 
 
-def _errors(said: Mapping[str, Any], name: str) -> tuple[float, float]:
-    found = [_number(each, name) for each in _list(said, name)]
-    if len(found) != 2 or min(found) < 0:
-        raise RecordError(f"{name} is {_short(found)}: it is two errors from 0 up")
-    return found[0], found[1]
+def _errors(values: Mapping[str, Any], name: str) -> tuple[float, float]:
+    errors = [_number(error, name) for error in _list(values, name)]
+    if len(errors) != 2 or min(errors) < 0:
+        raise RecordError(f"{name} is {_short(errors)}: it is two errors from 0 up")
+    return errors[0], errors[1]
 
 
-def _marks(said: Mapping[str, Any], name: str, count: int) -> str:
-    found = _text(said, name)
-    if len(found) != 16 * count or not _MARKS.fullmatch(found):
+def _digests(values: Mapping[str, Any], name: str, count: int) -> str:
+    text = _text(values, name)
+    if len(text) != 16 * count or not _DIGESTS.fullmatch(text):
         raise RecordError(f"{name} has not sixteen hex digits for each param")
-    return found
+    return text
 
 
-def _scores(said: Mapping[str, Any], name: str) -> Scores:
-    found = [cast("list[Any]", _typed(each, list, name)) for each in _list(said, name)]
-    if any(len(each) != 3 for each in found):
+def _scores(values: Mapping[str, Any], name: str) -> Scores:
+    """Return a field of [stack, number, score] lists as tuples; else raise RecordError."""
+    rows = [cast("list[Any]", _typed(row, list, name)) for row in _list(values, name)]
+    if any(len(row) != 3 for row in rows):
         raise RecordError(f"{name} holds what is no stack, number and score")
     return tuple(
         (_typed(stack, str, name), _typed(number, int, name), _score(score, name))
-        for stack, number, score in found
+        for stack, number, score in rows
     )
 
 
-def _score(found: object, name: str) -> float:
-    score = _number(found, name)
-    if abs(score) > LARGEST_SCORE:
-        raise RecordError(f"{name} holds {score}, and scores are at most {LARGEST_SCORE:g}")
+def _score(value: object, name: str) -> float:
+    score = _number(value, name)
+    if abs(score) > MAX_SCORE:
+        raise RecordError(f"{name} holds {score}, and scores are at most {MAX_SCORE:g}")
     return score
 
 
-def _short(found: object) -> str:
+def _short(value: object) -> str:
     try:
-        return repr(found)[:60]
+        return repr(value)[:60]
     except (ValueError, RecursionError):
-        return f"a {type(found).__name__}"
+        return f"a {type(value).__name__}"
 
 
-def spelled(roles: Roles) -> str:
-    """Roles as one letter a param, in the order of the params."""
-    return "".join(LETTERS[role] for role in roles.values())
+def role_letters(roles: Roles) -> str:
+    """Return one letter for each param, in the order of `roles`."""
+    return "".join(ROLE_LETTERS[role] for role in roles.values())
 
 
-def joined(params: Params, known: Mapping[str, str]) -> str:
-    """Digests one after the other, in the order of the params."""
-    return "".join(known[p.key] for p in params)
+def join_digests(params: Params, digests: Mapping[str, str]) -> str:
+    """Return the 16-digit digests by key as one text, in the order of the params."""
+    return "".join(digests[p.key] for p in params)
 
 
-def parted(params: Params, text: str) -> dict[str, str]:
-    """The digests of a line, by key."""
+def split_digests(params: Params, text: str) -> dict[str, str]:
+    """Return the digests by key of a text that `join_digests` made for the same params."""
     return {p.key: text[16 * i : 16 * i + 16] for i, p in enumerate(params)}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Robust rules: the arithmetic of a defence, over all that the clients of a round sent.
+"""Robust aggregation rules: trimmed mean, median, Krum, weight caps and norm clipping.
 
-Clients are taken in the order of their names: who came first changes no bit. Each param is of those
-who sent it.
+Clients are processed in the order of their names, so that the order of arrival changes no bit. Each
+param is aggregated over the clients that sent it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from fedplan.federation.defence import KRUM, MULTI_KRUM, Defence
 from fedplan.federation.drift import Squares
 from fedplan.tensors.named import Tensors
 
-FAR = 4.0
-"""A client is far if it lies more than so many times as far from a rule's values as is usual."""
-DIGITS = 6
-"""Significant digits of a length that are told."""
-_PIECE = 2**14
-"""Numbers that torch sums on one thread, so that no number of threads changes a length."""
-_COLUMNS = 2**18
-"""Numbers of each client that are ranked at a time."""
+OUTLIER_RATIO = 4.0
+"""A client is an outlier if its distance from the aggregate exceeds this many references."""
+NORM_DIGITS = 6
+"""Significant digits of a recorded norm."""
+_CHUNK_NUMEL = 2**14
+"""Numbers that torch sums on one thread, so that a norm does not depend on the thread count."""
+_SORT_COLUMNS = 2**18
+"""Numbers of each client that are sorted at a time."""
 
 Values = Mapping[str, Tensors]
-"""What each client sent, by its name."""
+"""The values of each client, by its name."""
 
 
 @dataclass(frozen=True)
-class Made:
-    """What a rule made of all that came: each param, whom it left out, and who lay how far off.
+class RobustResult:
+    """Result of a robust rule.
 
-    `squares` are the squared distances of what each client sent from what was made.
+    `means`: aggregate of each param. `left`: by client, the number of params for which it was
+    excluded. `far`: distance ratio of each outlier. `thin`: number of params with fewer senders
+    than the rule needs. `squares`: squared distances of clients from the aggregate, by client and
+    param.
     """
 
     means: dict[str, Tensor]
@@ -47,175 +50,197 @@ class Made:
     squares: Squares
 
 
-def made_by(defence: Defence, values: Values) -> Made:
-    """Each param over those who sent it, by a rule that counts all of them alike."""
+def apply_robust_rule(defence: Defence, values: Values) -> RobustResult:
+    """Aggregate each param over its senders by the defence's rule; all clients weigh the same."""
     means, left, thin = dict[str, Tensor](), dict[str, int](), 0
-    for group, keys in by_senders(values).items():
-        taken = _taken(defence, {client: values[client] for client in group}, keys)
-        trim = defence.trim(len(taken))
-        means |= {key: trimmed([values[client][key] for client in taken], trim) for key in keys}
-        left |= {c: left.get(c, 0) + len(keys) for c in group if c not in taken}
-        thin += len(keys) if len(group) < defence.least else 0
-    squares = squares_of(values, means)
-    return Made(means, dict(sorted(left.items())), _far(squares), thin, squares)
+    for group, keys in params_by_senders(values).items():
+        selected = _select_clients(defence, {client: values[client] for client in group}, keys)
+        trim = defence.trim_count(len(selected))
+        for key in keys:
+            means[key] = trimmed_mean([values[client][key] for client in selected], trim)
+        left |= {c: left.get(c, 0) + len(keys) for c in group if c not in selected}
+        thin += len(keys) if len(group) < defence.min_clients else 0
+    squares = squared_distances_by_client(values, means)
+    return RobustResult(means, dict(sorted(left.items())), _outliers(squares), thin, squares)
 
 
-def _taken(defence: Defence, values: Values, keys: Sequence[str]) -> list[str]:
-    """The clients of whom some params are taken, all of whom sent these."""
-    liars = defence.liars
+def _select_clients(defence: Defence, values: Values, keys: Sequence[str]) -> list[str]:
+    """Return the clients to aggregate: those that Krum selects by these params, else all."""
+    liars = defence.malicious_clients
     count = {KRUM: 1, MULTI_KRUM: len(values) - liars}.get(defence.rule)
-    return sorted(values) if count is None else krum(values, keys, liars, count)
+    return sorted(values) if count is None else select_by_krum(values, keys, liars, count)
 
 
-def _far(squares: Squares) -> dict[str, float]:
-    """Who lies much further from what was made than is usual, and how many times as far."""
-    near, found = usual(squares), lengths(squares)
-    times = {client: found[client] / near[client] for client in squares if near[client]}
-    return {client: short(each) for client, each in times.items() if each > FAR}
+def _outliers(squares: Squares) -> dict[str, float]:
+    """Return by client the ratio of distance to reference distance, if over OUTLIER_RATIO."""
+    references, norms = reference_norms(squares), update_norms(squares)
+    ratios = {c: norms[c] / references[c] for c in squares if references[c]}
+    return {
+        client: round_digits(ratio) for client, ratio in ratios.items() if ratio > OUTLIER_RATIO
+    }
 
 
-def by_senders(sent: Mapping[str, Iterable[str]]) -> dict[tuple[str, ...], list[str]]:
-    """The params that came from the same clients, by these, all in the order of their names."""
+def params_by_senders(sent: Mapping[str, Iterable[str]]) -> dict[tuple[str, ...], list[str]]:
+    """Group params by the clients that sent them.
+
+    `sent` has the params of each client. Returns sorted params by the sorted tuple of senders.
+    """
     senders = dict[str, list[str]]()
     for client in sorted(sent):
         for key in sent[client]:
             senders.setdefault(key, []).append(client)
-    found = dict[tuple[str, ...], list[str]]()
+    groups = dict[tuple[str, ...], list[str]]()
     for key in sorted(senders):
-        found.setdefault(tuple(senders[key]), []).append(key)
-    return found
+        groups.setdefault(tuple(senders[key]), []).append(key)
+    return groups
 
 
-def capped(weights: Mapping[str, int], share: float) -> dict[str, int]:
-    """Weights of which none is more than a share of all: larger ones are cut, and stay whole.
+def cap_weights(weights: Mapping[str, int], share: float) -> dict[str, int]:
+    """Cap integer weights so that none exceeds `share` of their sum; 0 caps nothing.
 
-    They are cut to the largest whole number c with c <= share * sum of min(weight, c). Of fewer
-    clients than 1 / share no cut does it: then all weigh alike.
+    The cap is the largest integer c with c <= share * sum of min(weight, c). With fewer clients
+    than 1 / share there is none, and all get weight 1.
     """
     if not share:
         return dict(weights)
     part, low, high = Fraction(share), 1, max(weights.values(), default=1)
-    while low < high:  # the numbers that do are those up to the largest
+    while low < high:  # binary search: all integers up to the cap satisfy the condition
         middle = (low + high + 1) // 2
         fits = middle <= part * sum(min(weight, middle) for weight in weights.values())
         low, high = (middle, high) if fits else (low, middle - 1)
     return {client: min(weight, low) for client, weight in weights.items()}
 
 
-def caps_of(
-    defence: Defence, said: Mapping[str, int], groups: Iterable[tuple[str, ...]], *, absent: bool
+def group_weights(
+    defence: Defence,
+    reported: Mapping[str, int],
+    groups: Iterable[tuple[str, ...]],
+    *,
+    absent: bool,
 ) -> dict[tuple[str, ...], dict[str, int]]:
-    """The weights of each group of senders. If who is `absent` counts, all are one crowd."""
-    least = _below(defence, said)
-    whole = capped(least, defence.share_cap)
+    """Return the capped weights of each group of senders, from the reported weights.
+
+    With `absent`, clients that did not send a param count too: the share cap is over all clients.
+    """
+    limited = _limit_weights(defence, reported)
+    share = defence.max_weight_fraction
+    capped = cap_weights(limited, share)
     return {
-        group: whole if absent else capped({c: least[c] for c in group}, defence.share_cap)
+        group: capped if absent else cap_weights({c: limited[c] for c in group}, share)
         for group in groups
     }
 
 
-def _below(defence: Defence, said: Mapping[str, int]) -> dict[str, int]:
-    """Weights up to the number that none may pass."""
-    return {client: min(w, defence.weight_cap or w) for client, w in sorted(said.items())}
+def _limit_weights(defence: Defence, reported: Mapping[str, int]) -> dict[str, int]:
+    """Return the weights limited to the defence's absolute cap."""
+    return {client: min(w, defence.max_weight or w) for client, w in sorted(reported.items())}
 
 
-def cut(
-    defence: Defence, said: Mapping[str, int], caps: Iterable[Mapping[str, int]]
+def find_capped_weights(
+    defence: Defence, reported: Mapping[str, int], used: Iterable[Mapping[str, int]]
 ) -> dict[str, tuple[int, int]]:
-    """Who was capped: the weight as it was said, and the least that it counted with."""
-    least = _below(defence, said)
-    for weights in caps:
-        least |= {c: min(least[c], weights[c]) for c in weights}
-    return {c: (w, least[c]) for c, w in sorted(said.items()) if least[c] < w}
+    """Return the reported weight and the smallest used weight of each client that was capped.
+
+    `used` has the weights of each group of senders.
+    """
+    smallest = _limit_weights(defence, reported)
+    for weights in used:
+        smallest |= {c: min(smallest[c], weights[c]) for c in weights}
+    return {c: (w, smallest[c]) for c, w in sorted(reported.items()) if smallest[c] < w}
 
 
-def bounded(
+def clip_updates(
     values: Values, base: Tensors, times: float
 ) -> tuple[Values, dict[str, tuple[float, float]]]:
-    """Values with no change longer than so many times what is usual; who was longer, and by what.
+    """Clip each client's change to `times` its reference norm; 0 clips nothing.
 
-    The direction of a change stays: only its length is what nobody else would have sent.
+    Returns the clipped values, and for each clipped client its norm before and after.
     """
     if not times:
         return values, {}
-    squares = squares_of(values, base)
-    most = {client: times * length for client, length in usual(squares).items()}
-    long = {c: (found, most[c]) for c, found in lengths(squares).items() if found > most[c]}
-    cut = {c: shortened(values[c], base, least / found) for c, (found, least) in long.items()}
-    return {**values, **cut}, {c: (short(a), short(b)) for c, (a, b) in long.items()}
+    squares = squared_distances_by_client(values, base)
+    limits = {client: times * norm for client, norm in reference_norms(squares).items()}
+    norms = {c: (norm, limits[c]) for c, norm in update_norms(squares).items() if norm > limits[c]}
+    clipped = {c: scale_change(values[c], base, limit / norm) for c, (norm, limit) in norms.items()}
+    rounded = {c: (round_digits(norm), round_digits(limit)) for c, (norm, limit) in norms.items()}
+    return {**values, **clipped}, rounded
 
 
-def squares_of(values: Values, others: Tensors) -> dict[str, dict[str, float]]:
-    """The squared distance of each client's params from some others."""
+def squared_distances_by_client(values: Values, others: Tensors) -> dict[str, dict[str, float]]:
+    """Return the squared distance of each client's params from `others`, by client and param."""
     return {
-        client: {key: square(value, others[key]) for key, value in sorted(sent.items())}
+        client: {key: squared_distance(value, others[key]) for key, value in sorted(sent.items())}
         for client, sent in sorted(values.items())
     }
 
 
-def square(one: Tensor, other: Tensor) -> float:
-    """The squared distance of two tensors: the same, however many threads there are."""
-    pieces = zip(one.flatten().split(_PIECE), other.flatten().split(_PIECE), strict=True)
-    return fsum(float((a.double() - b.double()).square().sum()) for a, b in pieces)
+def squared_distance(one: Tensor, other: Tensor) -> float:
+    """Return the squared L2 distance of two tensors, independent of the thread count."""
+    chunks = zip(
+        one.flatten().split(_CHUNK_NUMEL), other.flatten().split(_CHUNK_NUMEL), strict=True
+    )
+    return fsum(float((a.double() - b.double()).square().sum()) for a, b in chunks)
 
 
-def usual(squares: Squares) -> dict[str, float]:
-    """The length that is usual for each client: that of the medians of all that it sent.
+def reference_norms(squares: Squares) -> dict[str, float]:
+    """Return the reference norm of each client.
 
-    Clients that send different parts have no length in common; each part has its median. Of an
-    even number it is the lower one, so that of two who differ the shorter is believed.
+    It is the square root of the sum, over the params that the client sent, of the lower median over
+    clients of the squared change. So clients that send different params are comparable.
     """
-    found = dict[str, list[float]]()
-    for each in squares.values():
-        for key, number in each.items():
-            found.setdefault(key, []).append(number)
-    middle = {key: sorted(numbers)[(len(numbers) - 1) // 2] for key, numbers in found.items()}
-    return {client: sqrt(fsum(middle[key] for key in each)) for client, each in squares.items()}
+    by_param = dict[str, list[float]]()
+    for client_squares in squares.values():
+        for key, square in client_squares.items():
+            by_param.setdefault(key, []).append(square)
+    # The lower median: of two clients that differ, the shorter is believed.
+    medians = {key: sorted(each)[(len(each) - 1) // 2] for key, each in by_param.items()}
+    return {client: sqrt(fsum(medians[key] for key in sent)) for client, sent in squares.items()}
 
 
-def lengths(squares: Squares) -> dict[str, float]:
-    """The length of each client over all that it sent."""
-    return {client: sqrt(fsum(each.values())) for client, each in squares.items()}
+def update_norms(squares: Squares) -> dict[str, float]:
+    """Return the L2 norm of each client's change over all params that it sent."""
+    return {client: sqrt(fsum(sent.values())) for client, sent in squares.items()}
 
 
-def short(number: float) -> float:
-    """A number in the digits that are told of it."""
-    return float(f"{number:.{DIGITS}g}")
+def round_digits(number: float) -> float:
+    """Round a number to NORM_DIGITS significant digits."""
+    return float(f"{number:.{NORM_DIGITS}g}")
 
 
-def shortened(values: Tensors, base: Tensors, factor: float) -> dict[str, Tensor]:
-    """Values of which the change from a base is so many times as long."""
+def scale_change(values: Tensors, base: Tensors, factor: float) -> dict[str, Tensor]:
+    """Return base + factor * (value - base) for each value, in its dtype."""
     return {
         key: base[key].double().lerp(value.double(), factor).to(value.dtype)
         for key, value in values.items()
     }
 
 
-def trimmed(tensors: Sequence[Tensor], trim: int) -> Tensor:
-    """Number by number, the mean of all but so many of the largest and of the smallest."""
-    first, kept = tensors[0], slice(trim, len(tensors) - trim)
-    made, flat = torch.empty(first.numel(), dtype=first.dtype), [t.flatten() for t in tensors]
-    for at in range(0, first.numel(), _COLUMNS):
-        piece = slice(at, at + _COLUMNS)
-        ranked = torch.stack([t[piece] for t in flat]).sort(dim=0).values[kept]
+def trimmed_mean(tensors: Sequence[Tensor], trim: int) -> Tensor:
+    """Return the elementwise mean without the `trim` largest and `trim` smallest numbers."""
+    first, middle = tensors[0], slice(trim, len(tensors) - trim)
+    result, flat = torch.empty(first.numel(), dtype=first.dtype), [t.flatten() for t in tensors]
+    for start in range(0, first.numel(), _SORT_COLUMNS):
+        columns = slice(start, start + _SORT_COLUMNS)
+        ranked = torch.stack([t[columns] for t in flat]).sort(dim=0).values[middle]
         mean = ranked.double().sum(dim=0) / len(ranked)
-        # Rounding must not lead out of what was kept.
-        made[piece] = mean.to(first.dtype).clamp(ranked[0], ranked[-1])
-    return made.view(first.shape)
+        # Rounding must not leave the range of the kept numbers.
+        result[columns] = mean.to(first.dtype).clamp(ranked[0], ranked[-1])
+    return result.view(first.shape)
 
 
-def krum(values: Values, keys: Sequence[str], liars: int, take: int) -> list[str]:
-    """The clients that lie nearest to those around them, over some params that all of them sent.
+def select_by_krum(values: Values, keys: Sequence[str], liars: int, count: int) -> list[str]:
+    """Return the `count` clients with the lowest Krum scores, sorted by name; at least one.
 
     Blanchard et al., Machine Learning with Adversaries, 2017: the score of a client is the sum of
-    its squared distances to its n - liars - 2 nearest. As many as are to be taken have the lowest.
+    its squared distances to its n - liars - 2 nearest clients, over the params `keys`, which all
+    clients sent.
     """
     names = sorted(values)
-    near = max(1, len(names) - liars - 2)
-    apart: dict[str, list[float]] = {name: [] for name in names}
+    nearest = max(1, len(names) - liars - 2)
+    distances: dict[str, list[float]] = {name: [] for name in names}
     for one, other in combinations(names, 2):
-        far = fsum(square(values[one][key], values[other][key]) for key in keys)
-        apart[one].append(far)
-        apart[other].append(far)
-    scores = {name: fsum(sorted(apart[name])[:near]) for name in names}
-    return sorted(sorted(names, key=lambda name: (scores[name], name))[: max(1, take)])
+        distance = fsum(squared_distance(values[one][key], values[other][key]) for key in keys)
+        distances[one].append(distance)
+        distances[other].append(distance)
+    scores = {name: fsum(sorted(distances[name])[:nearest]) for name in names}
+    return sorted(sorted(names, key=lambda name: (scores[name], name))[: max(1, count)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds: the server's side: push what each client lacks, pull what it hands back, close."""
+"""The server's side of a round: requests, validation of updates, and the new global state."""
 
 from __future__ import annotations
 
@@ -9,333 +9,378 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from fedplan.errors import FedplanError
-from fedplan.federation.acquaintance import NOBODY, Met
-from fedplan.federation.aggregation import OpenSum, Outcome
-from fedplan.federation.agreement import Agreement, basis
-from fedplan.federation.claims import require_marks, require_turn
-from fedplan.federation.drift import Sizes
-from fedplan.federation.messages import Rejected, Request, Update
-from fedplan.federation.products import Errors
-from fedplan.federation.record import Defended, MaskedRecord, TurnRecord, read_turn
-from fedplan.federation.world import World
+from fedplan.federation.aggregation import AggregationResult, Aggregator
+from fedplan.federation.agreement import Agreement, versions_digest
+from fedplan.federation.client_versions import NEVER_SEEN, ClientSync
+from fedplan.federation.drift import SquaredNorms
+from fedplan.federation.global_state import GlobalState
+from fedplan.federation.lora_product_sum import Errors
+from fedplan.federation.messages import Request, Update, UpdateRejected
+from fedplan.federation.record import DefenceRecord, SecAggRecord, TurnRecord, read_turn
+from fedplan.federation.validation import validate_digests, validate_record
 from fedplan.language.plan import Role, Roles
 from fedplan.language.turn import Turn
-from fedplan.methods.phases import Sign
+from fedplan.methods.phases import PhaseContext
 from fedplan.models.params import Block
-from fedplan.storage.failpoints import reach
-from fedplan.tensors.named import Digests, Tensors, all_finite, nbytes
-from fedplan.tensors.riders import param_of, riders_of
+from fedplan.storage.failpoints import failpoint
+from fedplan.tensors.aux_tensors import aux_names, param_key
+from fedplan.tensors.named import DigestCache, Tensors, all_finite, nbytes
 
 
-def announced(agreement: Agreement, world: World) -> World:
-    """The world with the phase of the round to come."""
-    sign = Sign(world.round + 1, world.phase, world.drift, Sizes(agreement.params, world.values))
-    return replace(world, phase=agreement.method.announce(sign))
+def announce_phase(agreement: Agreement, global_state: GlobalState) -> GlobalState:
+    """Return the global state with the phase of the next round, from the method's phase rule."""
+    norms = SquaredNorms(agreement.params, global_state.values)
+    context = PhaseContext(global_state.round + 1, global_state.phase, global_state.drift, norms)
+    return replace(global_state, phase=agreement.method.phase_rule(context))
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """What goes down to all clients that lack the same: their requests share it."""
+class RequestPayload:
+    """Values of a request, shared by all clients that need the same ones.
+
+    `versions`: versions of the values. `versions_digest`: digest of the versions of all values that
+    the client must have.
+    """
 
     values: dict[str, Tensor]
     versions: dict[str, int]
-    basis: str
+    versions_digest: str
 
 
-class Parcels:
-    """The requests of the next round; what they carry is made once for clients that are alike."""
+class RequestBuilder:
+    """Creates the requests of the next round; clients in the same state share a payload."""
 
-    def __init__(self, agreement: Agreement, world: World) -> None:
-        self._agreement, self._world = agreement, world
-        self._made: dict[tuple[object, ...], Parcel] = {}
+    def __init__(self, agreement: Agreement, global_state: GlobalState) -> None:
+        self._agreement, self._global_state = agreement, global_state
+        self._payloads: dict[tuple[object, ...], RequestPayload] = {}
 
-    def request(self, client: str, traits: Mapping[str, str], *, anew: bool = False) -> Request:
-        """What a client lacks, and nothing else; `anew`, all that it needs."""
-        agreement, world, number = self._agreement, self._world, self._world.round + 1
-        turn = Turn(round=number, client=client, phase=world.phase, traits=dict(traits))
-        met = world.met.get(client, NOBODY)
-        parcel = self._parcel(turn, NOBODY if anew else met)
+    def request(self, client: str, traits: Mapping[str, str], *, full: bool = False) -> Request:
+        """Return the request to a client with values that it lacks; `full` sends all it needs."""
+        agreement, global_state = self._agreement, self._global_state
+        number = global_state.round + 1
+        turn = Turn(round=number, client=client, phase=global_state.phase, traits=dict(traits))
+        client_sync = global_state.client_sync.get(client, NEVER_SEEN)
+        payload = self._payload(turn, NEVER_SEEN if full else client_sync)
         return Request(
-            name=agreement.request(number, client),
-            agreed=agreement.fingerprint,
+            name=agreement.request_name(number, client),
+            agreement_digest=agreement.fingerprint,
             turn=turn,
-            values=parcel.values,
-            versions=parcel.versions,
-            basis=parcel.basis,
-            heard=met.round,
-            anew=anew,
+            values=payload.values,
+            versions=payload.versions,
+            versions_digest=payload.versions_digest,
+            last_update_round=client_sync.round,
+            full=full,
             run=agreement.run,
         )
 
-    def _parcel(self, turn: Turn, met: Met) -> Parcel:
-        # The world holds each group for as long as this is used: no other has its id.
-        alike = (id(met), self._agreement.method.plan.settle(turn))
-        if alike not in self._made:
-            self._made[alike] = self._packed(turn, met)
-        return self._made[alike]
+    def _payload(self, turn: Turn, client_sync: ClientSync) -> RequestPayload:
+        """Return the payload of a turn, cached by the client's state and the active steps."""
+        # The global state keeps each ClientSync alive, so ids are unique.
+        cache_key = (id(client_sync), self._agreement.method.plan.active_steps(turn))
+        if cache_key not in self._payloads:
+            self._payloads[cache_key] = self._make_payload(turn, client_sync)
+        return self._payloads[cache_key]
 
-    def _packed(self, turn: Turn, met: Met) -> Parcel:
-        world, wanted = self._world, self._agreement.wanted(turn, met.settled)
-        lacking = [
-            k for k, first in wanted.items() if met.versions.get(k, first) < world.versions[k]
-        ]
-        return Parcel(
-            values={k: world.values[k] for k in lacking},
-            versions={k: world.versions[k] for k in lacking},
-            basis=basis({k: world.versions[k] for k in wanted}),
+    def _make_payload(self, turn: Turn, client_sync: ClientSync) -> RequestPayload:
+        """Return the payload with all required values that are newer than the client's."""
+        values, versions = self._global_state.values, self._global_state.versions
+        required = self._agreement.required(turn, client_sync.personal_bits)
+        missing = [k for k, v in required.items() if client_sync.versions.get(k, v) < versions[k]]
+        return RequestPayload(
+            values={key: values[key] for key in missing},
+            versions={key: versions[key] for key in missing},
+            versions_digest=versions_digest({key: versions[key] for key in required}),
         )
 
 
-def push(
+def make_request(
     agreement: Agreement,
-    world: World,
+    global_state: GlobalState,
     client: str,
     traits: Mapping[str, str],
     *,
-    anew: bool = False,
+    full: bool = False,
 ) -> Request:
-    """What a client lacks for the next round, and nothing else; `anew`, all that it needs."""
-    return Parcels(agreement, world).request(client, traits, anew=anew)
+    """Return the request of the next round to a client, with the values that it lacks.
+
+    `full`: send all values that the client needs.
+    """
+    return RequestBuilder(agreement, global_state).request(client, traits, full=full)
 
 
 @dataclass
-class Tally:
-    """An open round: its sum, and who was counted or rejected, with the reason.
+class RoundState:
+    """An open round at the server.
 
-    `vain` are bytes that went down to sites that could not use them; `marks` are the digests of
-    what the model starts with; `products` are the errors of LoRA's mean sides, and `defence` what
-    was done against bad weights and values, once it is closed, and `masked` what of it was.
+    `cohort`: requests by client. `aggregator`: sums the updates.
+    `start_digests`: digests of the initial values of all params. `digests`: cache of digests.
+    `wasted_bytes`: bytes sent to clients that could not use them.
+    `responded`: clients with a valid answer. `aggregated`: clients in the sum.
+    `rejected`: reasons by client. `records`: records of valid turns by client.
+    `products`, `defence`, `masked`: as in AggregationResult, once the round is closed.
     """
 
     cohort: dict[str, Request]
-    total: OpenSum
-    marks: Mapping[str, str] = field(default_factory=dict[str, str])
-    digests: Digests = field(default_factory=Digests)
-    vain: int = 0
-    counted: list[str] = field(default_factory=list[str])
-    heard: list[str] = field(default_factory=list[str])
+    aggregator: Aggregator
+    start_digests: Mapping[str, str] = field(default_factory=dict[str, str])
+    digests: DigestCache = field(default_factory=DigestCache)
+    wasted_bytes: int = 0
+    aggregated: list[str] = field(default_factory=list[str])
+    responded: list[str] = field(default_factory=list[str])
     rejected: dict[str, str] = field(default_factory=dict[str, str])
-    lines: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
+    records: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
     products: Errors | None = None
-    defence: Defended | None = None
-    masked: MaskedRecord | None = None
+    defence: DefenceRecord | None = None
+    masked: SecAggRecord | None = None
 
-    def choose(self, scores: Mapping[Block, float]) -> None:
-        """Have all clients of the round choose by the same scores."""
+    def set_scores(self, scores: Mapping[Block, float]) -> None:
+        """Put joint scores into the requests of all clients."""
         for client, request in self.cohort.items():
             self.cohort[client] = replace(request, turn=replace(request.turn, scores=scores))
 
 
 @dataclass(frozen=True)
-class Sound:
-    """An update of which everything was checked."""
+class ValidUpdate:
+    """An update that passed all checks: decoded values, auxiliary tensors, and the record."""
 
     values: dict[str, Tensor]
-    riders: dict[str, Tensor]
+    aux: dict[str, Tensor]
     record: TurnRecord
 
 
-def pull(
-    agreement: Agreement, world: World, tally: Tally, update: Update, *, late: bool = False
+def accept_update(
+    agreement: Agreement,
+    global_state: GlobalState,
+    round_state: RoundState,
+    update: Update,
+    *,
+    is_late: bool = False,
 ) -> None:
-    """Count one update, or write down why not: all of it is checked before any of it is added.
+    """Validate an update and add it to the round's sum, or note the reason in `rejected`.
 
-    A `late` one is checked and heard, and counts nowhere.
+    Nothing is added unless the whole update is valid. A late update is validated and recorded as a
+    response, but not added.
     """
     client = str(update.client)
     try:
-        sound = _checked(agreement, world, tally, update)
-        if not late:
-            tally.total.add(client, sound.values, sound.riders, update.weight)
+        valid = _validate_update(agreement, global_state, round_state, update)
+        if not is_late:
+            round_state.aggregator.add(client, valid.values, valid.aux, update.weight)
     except FedplanError as error:
         reason = str(error).splitlines()[0][:300]
-        tally.rejected.setdefault(client, f"late, and {reason}" if late else reason)
+        round_state.rejected.setdefault(client, f"late, and {reason}" if is_late else reason)
         return
-    tally.heard.append(client)
-    tally.lines[client] = sound.record
-    if late:
-        tally.rejected[client] = "late"
+    round_state.responded.append(client)
+    round_state.records[client] = valid.record
+    if is_late:
+        round_state.rejected[client] = "late"
     else:
-        tally.counted.append(client)
-    reach("round.pulled")
+        round_state.aggregated.append(client)
+    failpoint("round.pulled")
 
 
-def hear(agreement: Agreement, world: World, tally: Tally, update: Update) -> bool:
-    """Note the turn of a client whose values come under masks, or why not.
+def accept_masked_report(
+    agreement: Agreement, global_state: GlobalState, round_state: RoundState, update: Update
+) -> bool:
+    """Validate and store the record of a client whose values come by secure aggregation.
 
-    Of values nothing can be checked that nobody sees: each site does, of its own.
+    Returns False, and notes the reason in `rejected`, if the record is invalid.
     """
     client = str(update.client)
-    if client in tally.lines:
-        return True  # its sum was begun anew, and its turn is the same
+    if client in round_state.records:
+        return True  # another attempt of secure aggregation, with the same turn
     try:
-        request = _asked(tally, update)
-        record, roles = _told(agreement, tally, update)
-        _require_down(agreement, world, request, record)
-        _require_known(agreement, world, tally, record, roles, {})
+        request = _request_of(round_state, update)
+        record, roles = _read_record(agreement, round_state, update)
+        _require_downloaded_bytes(agreement, global_state, request, record)
+        _validate_digests(agreement, global_state, round_state, record, roles, {})
     except FedplanError as error:
-        tally.rejected.setdefault(client, str(error).splitlines()[0][:300])
+        round_state.rejected.setdefault(client, str(error).splitlines()[0][:300])
         return False
-    tally.heard.append(client)
-    tally.lines[client] = record
+    round_state.responded.append(client)
+    round_state.records[client] = record
     return True
 
 
-def _asked(tally: Tally, update: Update) -> Request:
-    """What a client was asked for, if this is its answer."""
-    request = tally.cohort.get(update.client)
+def _request_of(round_state: RoundState, update: Update) -> Request:
+    """Return the request that an update answers; raise UpdateRejected if there is none."""
+    request = round_state.cohort.get(update.client)
     if request is None:
-        raise Rejected(f"{update.client!r} was not asked in this round")
-    if update.client in tally.lines:
-        raise Rejected(f"{update.client!r} was counted before")
-    if (update.request, update.agreed) != (request.name, request.agreed):
-        raise Rejected(f"it answers {update.request!r}, and {request.name!r} was asked")
+        raise UpdateRejected(f"{update.client!r} was not asked in this round")
+    if update.client in round_state.records:
+        raise UpdateRejected(f"{update.client!r} was counted before")
+    if (update.request_name, update.agreement_digest) != (request.name, request.agreement_digest):
+        raise UpdateRejected(f"it answers {update.request_name!r}, not {request.name!r}")
     return request
 
 
-def _checked(agreement: Agreement, world: World, tally: Tally, update: Update) -> Sound:
-    """An update's values, riders and record, if every one of them is what was asked for."""
-    request = _asked(tally, update)
+def _validate_update(
+    agreement: Agreement, global_state: GlobalState, round_state: RoundState, update: Update
+) -> ValidUpdate:
+    """Return the decoded update and its record; raise UpdateRejected if anything is invalid."""
+    request = _request_of(round_state, update)
     if type(update.weight) is not int or not 0 < update.weight < 2**40:
-        raise Rejected(f"weight {update.weight!r} is not a positive whole number")
-    budget = 2 * nbytes(world.values) + 2**20
-    if update.nbytes > budget:
-        raise Rejected(f"{update.nbytes} bytes are more than the {budget} that can be asked for")
-    values = _decoded(agreement, world, update)
-    _require_asked(agreement, world, request.turn, values, update.riders)
-    tally.total.require(values, update.riders, update.weight)
-    return Sound(values, update.riders, _record(agreement, world, tally, update, values))
-
-
-def _decoded(agreement: Agreement, world: World, update: Update) -> dict[str, Tensor]:
-    sent = {param_of(name) for name in update.values}
-    if strange := sent - {p.key for p in agreement.movable}:
-        raise Rejected(f"{min(strange)!r} is not among what travels")
-    return agreement.method.wire.decode(update.values, {k: world.values[k] for k in sent})
-
-
-def _record(
-    agreement: Agreement, world: World, tally: Tally, update: Update, values: Tensors
-) -> TurnRecord:
-    """A client's record, if it fits all that the server knows."""
-    record, roles = _told(agreement, tally, update)
+        raise UpdateRejected(f"weight {update.weight!r} is not a positive whole number")
+    max_bytes = 2 * nbytes(global_state.values) + 2**20
+    if update.nbytes > max_bytes:
+        raise UpdateRejected(f"{update.nbytes} bytes are more than the allowed {max_bytes}")
+    values = _decode_values(agreement, global_state, update)
+    _require_allowed_tensors(agreement, global_state, request.turn, values, update.aux)
+    round_state.aggregator.require(values, update.aux, update.weight)
+    record, roles = _read_record(agreement, round_state, update)
     if set(values) != {p.key for p, role in roles.items() if role is Role.SHARE}:
-        raise Rejected("its record says that other params were shared than came")
-    _require_down(agreement, world, tally.cohort[update.client], record)
-    _require_known(agreement, world, tally, record, roles, values)
-    return record
+        raise UpdateRejected("its record says that other params are shared than it sent")
+    _require_downloaded_bytes(agreement, global_state, request, record)
+    _validate_digests(agreement, global_state, round_state, record, roles, values)
+    return ValidUpdate(values, update.aux, record)
 
 
-def _told(agreement: Agreement, tally: Tally, update: Update) -> tuple[TurnRecord, Roles]:
-    record = read_turn(update.line)
-    return record, require_turn(agreement, tally.cohort[update.client], update, record)
+def _decode_values(
+    agreement: Agreement, global_state: GlobalState, update: Update
+) -> dict[str, Tensor]:
+    """Return an update's decompressed values; raise UpdateRejected for params never exchanged."""
+    keys = {param_key(name) for name in update.values}
+    if unknown := keys - {p.key for p in agreement.exchanged}:
+        raise UpdateRejected(f"{min(unknown)!r} is not among the exchanged params")
+    base = {key: global_state.values[key] for key in keys}
+    return agreement.method.compression.decode(update.values, base)
 
 
-def _require_down(agreement: Agreement, world: World, request: Request, record: TurnRecord) -> None:
-    # An answer may be from before it was asked anew, or from when it was.
-    if record.anew != request.anew:
-        request = push(agreement, world, record.client, request.turn.traits, anew=record.anew)
-    if record.down != (came := sum(agreement.sizes[key] for key in request.versions)):
-        raise Rejected(f"its record says that {record.down} bytes came down, and {came} did")
+def _read_record(
+    agreement: Agreement, round_state: RoundState, update: Update
+) -> tuple[TurnRecord, Roles]:
+    """Return an update's record and its roles; raise an error if it contradicts the request."""
+    record = read_turn(update.ledger_line)
+    return record, validate_record(agreement, round_state.cohort[update.client], update, record)
 
 
-def _require_known(
+def _require_downloaded_bytes(
+    agreement: Agreement, global_state: GlobalState, request: Request, record: TurnRecord
+) -> None:
+    """Raise UpdateRejected if a record has another number of downloaded bytes than was sent."""
+    # The answer may be to the request before a full one was sent, or to the full one.
+    if record.full != request.full:
+        traits = request.turn.traits
+        request = make_request(agreement, global_state, record.client, traits, full=record.full)
+    sent = sum(agreement.download_bytes[key] for key in request.versions)
+    if record.down != sent:
+        raise UpdateRejected(f"its record says that it received {record.down} bytes, not {sent}")
+
+
+def _validate_digests(
     agreement: Agreement,
-    world: World,
-    tally: Tally,
+    global_state: GlobalState,
+    round_state: RoundState,
     record: TurnRecord,
     roles: Roles,
     values: Tensors,
 ) -> None:
-    def known(key: str) -> str | None:
-        held = world.values.get(key)
-        return tally.marks.get(key) if held is None else tally.digests.of(held)
+    """Raise UpdateRejected if a record's digests contradict the global state or the update."""
 
-    require_marks(agreement, record, roles, values, known, tally.digests)
+    def sent_digest(key: str) -> str | None:
+        value = global_state.values.get(key)
+        if value is None:
+            return round_state.start_digests.get(key)
+        return round_state.digests.short_digest(value)
+
+    validate_digests(agreement, record, roles, values, sent_digest, round_state.digests)
 
 
-def _require_asked(
-    agreement: Agreement, world: World, turn: Turn, values: Tensors, riders: Tensors
+def _require_allowed_tensors(
+    agreement: Agreement, global_state: GlobalState, turn: Turn, values: Tensors, aux: Tensors
 ) -> None:
-    most, least = agreement.permitted(turn), agreement.certain(turn)
-    may = {p.key for p in agreement.params if most[p] is Role.SHARE}
-    must = {p.key for p in agreement.params if least[p] is Role.SHARE}
-    if extra := values.keys() - may:
-        raise Rejected(f"{min(extra)!r} is not among what this client may share")
-    if missing := must - values.keys():
-        raise Rejected(f"{min(missing)!r} is missing")
-    if set(riders) != set(riders_of(values, agreement.method.riders)):
-        raise Rejected("the riders are not those of the shared params")
-    for key, value in {**values, **riders}.items():
-        wanted = world.values[key]
-        if value.shape != wanted.shape or value.dtype != wanted.dtype:
-            raise Rejected(
+    """Raise UpdateRejected if tensors are missing, not allowed, or of another shape or dtype."""
+    permitted, certain = agreement.permitted(turn), agreement.certain(turn)
+    allowed = {p.key for p in agreement.params if permitted[p] is Role.SHARE}
+    required = {p.key for p in agreement.params if certain[p] is Role.SHARE}
+    if extra := values.keys() - allowed:
+        raise UpdateRejected(f"{min(extra)!r} is not among the params that this client may share")
+    if missing := required - values.keys():
+        raise UpdateRejected(f"{min(missing)!r} is missing")
+    if set(aux) != set(aux_names(values, agreement.method.aux)):
+        raise UpdateRejected("the auxiliary tensors are not those of the shared params")
+    for key, value in {**values, **aux}.items():
+        expected = global_state.values[key]
+        if value.shape != expected.shape or value.dtype != expected.dtype:
+            raise UpdateRejected(
                 f"{key!r} is {value.dtype} {tuple(value.shape)}, "
-                f"not {wanted.dtype} {tuple(wanted.shape)}"
+                f"not {expected.dtype} {tuple(expected.shape)}"
             )
 
 
-def close(
-    agreement: Agreement, world: World, tally: Tally, outcome: Outcome, *, later: set[str]
-) -> World:
-    """The world after a round: each param as the server's optimiser makes it of the clients' mean.
+def close_round(
+    agreement: Agreement,
+    global_state: GlobalState,
+    round_state: RoundState,
+    result: AggregationResult,
+    *,
+    later: set[str],
+) -> GlobalState:
+    """Return the global state after a round: the server optimizer's step on the aggregated means.
 
-    `later` are the keys that some later round may move: of others nothing is remembered.
+    `later`: keys that some later round may change; optimizer state is kept only for these. Raises
+    FedplanError if the server optimizer returns an invalid value.
     """
-    number, optimised = world.round + 1, agreement.method.server_optimiser
-    values, versions = dict(world.values), dict(world.versions)
-    memory = {key: held for key, held in world.memory.items() if key in later}
-    for key, mean in outcome.means.items():
-        made, fresh = optimised(values[key], mean, world.memory.get(key, {}))
-        _require_made(key, values[key], made, fresh)
-        values[key] = made
+    number, optimize = global_state.round + 1, agreement.method.server_optimizer
+    values, versions = dict(global_state.values), dict(global_state.versions)
+    memory = {key: state for key, state in global_state.memory.items() if key in later}
+    for key, mean in result.means.items():
+        value, state = optimize(values[key], mean, global_state.memory.get(key, {}))
+        _require_valid_step(key, values[key], value, state)
+        values[key] = value
         versions[key] = number
-        if fresh and key in later:
-            memory[key] = fresh
-    for key, change in outcome.riders.items():
+        if state and key in later:
+            memory[key] = state
+    for key, change in result.aux.items():
         values[key], versions[key] = values[key] + change, number
     return replace(
-        world,
+        global_state,
         values=values,
         versions=versions,
         round=number,
-        met=_met(agreement, world, tally),
+        client_sync=_update_client_sync(agreement, global_state, round_state),
         memory=memory,
-        drift=outcome.drift,
-        clip=outcome.clip,
+        drift=result.drift,
+        clipping_norm=result.clipping_norm,
     )
 
 
-def _require_made(key: str, old: Tensor, made: Tensor, memory: Mapping[str, Tensor]) -> None:
-    """Refuse what no later round could go on with, before it is the world's."""
-    if (made.shape, made.dtype) != (old.shape, old.dtype) or not all_finite(made):
+def _require_valid_step(key: str, old: Tensor, new: Tensor, memory: Mapping[str, Tensor]) -> None:
+    """Raise FedplanError if a server optimizer's value or state names are invalid."""
+    if (new.shape, new.dtype) != (old.shape, old.dtype) or not all_finite(new):
         raise FedplanError(
-            f"the server optimiser made {made.dtype} {tuple(made.shape)} of {key}, which is "
-            f"{old.dtype} {tuple(old.shape)}, or it is no number"
+            f"the server optimizer made {new.dtype} {tuple(new.shape)} of {key}, which is "
+            f"{old.dtype} {tuple(old.shape)}, or its values are not finite"
         )
-    if strange := [name for name in memory if not name.isidentifier()]:
-        raise FedplanError(f"the server optimiser calls a memory {strange[0]!r}: give it a word")
+    if invalid := [name for name in memory if not name.isidentifier()]:
+        raise FedplanError(
+            f"the server optimizer names a state tensor {invalid[0]!r}: use an identifier"
+        )
 
 
-def _met(agreement: Agreement, world: World, tally: Tally) -> dict[str, Met]:
-    """What each client now has of the world, and which params are its own.
+def _update_client_sync(
+    agreement: Agreement, global_state: GlobalState, round_state: RoundState
+) -> dict[str, ClientSync]:
+    """Return the records of all clients after a round.
 
-    Clients of one group that were sent the same and have the same roles are one group again: so
-    there are as many as there are kinds of clients and rounds that somebody was last heard in.
+    Clients of one state that received the same values and have the same roles share a record again,
+    so the number of records does not grow with the number of clients.
     """
-    met, number = dict(world.met), world.round + 1
-    by_way, by_content = dict[tuple[object, ...], Met](), dict[tuple[object, ...], Met]()
-    for client in tally.heard:
-        request = tally.cohort[client]
-        anew = request.anew or tally.lines[client].anew
-        before = NOBODY if anew else met.get(client, NOBODY)
-        said = agreement.method.plan.settle(request.turn)
-        # Ids stand for what the old world and the cohort hold until all are through.
-        way = (id(before), id(request.versions), said)
-        if way not in by_way:
+    client_sync, number = dict(global_state.client_sync), global_state.round + 1
+    by_inputs = dict[tuple[object, ...], ClientSync]()
+    by_content = dict[tuple[object, ...], ClientSync]()
+    for client in round_state.responded:
+        request = round_state.cohort[client]
+        full = request.full or round_state.records[client].full
+        before = NEVER_SEEN if full else client_sync.get(client, NEVER_SEEN)
+        steps = agreement.method.plan.active_steps(request.turn)
+        # Ids are unique: the old state and the cohort keep these objects alive meanwhile.
+        inputs = (id(before), id(request.versions), steps)
+        if inputs not in by_inputs:
             versions = {**before.versions, **request.versions}
-            settled = before.settled | agreement.owned(request.turn)
-            content = (frozenset(versions.items()), settled)
-            by_way[way] = by_content.setdefault(content, Met(number, versions, settled))
-        met[client] = by_way[way]
-    return met
+            bits = before.personal_bits | agreement.personal_bits(request.turn)
+            content = (frozenset(versions.items()), bits)
+            updated = ClientSync(number, versions, bits)
+            by_inputs[inputs] = by_content.setdefault(content, updated)
+        client_sync[client] = by_inputs[inputs]
+    return client_sync

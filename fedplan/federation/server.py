@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers: the federation's side of a run, in a folder. No transport is in it."""
+"""The server's side of a run: rounds, ledger and checkpoints in the run's folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,52 +14,65 @@ from torch import Tensor
 
 from fedplan import seeds
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation import OpenSum
+from fedplan.federation.aggregation import Aggregator
+from fedplan.federation.aggregation_factory import make_aggregation
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.callbacks import Closed
-from fedplan.federation.history import Metrics, Past, row_of
-from fedplan.federation.identity import RUN, Identity, identified, read_identity
+from fedplan.federation.callbacks import CommittedRound
+from fedplan.federation.change_schedule import Roster, class_turns, last_changing_rounds
+from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS, GlobalState, global_values
+from fedplan.federation.history import History, Metrics, round_row
+from fedplan.federation.identity import (
+    RUN_FILE,
+    RunIdentity,
+    load_or_create_identity,
+    read_identity,
+)
+from fedplan.federation.ledger_segments import next_segment, open_ledger, read_history, read_segment
 from fedplan.federation.messages import Update
 from fedplan.federation.participation import Participation
-from fedplan.federation.record import RoundRecord, TurnRecord, joined, read_round
-from fedplan.federation.remains import require_secrets
-from fedplan.federation.rounds import Parcels, Tally, announced, close, pull, push
-from fedplan.federation.segments import next_segment, open_ledger, read_past, read_segment
-from fedplan.federation.warnings import warnings_of
-from fedplan.federation.ways import aggregation_of
-from fedplan.federation.world import BEST, METRICS, WORLD, World, world_values
-from fedplan.language.crowds import told_apart
-from fedplan.language.horizon import rounds_ahead
-from fedplan.language.plan import Role
-from fedplan.language.resolution import permitted
-from fedplan.language.turn import Turn
+from fedplan.federation.record import RoundRecord, TurnRecord, join_digests, read_round
+from fedplan.federation.resume_checks import check_noise_secrets
+from fedplan.federation.round_warnings import make_warnings
+from fedplan.federation.rounds import (
+    RequestBuilder,
+    RoundState,
+    accept_update,
+    announce_phase,
+    close_round,
+    make_request,
+)
 from fedplan.models.params import Block
-from fedplan.privacy.guard import CHARGES, SECRET
-from fedplan.storage.failpoints import reach
-from fedplan.storage.files import mark_of_file
-from fedplan.storage.generations import Generation
-from fedplan.storage.lines import Lines, read_lines
+from fedplan.privacy.guard import CHARGES_FILE, SECRET_FILE
+from fedplan.storage.checkpoints import Checkpoint
+from fedplan.storage.failpoints import failpoint
+from fedplan.storage.files import file_size_and_digest
+from fedplan.storage.json_lines import JsonLinesFile, read_json_lines
 from fedplan.storage.store import Store
-from fedplan.tensors.named import Digests, digests
-from fedplan.training.probes import public_look
+from fedplan.tensors.named import DigestCache, digests
+from fedplan.training.probes import data_independent_input
 
 log = logging.getLogger("fedplan")
 
 STUDY = "study.json"
+"""File in a run's folder with its study."""
 
-SMALL = (STUDY, "manifest.json", "task.json", RUN)
-"""Files of a run's folder that are written once, before its first round; a study may grow."""
+WRITE_ONCE_FILES = (STUDY, "manifest.json", "task.json", RUN_FILE)
+"""Files of a run's folder that are written before the first round; only the study may change."""
 
-Roster = Mapping[str, Mapping[str, str]]
-"""Every client's name, with its traits."""
+Scores = Mapping[Block, float] | None
+"""Scores of blocks for a joint choice, if there is one."""
 
 
 class Server:
-    """A world and its ledger. What it has committed survives any kill.
+    """The server's side of a run in a folder, independent of the transport.
 
-    `start` are the values that the model starts with, of every param that may change, and `marks`
-    the digest of each param; without these it takes the values of all. What the world has moved
-    for good is let go of. `rows` are the digests of clients' rows, where they are seen.
+    A round is begun, updated, closed and committed; committed rounds survive a crash at any time.
+    Opening a folder with a run resumes it.
+
+    `start`: initial values of all params that may change; a value is dropped once the global state
+    has a newer one. `start_digests`: digests of all params' initial values; computed from `start`
+    if missing. `examples_digests`: digests of clients' examples, in a simulation.
+    `roster`: all clients with their traits. Raises FedplanError if the folder holds another run.
     """
 
     def __init__(
@@ -72,319 +84,316 @@ class Server:
         rounds: int,
         roster: Roster,
         participation: Participation | None = None,
-        marks: Mapping[str, str] | None = None,
-        rows: Mapping[str, str] | None = None,
+        start_digests: Mapping[str, str] | None = None,
+        examples_digests: Mapping[str, str] | None = None,
     ) -> None:
         self.start, self.folder, self.rounds = dict(start), folder, rounds
         self.roster: dict[str, Mapping[str, str]] = dict(roster)
-        self.digests = Digests()
-        self.marks = dict(marks) if marks is not None else digests(start)
-        self.store = Store(folder / WORLD)
-        self.store.claim()
-        found = self.store.read()
-        self.identity = _identity(folder, agreement, self.marks, rows or {}, found)
+        self.digests = DigestCache()
+        self.start_digests = dict(digests(start) if start_digests is None else start_digests)
+        self.store = Store(folder / GLOBAL_FOLDER)
+        self.store.lock()
+        checkpoint = self.store.read_newest()
+        self.identity = _load_identity(
+            folder, agreement, self.start_digests, examples_digests or {}, checkpoint
+        )
         self.agreement = agreement = replace(agreement, run=self.identity.id)
-        files: dict[str, Any] = found.meta["files"] if found else {}
-        require_secrets(folder, files)
-        self.world = (
-            World.loaded(found.tensors, found.meta) if found else World.start(agreement, start)
+        meta = checkpoint.meta if checkpoint else {}
+        files: dict[str, Any] = meta.get("files", {})
+        check_noise_secrets(folder, files)
+        self.global_state = (
+            GlobalState.from_tensors(checkpoint.tensors, meta)
+            if checkpoint
+            else GlobalState.initial(agreement, start)
         )
-        self.aggregation = aggregation_of(
-            agreement,
-            folder / "privacy",
-            participation or Participation(),
-            found.meta if found else {},
+        self.aggregation = make_aggregation(
+            agreement, folder / "privacy", participation or Participation(), meta
         )
-        self._marked = dict[Path, tuple[tuple[int, int, int], list[int | str]]]()
-        self._let_go()
-        self._agreed: list[int | str] | None = files.get(STUDY)
-        self.ledger = open_ledger(folder, files, self.world.round)
+        self._file_digests = dict[Path, tuple[tuple[int, int, int], list[int | str]]]()
+        self._drop_outdated_start()
+        self._study_digest: list[int | str] | None = files.get(STUDY)
+        self.ledger = open_ledger(folder, files, self.global_state.round)
         length, sha256 = files.get(METRICS, (0, ""))
-        self.metrics = Lines(folder / METRICS, length=length, sha256=sha256)
+        self.metrics = JsonLinesFile(folder / METRICS, length=length, sha256=sha256)
 
-    def agree(self) -> None:
-        """Stand by the study as it now is: rounds may be added to it, and places may change."""
-        now = mark_of_file(self.folder / STUDY)
-        found = self.store.read() if self._agreed != now else None
-        if found is not None:
-            meta = found.meta | {"files": found.meta["files"] | {STUDY: now}}
-            self.store.write(found.tensors, meta, number=found.number)
+    def record_study(self) -> None:
+        """Store the study file's digest in the newest checkpoint, if the study has changed."""
+        digest = file_size_and_digest(self.folder / STUDY)
+        checkpoint = self.store.read_newest() if self._study_digest != digest else None
+        if checkpoint is not None:
+            files = checkpoint.meta["files"] | {STUDY: digest}
+            meta = checkpoint.meta | {"files": files}
+            self.store.write(checkpoint.tensors, meta, number=checkpoint.number)
 
-    def begin(self) -> Tally:
-        """Announce the phase of the next round, and say who is asked for what."""
-        self.world = announced(self.agreement, self.world)
-        number = self.world.round + 1
-        cohort = self.aggregation.cohort(number, list(self.roster))
-        parcels = Parcels(self.agreement, self.world)
-        tally = Tally(
-            {name: parcels.request(name, self.roster[name]) for name in cohort},
-            self._total(number, None),
-            marks=self.marks,
+    def begin_round(self) -> RoundState:
+        """Announce the phase of the next round, draw its clients, and return their requests."""
+        self.global_state = announce_phase(self.agreement, self.global_state)
+        number = self.global_state.round + 1
+        cohort = self.aggregation.sample_clients(number, list(self.roster))
+        builder = RequestBuilder(self.agreement, self.global_state)
+        round_state = RoundState(
+            {name: builder.request(name, self.roster[name]) for name in cohort},
+            self._open_aggregator(number, None),
+            start_digests=self.start_digests,
             digests=self.digests,
         )
-        self._settle(tally, self._standing(number))
-        return tally
+        self._set_scores(round_state, self._initial_scores(number))
+        return round_state
 
-    def _standing(self, number: int) -> Mapping[Block, float] | None:
-        """The scores that all choose by before anybody is asked: the last vote's, if any.
+    def _initial_scores(self, number: int) -> Scores:
+        """Return the joint scores that need no poll: those of the last vote, if any.
 
-        Where clients are hidden and choose together by what looks at no rows, it is said here: in
-        a poll, who is there would decide what is released.
+        Under client-level DP without a vote, a data-independent probe is called here, since the
+        result of a poll would depend on which clients take part.
         """
-        agreement, turns = self.agreement, self._turns(number, self.world.phase)
-        guarantee, together = agreement.guarantee, agreement.method.together
-        alone = not self.aggregation.hides or (guarantee and guarantee.vote) or not together
-        if alone or not any(map(agreement.chooses, turns)):
-            return self.world.choice or None
+        agreement = self.agreement
+        turns = class_turns(self.agreement, self.roster, number, self.global_state.phase)
+        guarantee, together = agreement.guarantee, agreement.method.joint_choice
+        votes = guarantee is not None and bool(guarantee.vote_noise_multiplier)
+        polls = not self.aggregation.hides_clients or votes or not together
+        if polls or not any(map(agreement.selects_blocks, turns)):
+            return self.global_state.choice or None
         seed = seeds.seed(agreement.experiment, "probe", number)
-        return agreement.method.probe(public_look(agreement.blocks, seed))
+        return agreement.method.probe(data_independent_input(agreement.blocks, seed))
 
-    def voters(self, tally: Tally) -> list[str] | None:
-        """The clients of a round that say first what they would choose: those whose plan does.
+    def voters(self, round_state: RoundState) -> list[str] | None:
+        """Return the clients to be polled for scores before training; None without a poll.
 
-        None if nobody is asked. A vote is held even if nobody is there: its noise hides that.
+        A private vote takes place even without clients, since its noise hides that.
         """
         guarantee, agreement = self.agreement.guarantee, self.agreement
-        if guarantee is not None and guarantee.vote:
-            return list(tally.cohort) if guarantee.votes(self.world.round + 1) else None
-        if not agreement.method.together or self.aggregation.hides:
+        if guarantee is not None and guarantee.vote_noise_multiplier:
+            is_voting = guarantee.is_voting_round(self.global_state.round + 1)
+            return list(round_state.cohort) if is_voting else None
+        if not agreement.method.joint_choice or self.aggregation.hides_clients:
             return None
-        return [n for n, request in tally.cohort.items() if agreement.chooses(request.turn)] or None
+        cohort = round_state.cohort.items()
+        return [name for name, request in cohort if agreement.selects_blocks(request.turn)] or None
 
-    def choose(self, tally: Tally, polled: Mapping[str, Mapping[Block, float]]) -> None:
-        """Have all choose alike: by the sum of what was polled, or by what a vote makes of it."""
-        guarantee, number = self.agreement.guarantee, self.world.round + 1
-        there = set(self.agreement.blocks)
-        polled = {name: said for name, said in polled.items() if said.keys() <= there}
-        scores = self.aggregation.chosen(number, polled)
-        if guarantee is not None and guarantee.vote:
-            self.world = replace(self.world, choice=scores)
-        elif not scores:
+    def choose_blocks(
+        self, round_state: RoundState, polled: Mapping[str, Mapping[Block, float]]
+    ) -> None:
+        """Put joint scores into all requests, from the scores of a poll or vote by client.
+
+        Raises FedplanError if no client gave valid scores, or if a client has responded already.
+        """
+        guarantee, number = self.agreement.guarantee, self.global_state.round + 1
+        blocks = set(self.agreement.blocks)
+        valid = {name: scores for name, scores in polled.items() if scores.keys() <= blocks}
+        joint = self.aggregation.joint_scores(number, valid)
+        if guarantee is not None and guarantee.vote_noise_multiplier:
+            self.global_state = replace(self.global_state, choice=joint)
+        elif not joint:
             raise FedplanError(
-                f"round {number}: nobody who was asked gave scores that are numbers, so "
-                "nothing can be chosen; start the run again to go on with this round"
+                f"round {number}: no client gave valid scores, so no layers can be chosen; start "
+                "the run again to repeat this round"
             )
-        self._settle(tally, scores)
+        self._set_scores(round_state, joint)
 
-    def _settle(self, tally: Tally, scores: Mapping[Block, float] | None) -> None:
-        """Have all choose by these scores, if any; what may then be shared is what is summed."""
-        if tally.heard:
-            raise FedplanError("all choose before anybody is heard, and some were")
+    def _set_scores(self, round_state: RoundState, scores: Scores) -> None:
+        """Put scores into all requests and open a new aggregator for what may then be shared."""
+        if round_state.responded:
+            raise FedplanError("scores must be set before any client has responded")
         if scores is not None:
-            tally.choose(scores)
-            tally.total = self._total(self.world.round + 1, scores)
+            round_state.set_scores(scores)
+            round_state.aggregator = self._open_aggregator(self.global_state.round + 1, scores)
 
-    def _total(self, number: int, scores: Mapping[Block, float] | None) -> OpenSum:
-        """The open sum of a round, over all that anybody may share in it."""
-        return self.aggregation.begin(
-            self.world, lambda: self._shared(number, scores), len(self.roster)
+    def _open_aggregator(self, number: int, scores: Scores) -> Aggregator:
+        """Return the aggregator of a round, over all params that any client may share."""
+        return self.aggregation.open_round(
+            self.global_state, lambda: self._shared_values(number, scores), len(self.roster)
         )
 
-    def _shared(self, number: int, scores: Mapping[Block, float] | None) -> dict[str, Tensor]:
-        """What any client may share in a round, whoever is asked: that is public."""
-        agreed, turns = self.agreement, self._turns(number, self.world.phase)
-        told = [replace(turn, scores=scores) for turn in turns]
-        public = agreed.public(*told[:1]) if agreed.in_shares and told else agreed.shared_in(told)
-        return {p.key: self.world.values[p.key] for p in public}
+    def _shared_values(self, number: int, scores: Scores) -> dict[str, Tensor]:
+        """Return the global values of all params that any client may share in a round."""
+        agreed = self.agreement
+        turns = class_turns(self.agreement, self.roster, number, self.global_state.phase)
+        scored = [replace(turn, scores=scores) for turn in turns]
+        if agreed.distributed_dp and scored:
+            params = agreed.public_params(scored[0])
+        else:
+            params = agreed.shared_params(scored)
+        return {p.key: self.global_state.values[p.key] for p in params}
 
-    def anew(self, tally: Tally, client: str) -> None:
-        """Ask a client again that has lost what it had of the world, and send it all of it."""
-        vain = tally.cohort[client]
-        tally.vain += vain.nbytes
-        request = push(self.agreement, self.world, client, self.roster[client], anew=True)
-        turn = replace(request.turn, scores=vain.turn.scores)
-        tally.cohort[client] = replace(request, turn=turn, base=vain.base, attempt=vain.attempt)
+    def resend_all(self, round_state: RoundState, client: str) -> None:
+        """Replace the request of a client that lost its state by one with all values it needs."""
+        old = round_state.cohort[client]
+        round_state.wasted_bytes += old.nbytes
+        traits = self.roster[client]
+        request = make_request(self.agreement, self.global_state, client, traits, full=True)
+        round_state.cohort[client] = replace(
+            request,
+            turn=replace(request.turn, scores=old.turn.scores),
+            base_digests=old.base_digests,
+            attempt=old.attempt,
+        )
 
-    def take(self, tally: Tally, update: Update, *, late: bool = False) -> None:
-        """Count an update, or write down why not; a late one is heard, and not counted."""
-        pull(self.agreement, self.world, tally, update, late=late)
+    def take(self, round_state: RoundState, update: Update, *, late: bool = False) -> None:
+        """Validate an update and add it to the round, or note why not; see `accept_update`."""
+        accept_update(self.agreement, self.global_state, round_state, update, is_late=late)
 
-    def end(self, tally: Tally) -> None:
-        """Close a round with what has come; `commit` makes it last."""
-        reach("round.before_close")
-        outcome, later = tally.total.close(), self._later(self.world.round + 1)
-        tally.products, tally.defence = outcome.products, outcome.defence
-        tally.masked = outcome.masked
-        self.world = close(self.agreement, self.world, tally, outcome, later=later)
+    def close_round(self, round_state: RoundState) -> None:
+        """Aggregate the updates of a round into the global state; `commit` stores it."""
+        failpoint("round.before_close")
+        result = round_state.aggregator.close()
+        round_state.products, round_state.defence = result.products, result.defence
+        round_state.masked = result.masked
+        later = self._changing_after(self.global_state.round + 1)
+        self.global_state = close_round(
+            self.agreement, self.global_state, round_state, result, later=later
+        )
 
-    def _later(self, number: int) -> set[str]:
-        """Keys that some later round may move, in this phase or in one that may still come."""
-        phases = self.agreement.method.announce.phases
-        still = phases[phases.index(self.world.phase) :] if self.world.phase else ("", *phases)
-        moves = (self._last_moves[phase] for phase in still)
-        return {key for found in moves for key, last in found.items() if last > number}
+    def _changing_after(self, number: int) -> set[str]:
+        """Return the keys that a round after `number` may change, in this or a later phase."""
+        phase, phases = self.global_state.phase, self.agreement.method.phase_rule.phases
+        remaining = phases[phases.index(phase) :] if phase else ("", *phases)
+        last_rounds = (self._last_rounds[phase] for phase in remaining)
+        return {key for rounds in last_rounds for key, last in rounds.items() if last > number}
 
     @cached_property
-    def _last_moves(self) -> dict[str, dict[str, float]]:
-        """The last round that may move each key, in each phase, if a run were never to end.
-
-        A run that is given more rounds later must remember what a longer one would.
-        """
-        phases = ("", *self.agreement.method.announce.phases)
-        return {phase: self._moves(phase) for phase in phases}
-
-    def _moves(self, phase: str) -> dict[str, float]:
-        plan, params = self.agreement.method.plan, self.agreement.params
-        ahead = rounds_ahead(plan)
-        if ahead is None:
-            return dict.fromkeys((p.key for p in self.agreement.movable), inf)
-        kinds = told_apart(plan, self.roster)
-        sayings = {
-            plan.settle(turn): (turn, inf if ever else number)
-            for number, ever in ahead
-            for turn in (Turn(number, name, phase, traits) for name, traits in kinds)
-        }
-        found = dict[str, float]()
-        for turn, last in sayings.values():
-            roles = permitted(plan, params, turn)
-            shared = [p.key for p in params if roles[p] is Role.SHARE]
-            found |= {key: max(last, found.get(key, 0)) for key in shared}
-        return found
-
-    def _turns(self, number: int, phase: str) -> list[Turn]:
-        """A turn of each kind of client that the plan tells apart: of a large roster, few."""
-        kinds = told_apart(self.agreement.method.plan, self.roster)
-        return [Turn(number, name, phase, traits) for name, traits in kinds]
+    def _last_rounds(self) -> dict[str, dict[str, float]]:
+        """By phase, the last round that may change each key; see `last_changing_rounds`."""
+        return last_changing_rounds(self.agreement, self.roster)
 
     def commit(
         self,
-        tally: Tally,
+        round_state: RoundState,
         scores: Mapping[str, Any] | None = None,
         signs: Mapping[str, Any] | None = None,
-    ) -> Closed:
-        """Write a round down for good: its lines, then the world that it made.
+    ) -> CommittedRound:
+        """Write a closed round to disk: ledger, metrics, then the global state.
 
-        `scores` are kept beside the ledger, `signs` in the round's own line.
+        `scores`: evaluation metrics for the metrics file. `signs`: extra fields of the round's line
+        in the ledger. Logs the round's warnings.
         """
-        past, turns = self._past, tuple(tally.lines[name] for name in sorted(tally.lines))
-        whole = read_round({**self._whole(tally).json(), **(signs or {})})
-        whole = replace(whole, warnings=warnings_of(whole, turns, past.drifts))
-        ledger, opening = next_segment(self.ledger, past)
-        ledger.append([*opening, *(turn.json() for turn in turns), whole.json()])
+        history = self._history
+        turns = tuple(round_state.records[name] for name in sorted(round_state.records))
+        record = read_round({**self._round_record(round_state).json(), **(signs or {})})
+        record = replace(record, warnings=make_warnings(record, turns, history.drifts))
+        ledger, opening = next_segment(self.ledger, history)
+        ledger.append([*opening, *(turn.json() for turn in turns), record.json()])
         self.ledger = ledger
-        reach("round.ledger_written")
-        self.metrics.append([{"round": self.world.round, **scores}] if scores else [])
-        reach("round.before_commit")
-        tensors, meta = self.world.saved()
-        meta |= {"run": self.identity.id, "files": self._files(), **self.aggregation.saved()}
-        self.store.write(tensors, meta, number=self.world.round)
-        reach("round.committed")
-        self._let_go()
-        past.add(whole, turns, scores or {})
-        for each in whole.warnings:
-            log.warning("round %d: %s", whole.round, each)
-        return self._closed(whole, turns, scores or {}, Metrics(past.metrics))
+        failpoint("round.ledger_written")
+        self.metrics.append([{"round": self.global_state.round, **scores}] if scores else [])
+        failpoint("round.before_commit")
+        tensors, meta = self.global_state.to_tensors()
+        meta |= {"run": self.identity.id, "files": self._files()}
+        meta |= self.aggregation.checkpoint_meta()
+        self.store.write(tensors, meta, number=self.global_state.round)
+        failpoint("round.committed")
+        self._drop_outdated_start()
+        history.add(record, turns, scores or {})
+        for warning in record.warnings:
+            log.warning("round %d: %s", record.round, warning)
+        return self._committed_round(record, turns, scores or {})
 
-    def _closed(
-        self,
-        whole: RoundRecord,
-        turns: tuple[TurnRecord, ...],
-        scores: Mapping[str, Any],
-        metrics: Metrics,
-    ) -> Closed:
-        """A round as callbacks are told of it."""
-        where = self.agreement.experiment, self.identity.id, self.folder, self.aggregation.hides
-        return Closed(self.rounds, whole, turns, scores, metrics, *where)
+    def _committed_round(
+        self, record: RoundRecord, turns: tuple[TurnRecord, ...], scores: Mapping[str, Any]
+    ) -> CommittedRound:
+        """Return a committed round for callbacks, with the metrics of all rounds so far."""
+        run = self.agreement.experiment, self.identity.id, self.folder
+        metrics, hides_clients = Metrics(self.history), self.aggregation.hides_clients
+        return CommittedRound(self.rounds, record, turns, scores, metrics, *run, hides_clients)
 
-    def _let_go(self) -> None:
-        """Forget the start of what the world has moved: whoever lacks it is sent the world's."""
-        for key in [key for key in self.start if self.world.versions.get(key, 0)]:
+    def _drop_outdated_start(self) -> None:
+        """Drop the initial values that the global state has replaced, to free memory."""
+        for key in [key for key in self.start if self.global_state.versions.get(key, 0)]:
             del self.start[key]
 
-    def score(self, closed: Closed, scores: Mapping[str, Any]) -> Closed:
-        """Write down the scores of the last round, which were asked for once it was committed.
-
-        A kill before this line leaves a round without scores, which may be asked for again.
-        """
-        self.metrics.append([{"round": closed.round, **scores}])
-        if (found := self.store.newest()) is not None:
-            files = found.meta["files"] | {METRICS: self.metrics.mark}
-            self.store.amend(found.meta | {"files": files}, number=found.number)
-        self.history[-1] = row_of(closed.whole, closed.turns, scores)
-        return replace(closed, scores=scores, metrics=Metrics(self.history))
+    def add_scores(self, committed: CommittedRound, scores: Mapping[str, Any]) -> CommittedRound:
+        """Store evaluation metrics of the last committed round, and return it with them."""
+        self.metrics.append([{"round": committed.round, **scores}])
+        if (checkpoint := self.store.peek()) is not None:
+            files = checkpoint.meta["files"] | {METRICS: self.metrics.length_and_digest}
+            self.store.replace_meta(checkpoint.meta | {"files": files}, number=checkpoint.number)
+        self.history[-1] = round_row(committed.record, committed.turns, scores)
+        return replace(committed, scores=scores, metrics=Metrics(self.history))
 
     def keep_best(self, number: int) -> None:
-        """Keep the world beside the run, if this is the number of its round: it is the best yet."""
-        if number == self.world.round and number:
-            store, world = Store(self.folder / BEST, keep=1), replace(self.world, memory={})
+        """Store the global state as the best one if it is of round `number`; 0 is no round."""
+        if number == self.global_state.round and number:
+            store, best = Store(self.folder / BEST, keep=1), replace(self.global_state, memory={})
             if number not in store.numbers():
-                tensors, meta = world.saved()
+                tensors, meta = best.to_tensors()
                 store.write(tensors, meta | {"run": self.identity.id}, number=number)
 
     @property
     def history(self) -> Metrics:
-        """The metrics of every round that was committed."""
-        return self._past.metrics
+        """The metrics of all committed rounds."""
+        return self._history.metrics
 
     @cached_property
-    def _past(self) -> Past:
-        """The numbers of all rounds and the drift of the last ones, from the open segment."""
-        return read_past(self.ledger, self.metrics.file)
+    def _history(self) -> History:
+        """Metrics of all rounds and drift of the last ones, read from the ledger once."""
+        return read_history(self.ledger, self.metrics.file)
 
-    def last(self) -> Closed | None:
-        """The last round that was committed, as it was told when it was."""
+    def last_round(self) -> CommittedRound | None:
+        """Return the last committed round as callbacks received it; None before the first."""
         _, records = read_segment(self.ledger.file)
-        if not records or not isinstance(whole := records[-1], RoundRecord):
+        if not records or not isinstance(record := records[-1], RoundRecord):
             return None
-        lines = {line["round"]: line for line in read_lines(self.metrics.file)}
-        scores = {k: v for k, v in lines.get(whole.round, {}).items() if k != "round"}
-        same = (each for each in records if isinstance(each, TurnRecord))
-        turns = tuple(turn for turn in same if turn.round == whole.round)
-        return self._closed(whole, turns, scores, Metrics(self.history))
+        lines = {line["round"]: line for line in read_json_lines(self.metrics.file)}
+        scores = {k: v for k, v in lines.get(record.round, {}).items() if k != "round"}
+        all_turns = (each for each in records if isinstance(each, TurnRecord))
+        turns = tuple(turn for turn in all_turns if turn.round == record.round)
+        return self._committed_round(record, turns, scores)
 
-    def _whole(self, tally: Tally) -> RoundRecord:
-        self.digests.only(self.world.values.values())
-        moved = {k for k, v in self.world.versions.items() if v == self.world.round}
-        asked, sizes = tally.cohort.values(), self.agreement.sizes
-        down = sum(sizes[key] for request in asked for key in request.versions)
+    def _round_record(self, round_state: RoundState) -> RoundRecord:
+        """Return the ledger's record of a closed round."""
+        global_state, sizes = self.global_state, self.agreement.download_bytes
+        self.digests.keep_only(global_state.values.values())
+        changed = {k for k, v in global_state.versions.items() if v == global_state.round}
+        requests = round_state.cohort.values()
+        down = sum(sizes[key] for request in requests for key in request.versions)
         return RoundRecord(
-            round=self.world.round,
-            phase=self.world.phase,
-            counted=tuple(sorted(tally.counted)),
-            rejected=dict(sorted(tally.rejected.items())),
-            moved={k: self.digests.of(self.world.values[k]) for k in sorted(moved)},
-            drift=self.world.drift,
-            up=sum(record.up for record in tally.lines.values()),
-            down=tally.vain + down,
-            products=tally.products,
-            defence=tally.defence,
-            masked=tally.masked,
+            round=global_state.round,
+            phase=global_state.phase,
+            counted=tuple(sorted(round_state.aggregated)),
+            rejected=dict(sorted(round_state.rejected.items())),
+            moved={k: self.digests.short_digest(global_state.values[k]) for k in sorted(changed)},
+            drift=global_state.drift,
+            up=sum(record.up for record in round_state.records.values()),
+            down=round_state.wasted_bytes + down,
+            products=round_state.products,
+            defence=round_state.defence,
+            masked=round_state.masked,
         )
 
     def _files(self) -> dict[str, list[int | str]]:
-        """The length and the digest of every file beside the world, for `verify`."""
-        files = [self.folder / name for name in SMALL if (self.folder / name).exists()]
-        for name in (SECRET, CHARGES) if self.agreement.guarantee else ():
+        """Return length and digest of every file beside the global state, for `verify`."""
+        files = [self.folder / name for name in WRITE_ONCE_FILES if (self.folder / name).exists()]
+        for name in (SECRET_FILE, CHARGES_FILE) if self.agreement.guarantee else ():
             files += sorted((self.folder / "privacy").rglob(name))
-        marks = {str(file.relative_to(self.folder)): self._mark(file) for file in files}
-        return marks | {f.file.name: f.mark for f in (self.ledger, self.metrics)}
+        entries = {str(file.relative_to(self.folder)): self._file_digest(file) for file in files}
+        return entries | {f.file.name: f.length_and_digest for f in (self.ledger, self.metrics)}
 
-    def _mark(self, file: Path) -> list[int | str]:
-        """The length and the digest of a file, read again only if it was written again."""
-        found = file.stat()
-        now = (found.st_mtime_ns, found.st_size, found.st_ino)
-        if file not in self._marked or self._marked[file][0] != now:
-            self._marked[file] = now, mark_of_file(file)
-        return self._marked[file][1]
+    def _file_digest(self, file: Path) -> list[int | str]:
+        """Return length and digest of a file, read again only if its time, size or inode change."""
+        stat = file.stat()
+        state = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        if file not in self._file_digests or self._file_digests[file][0] != state:
+            self._file_digests[file] = state, file_size_and_digest(file)
+        return self._file_digests[file][1]
 
-    def world_values(self) -> dict[str, Tensor]:
-        """The federation's model: its values, and the start's for what each client keeps."""
-        return world_values(self.agreement, self.world, self.start)
+    def global_values(self) -> dict[str, Tensor]:
+        """Return the global model's trainable values; params that clients keep have the start's."""
+        return global_values(self.agreement, self.global_state, self.start)
 
 
-def _identity(
+def _load_identity(
     folder: Path,
     agreement: Agreement,
-    marks: Mapping[str, str],
-    rows: Mapping[str, str],
-    found: Generation | None,
-) -> Identity:
-    """Which run this is; a world without its identity, or with another's, is refused."""
-    if found and (not (folder / RUN).exists() or read_identity(folder).id != found.meta["run"]):
+    start_digests: Mapping[str, str],
+    examples_digests: Mapping[str, str],
+    checkpoint: Checkpoint | None,
+) -> RunIdentity:
+    """Return the run's identity; raise FedplanError if it is not that of the checkpoint."""
+    has_identity = (folder / RUN_FILE).exists()
+    if checkpoint and not (has_identity and read_identity(folder).id == checkpoint.meta["run"]):
         raise FedplanError(
-            f"{folder / RUN} is not that of the world beside it: put a copy of it back"
+            f"{folder / RUN_FILE} is not of the same run as {folder / GLOBAL_FOLDER}: "
+            "restore a copy of it"
         )
-    joint = joined(agreement.params, marks)
-    return identified(
-        folder, Identity(agreement.run, agreement.study, agreement.start, dict(rows), joint)
-    )
+    joined, rows = join_digests(agreement.params, start_digests), dict(examples_digests)
+    expected = RunIdentity(agreement.run, agreement.study, agreement.start, rows, joined)
+    return load_or_create_identity(folder, expected)

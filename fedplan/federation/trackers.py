@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers: other people's programs that draw runs, each told of every committed round.
+"""Experiment trackers: TensorBoard, MLflow and Weights & Biases, called after each round.
 
-A tracker is a callback that holds something open. It writes below the run's own folder, and no bit
-of a run follows from it. What it is told stands in metrics.jsonl too, whether it is there or not.
+A tracker is a callback with an open resource. It writes below the run's folder, and cannot change
+the results of a run. The same metrics are in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from fedplan.errors import FedplanError
-from fedplan.federation.callbacks import Callback, Closed
+from fedplan.federation.callbacks import Callback, CommittedRound
 from fedplan.naming import Registry
 
 FOLDER = "trackers"
-"""Where trackers write, in the folder of a run."""
-SINGLE = ("clients.", "sites.by.", "sites.silent.")
-"""How the names of numbers of single clients begin: trackers are told of all together."""
-DRAWN = ("up", "down", "counted", "rejected", "personal.", "sites.")
-"""How the names of numbers begin that tell of those who were drawn."""
+"""Folder of all trackers within a run's folder."""
+PER_CLIENT_PREFIXES = ("clients.", "sites.by.", "sites.silent.")
+"""Prefixes of metrics of single clients, which trackers do not get."""
+COHORT_PREFIXES = ("up", "down", "counted", "rejected", "personal.", "sites.")
+"""Prefixes of metrics that depend on the sampled clients."""
 
 
 class Tracker(ABC):
-    """A callback that is made for one run, and closed when the run ends, however that is.
+    """A callback that is created for one run, and closed when the run ends or fails.
 
-    A run that goes on tells its last round once more: that must change nothing.
+    A resumed run calls it with its last round again; a subclass must ignore the repetition.
     """
 
     package: ClassVar[str] = ""
-    """What must be installed for it, called as the extra is."""
+    """Package that must be installed; the extra of fedplan has the same name."""
 
     def __init__(self) -> None:
+        """Raise FedplanError if the package is not installed."""
         if self.package and find_spec(self.package) is None:
             raise FedplanError(
                 f"the tracker {self.package!r} needs the package {self.package}, which is not "
@@ -46,30 +47,35 @@ class Tracker(ABC):
             )
 
     @abstractmethod
-    def __call__(self, closed: Closed) -> str | None:
-        """Take note of a round; a tracker has no run stop."""
+    def __call__(self, closed: CommittedRound) -> str | None:
+        """Log a committed round; returns None, since a tracker does not stop a run."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what is open; the next round that is told opens it again."""
+        """Close the open resource; the next call opens it again."""
 
 
-def numbers(closed: Closed) -> dict[str, float]:
-    """What a tracker is told of a round: its numbers of all clients together.
+def tracked_metrics(closed: CommittedRound) -> dict[str, float]:
+    """Return the metrics of a round that trackers log: those over all clients.
 
-    Where clients are hidden, nothing that tells how many were drawn, or how they scored.
+    Under client-level DP, metrics that depend on the sampled clients are left out too.
     """
-    left_out = (*SINGLE, *DRAWN) if closed.hidden else SINGLE
-    return {k: float(v) for k, v in closed.row.items() if not k.startswith(left_out)}
+    excluded = PER_CLIENT_PREFIXES
+    if closed.hides_clients:
+        excluded += COHORT_PREFIXES
+    return {k: float(v) for k, v in closed.row.items() if not k.startswith(excluded)}
 
 
-def place_for(tracker: str, closed: Closed) -> Path:
-    """Where a tracker writes of a run."""
+def tracker_folder(tracker: str, closed: CommittedRound) -> Path:
+    """Create and return the folder of a tracker within the run's folder.
+
+    Raises FedplanError if the run has no folder.
+    """
     if closed.folder is None:
         raise FedplanError(f"the tracker {tracker!r} writes into a run's folder: give the run one")
-    place = closed.folder / FOLDER / tracker
-    place.mkdir(parents=True, exist_ok=True)
-    return place
+    folder = closed.folder / FOLDER / tracker
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @final
@@ -82,22 +88,20 @@ class TensorBoard(Tracker):
         super().__init__()
         self._writer: Any = None
 
-    def __call__(self, closed: Closed) -> str | None:
-        """Write each number as a scalar of the round."""
+    def __call__(self, closed: CommittedRound) -> str | None:
+        """Write each metric as a scalar at the step of the round."""
         if self._writer is None:
-            writer, place = (
-                import_module("torch.utils.tensorboard"),
-                place_for(self.package, closed),
-            )
-            # What was written of this round before is purged.
-            self._writer = writer.SummaryWriter(str(place), purge_step=closed.round)
-        for name, value in numbers(closed).items():
+            folder = tracker_folder(self.package, closed)
+            tensorboard = import_module("torch.utils.tensorboard")
+            # Purges what was written of this round before.
+            self._writer = tensorboard.SummaryWriter(str(folder), purge_step=closed.round)
+        for name, value in tracked_metrics(closed).items():
             self._writer.add_scalar(name.replace(".", "/", 1), value, closed.round)
         self._writer.flush()
         return None
 
     def close(self) -> None:
-        """Close the file of events."""
+        """Close the event file."""
         if self._writer is not None:
             self._writer.close()
         self._writer = None
@@ -105,7 +109,7 @@ class TensorBoard(Tracker):
 
 @final
 class MLflow(Tracker):
-    """A run of MLflow, in a database of the run's folder, or where `MLFLOW_TRACKING_URI` says."""
+    """An MLflow run, in a database in the run's folder, or at `MLFLOW_TRACKING_URI`."""
 
     package = "mlflow"
 
@@ -114,37 +118,42 @@ class MLflow(Tracker):
         self._open: tuple[Any, str] | None = None
         self._round = 0
 
-    def __call__(self, closed: Closed) -> str | None:
-        """Write each number as a metric of the round."""
-        client, run = self._open = self._open or self._opened(closed)
+    def __call__(self, closed: CommittedRound) -> str | None:
+        """Log each finite metric at the step of the round, unless it was logged before."""
+        client, run = self._open = self._open or self._open_run(closed)
         if closed.round > self._round:
             now, metric = int(time.time() * 1000), import_module("mlflow.entities").Metric
-            told = {k: v for k, v in numbers(closed).items() if isfinite(v)}
-            metrics = [metric(k, v, now, closed.round) for k, v in told.items()]
+            finite = {k: v for k, v in tracked_metrics(closed).items() if isfinite(v)}
+            metrics = [metric(k, v, now, closed.round) for k, v in finite.items()]
             client.log_batch(run, metrics=metrics)
             self._round = closed.round
         return None
 
-    def _opened(self, closed: Closed) -> tuple[Any, str]:
-        """The run of MLflow with this run's id, which is made if there is none."""
-        place = place_for(self.package, closed).absolute()
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{place / 'mlflow.db'}"
+    def _open_run(self, closed: CommittedRound) -> tuple[Any, str]:
+        """Return the MLflow client and run id; create experiment and run if they are missing.
+
+        Sets `_round` to the last round that an existing run has logged.
+        """
+        folder = tracker_folder(self.package, closed).absolute()
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
         client: Any = import_module("mlflow.tracking").MlflowClient(tracking_uri=uri)
         name = closed.experiment.rpartition("/")[0]
-        found = client.get_experiment_by_name(name)
-        where = (place / "artifacts").as_uri()
-        number = found.experiment_id if found else client.create_experiment(name, where)
-        runs = client.search_runs([number], f"tags.`fedplan.run` = '{closed.run}'")
+        experiment = client.get_experiment_by_name(name)
+        if experiment:
+            experiment_id = experiment.experiment_id
+        else:
+            experiment_id = client.create_experiment(name, (folder / "artifacts").as_uri())
+        runs = client.search_runs([experiment_id], f"tags.`fedplan.run` = '{closed.run}'")
         if runs:
             self._round = int(runs[0].data.metrics.get("round", 0))
             client.update_run(runs[0].info.run_id, status="RUNNING")
             return client, runs[0].info.run_id
         tags = {"fedplan.run": closed.run, "fedplan.score": closed.primary}
-        made = client.create_run(number, run_name=closed.experiment, tags=tags)
-        return client, made.info.run_id
+        run = client.create_run(experiment_id, run_name=closed.experiment, tags=tags)
+        return client, run.info.run_id
 
     def close(self) -> None:
-        """Say that the run has ended."""
+        """Mark the MLflow run as ended."""
         if self._open is not None:
             client, run = self._open
             client.set_terminated(run)
@@ -153,7 +162,7 @@ class MLflow(Tracker):
 
 @final
 class WeightsAndBiases(Tracker):
-    """A run of Weights & Biases, offline: `wandb sync RUN/trackers/wandb/wandb/offline-run-*`."""
+    """An offline Weights & Biases run: `wandb sync RUN/trackers/wandb/wandb/offline-run-*`."""
 
     package = "wandb"
 
@@ -161,27 +170,27 @@ class WeightsAndBiases(Tracker):
         super().__init__()
         self._run: Any = None
 
-    def __call__(self, closed: Closed) -> str | None:
-        """Log the numbers at the step of the round."""
+    def __call__(self, closed: CommittedRound) -> str | None:
+        """Log the metrics at the step of the round."""
         if self._run is None:
-            wandb, place = import_module("wandb"), place_for(self.package, closed)
-            if any(place.glob("wandb/offline-run-*")):
-                time.sleep(1)  # its folders are named by the second: it would write over that one
+            wandb, folder = import_module("wandb"), tracker_folder(self.package, closed)
+            if any(folder.glob("wandb/offline-run-*")):
+                time.sleep(1)  # folders are named by the second: the last one would be overwritten
             self._run = wandb.init(
                 project=closed.experiment.rpartition("/")[0],
                 name=closed.experiment,
                 id=closed.run,
-                dir=str(place),
+                dir=str(folder),
                 mode="offline",  # nothing leaves this machine unless somebody syncs it
-                config={"score": closed.primary, "rounds": closed.rounds},
+                config={"score": closed.primary, "rounds": closed.total_rounds},
                 settings=wandb.Settings(silent=True, console="off", disable_git=True),
             )
-        # Else W&B holds a step back until the next one, and a run that is killed has lost it.
-        self._run.log(numbers(closed), step=closed.round, commit=True)
+        # Else W&B writes a step only with the next one, and a killed run loses it.
+        self._run.log(tracked_metrics(closed), step=closed.round, commit=True)
         return None
 
     def close(self) -> None:
-        """Write what is left, and end."""
+        """Finish the W&B run, which writes pending data."""
         if self._run is not None:
             self._run.finish()
         self._run = None
@@ -190,19 +199,22 @@ class WeightsAndBiases(Tracker):
 TRACKERS: dict[str, Callback | type[Tracker]] = {
     each.package: each for each in (TensorBoard, MLflow, WeightsAndBiases)
 }
-"""The trackers that fedplan knows; each is an extra of its name."""
+"""Trackers of fedplan by name; each is an extra of the same name."""
 TRACKER_NAMES: Registry[Callback | type[Tracker]] = Registry("tracker", TRACKERS)
-"""All callbacks that a study can name, and classes of `Tracker`, which are made for each run."""
+"""All callbacks that a study can name; a `Tracker` class is instantiated for each run."""
 
 
-def tracker_named(name: str) -> Callback:
-    """A callback by its name; a tracker is made anew."""
-    found = TRACKER_NAMES.find(name).value
-    return found() if isinstance(found, type) else found
+def make_tracker(name: str) -> Callback:
+    """Return the callback of a name; a tracker class gives a new instance.
+
+    Raises FedplanError for an unknown name or a missing package.
+    """
+    callback = TRACKER_NAMES.find(name).value
+    return callback() if isinstance(callback, type) else callback
 
 
-def close_all(callbacks: tuple[Callback, ...]) -> None:
+def close_trackers(callbacks: tuple[Callback, ...]) -> None:
     """Close the trackers among some callbacks."""
-    for each in callbacks:
-        if isinstance(each, Tracker):
-            each.close()
+    for callback in callbacks:
+        if isinstance(callback, Tracker):
+            callback.close()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts, turns and plans: the words, their text, and the roles that follow."""
+"""The plan language: parts, conditions and plans, their parser, and plans resolved to roles."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fedplan.language.parser import parse, parse_part
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         share,
         when,
     )
-    from fedplan.language.resolution import Resolver, check, permitted, resolve
+    from fedplan.language.resolution import Resolver, check_plan, permitted_roles, resolve
     from fedplan.language.turn import Turn, after, client_in, phase, trait
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "best",
     "by",
     "chain",
-    "check",
+    "check_plan",
     "client_in",
     "cycle",
     "freeze",
@@ -40,7 +40,7 @@ __all__ = [
     "keep",
     "parse",
     "parse_part",
-    "permitted",
+    "permitted_roles",
     "phase",
     "resolve",
     "share",
@@ -48,12 +48,12 @@ __all__ = [
     "when",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "parser": "parse parse_part",
         "plan": "Plan Role best by chain cycle freeze hold keep share when",
-        "resolution": "Resolver check permitted resolve",
+        "resolution": "Resolver check_plan permitted_roles resolve",
         "turn": "Turn after client_in phase trait",
     },
 )

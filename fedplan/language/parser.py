@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text: the plan language as a table, and from its texts to plans and parts."""
+"""The parser of the plan language: text to plans and parts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from fedplan.errors import PlanError
 from fedplan.language import parts, plan, turn
 from fedplan.language.parts import Part
-from fedplan.language.plan import Plan, a_plan
-from fedplan.language.predicates import a_predicate, joined, require_alike
-from fedplan.reader import Table
+from fedplan.language.plan import Plan, require_plan
+from fedplan.language.predicates import join_predicates, require_predicate, require_same_subject
+from fedplan.reader import Grammar
 
-CALLS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
         *(plan.share, plan.keep, plan.freeze, plan.hold, plan.best),
@@ -23,37 +23,39 @@ CALLS: dict[str, Callable[..., Any]] = {
         *(parts.blocks, parts.first, parts.last, parts.named, parts.on),
     )
 }
-"""The functions of the language. Every text is also Python that gives the same plan."""
+"""The functions of the plan language, by name. Every plan text is also valid Python."""
 
-LONGEST = 50_000
-"""Characters of a plan, as it is said and as it is printed."""
+MAX_PLAN_LENGTH = 50_000
+"""Most characters of a plan, both as written and as printed."""
 
 
 def parse(text: str) -> Plan:
-    """Read a plan. Nothing is evaluated; errors point.
+    """Parse the text of a plan, without evaluating any code.
+
+    Raises PlanError, with the position in the text, if it is not a plan or is too long.
 
     >>> parse("chain(share(), when(after(20), freeze(query | key)))").text
     'chain(share(), when(after(20), freeze(query | key)))'
     """
-    made: Plan = TABLE.read(text, lambda value: a_plan(value, "a plan"))
-    # What is printed is read again elsewhere: it has spaces that what was said may lack.
-    TABLE.require_short(made.text)
-    return made
+    parsed: Plan = PLAN_GRAMMAR.read(text, lambda value: require_plan(value, "a plan"))
+    # The printed text is parsed again elsewhere, and may be longer: it has more spaces.
+    PLAN_GRAMMAR.require_short(parsed.text)
+    return parsed
 
 
 def parse_part(text: str) -> Part:
-    """Read a part, such as `query & ~bias`."""
-    return TABLE.read(text, lambda value: parts.a_part(value, "a part"))
+    """Parse the text of a part, such as `query & ~bias`; raises PlanError if it is not a part."""
+    return PLAN_GRAMMAR.read(text, lambda value: parts.require_part(value, "a part"))
 
 
-TABLE = Table(
+PLAN_GRAMMAR = Grammar(
     name="the plan language",
-    calls=CALLS,
+    calls=FUNCTIONS,
     error=PlanError,
-    longest=LONGEST,
+    max_length=MAX_PLAN_LENGTH,
     remedy="name groups of clients by a trait, and parts by a word or a pattern",
-    words={word: parts.Word(word) for word in parts.WORDS},
-    prefix={"~": lambda value: ~a_predicate(value)},
-    infix={sign: partial(joined, sign) for sign in "|&"},
-    alike=require_alike,
+    constants={word: parts.Word(word) for word in parts.WORDS},
+    prefix={"~": lambda value: ~require_predicate(value)},
+    infix={operator: partial(join_predicates, operator) for operator in "|&"},
+    check_pair=require_same_subject,
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts: sets of params, by what they are and where they stand; joined by `& | ~`."""
+"""Parts: sets of params, selected by kind, position or name and combined with `& | ~`."""
 
 from __future__ import annotations
 
@@ -8,63 +8,70 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fedplan.errors import PlanError
-from fedplan.language.predicates import Predicate, a_string, a_whole, listed, quoted
+from fedplan.language.predicates import (
+    Predicate,
+    format_values,
+    quote_string,
+    require_int,
+    require_string,
+)
 from fedplan.models.params import Param
 
 Part = Predicate[Param]
+"""A predicate on params."""
 
 WORDS: dict[str, str] = {
     "everything": "every parameter",
-    "query": "what each token asks for in attention",
-    "key": "what each token answers to",
-    "value": "what each token passes on",
-    "out": "attention's output projection",
+    "query": "the query projections of attention",
+    "key": "the key projections of attention",
+    "value": "the value projections of attention",
+    "out": "the output projections of attention",
     "position": "relative-position tables inside attention",
-    "kernel": "all that decides who attends to whom: query, key, position, and what acts on them",
+    "kernel": "everything that sets attention weights: query, key, position, and their adapters",
     "mlp": "the feed-forward layers",
-    "router": "what chooses the experts of each token",
-    "expert": "feed-forward layers of which each token uses a few",
-    "norm": "layer norms of any kind",
+    "router": "the routers of mixtures of experts",
+    "expert": "the routed experts of mixtures of experts",
+    "norm": "norms of any kind",
     "scale": "layer scales and logit scales",
     "embed": "token, patch and absolute-position embeddings",
-    "head": "what turns the last block's output into an answer: pooler, classifier, projections",
+    "head": "everything after the last block: pooler, classifier, projections",
     "prompt": "learned prompts",
-    "adapter": "LoRA and its like",
+    "adapter": "LoRA and other adapters",
     "bias": "bias vectors",
-    "lora_a": "LoRA's input side",
-    "lora_b": "LoRA's output side",
-    "lora_m": "DoRA's magnitudes",
-    "cross": "cross-attention of a decoder",
-    "common": "prompts made to be shared",
-    "own": "prompts made to stay with a client",
-    "body": "whatever stands in a block",
-    "encoder": "the encoder's stack",
-    "decoder": "the decoder's stack",
+    "lora_a": "the input factor A of LoRA",
+    "lora_b": "the output factor B of LoRA",
+    "lora_m": "the magnitudes of DoRA",
+    "cross": "the cross-attention of a decoder",
+    "common": "prompts intended to be shared",
+    "own": "prompts intended to stay with a client",
+    "body": "everything inside a block",
+    "encoder": "the encoder stack",
+    "decoder": "the decoder stack",
     "text": "the text tower",
     "vision": "the vision tower",
-    "fusion": "the module that fuses prompts of two levels",
+    "fusion": "the modules that fuse common and own prompts",
 }
-"""The words that name a part by themselves."""
+"""The words that name a part, with their meanings."""
 
 
 class PartAtom(Predicate[Param]):
-    """A part that is not joined from others."""
+    """An elementary part: one without `&`, `|` or `~`."""
 
     @property
-    def about(self) -> str:
+    def subject_type(self) -> str:
         return "part"
 
 
-class Placed(PartAtom):
-    """A part by place: in doubt where nobody knows the blocks."""
+class PlaceAtom(PartAtom):
+    """A part by position; uncertain for params whose block is unknown."""
 
-    def doubtful(self, subject: Param) -> bool:
-        return "body" in subject.doubts
+    def is_uncertain(self, subject: Param) -> bool:
+        return "body" in subject.uncertain_words
 
 
 @dataclass(frozen=True)
 class Word(PartAtom):
-    """A part with a name of its own."""
+    """A part named by one of the WORDS."""
 
     name: str
 
@@ -75,28 +82,29 @@ class Word(PartAtom):
     def holds(self, subject: Param) -> bool:
         return self.name in subject.words
 
-    def doubtful(self, subject: Param) -> bool:
-        return self.name in subject.doubts
+    def is_uncertain(self, subject: Param) -> bool:
+        return self.name in subject.uncertain_words
 
 
 @dataclass(frozen=True)
-class Blocks(Placed):
-    """What stands in blocks of the given indices; a negative one counts from the end."""
+class Blocks(PlaceAtom):
+    """Params in the blocks with these indices, in any stack; negative ones count from the end."""
 
     indices: tuple[int, ...]
 
     @property
     def text(self) -> str:
-        return f"blocks({listed(self.indices)})"
+        return f"blocks({format_values(self.indices)})"
 
     def holds(self, subject: Param) -> bool:
-        here = subject.block
-        return here is not None and (here in self.indices or here - subject.depth in self.indices)
+        block = subject.block
+        indices = self.indices
+        return block is not None and (block in indices or block - subject.depth in indices)
 
 
 @dataclass(frozen=True)
-class First(Placed):
-    """What stands in the first blocks of its stack."""
+class First(PlaceAtom):
+    """Params in the first `count` blocks of their stack."""
 
     count: int
 
@@ -109,8 +117,8 @@ class First(Placed):
 
 
 @dataclass(frozen=True)
-class Last(Placed):
-    """What stands in the last blocks of its stack."""
+class Last(PlaceAtom):
+    """Params in the last `count` blocks of their stack."""
 
     count: int
 
@@ -124,13 +132,13 @@ class Last(Placed):
 
 @dataclass(frozen=True)
 class Named(PartAtom):
-    """What the model itself calls by a name of this pattern."""
+    """Params whose name in the model matches a pattern with `*` and `?`."""
 
     pattern: str
 
     @property
     def text(self) -> str:
-        return f"named({quoted(self.pattern)})"
+        return f"named({quote_string(self.pattern)})"
 
     def holds(self, subject: Param) -> bool:
         return fnmatchcase(subject.name, self.pattern)
@@ -138,7 +146,7 @@ class Named(PartAtom):
 
 @dataclass(frozen=True)
 class On(PartAtom):
-    """Adapters and norms that act on params of another part."""
+    """Adapters and norms that act on params of the part `host`."""
 
     host: Predicate[Param]
 
@@ -150,43 +158,46 @@ class On(PartAtom):
         hosts = (replace(subject, kind=kind, on=frozenset()) for kind in subject.on)
         return any(self.host.holds(host) for host in hosts)
 
-    def doubtful(self, subject: Param) -> bool:
-        """What acts on something unknown may act on the kernel."""
-        return "kernel" in subject.doubts
+    def is_uncertain(self, subject: Param) -> bool:
+        """Uncertain if it is unknown whether the param acts on the attention kernel."""
+        return "kernel" in subject.uncertain_words
 
 
-def a_part(value: Any, name: str) -> Part:
-    """The value, if it is a part."""
-    if not isinstance(value, Predicate) or value.about != "part":
+def require_part(value: Any, name: str) -> Part:
+    """Return `value` if it is a part; otherwise raise PlanError, naming function `name`."""
+    if not isinstance(value, Predicate) or value.subject_type != "part":
         raise PlanError(f"{name} takes a part such as query | key, not {value!s}")
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
 def blocks(*indices: int) -> Part:
-    """The blocks of the given indices, in every stack: `blocks(0, 1)`, `blocks(-1)`."""
+    """The blocks with these indices, in every stack: `blocks(0, 1)`, `blocks(-1)`.
+
+    Raises PlanError if there are none.
+    """
     if not indices:
         raise PlanError("blocks takes one or more indices, as in blocks(0, 1)")
-    return Blocks(tuple(sorted({a_whole(i, "blocks", least=-(10**9)) for i in indices})))
+    return Blocks(tuple(sorted({require_int(i, "blocks", least=-(10**9)) for i in indices})))
 
 
 def first(count: int) -> Part:
-    """The first blocks of each stack."""
-    return First(a_whole(count, "first", least=1))
+    """The first `count` blocks of each stack."""
+    return First(require_int(count, "first", least=1))
 
 
 def last(count: int) -> Part:
-    """The last blocks of each stack."""
-    return Last(a_whole(count, "last", least=1))
+    """The last `count` blocks of each stack."""
+    return Last(require_int(count, "last", least=1))
 
 
 def named(pattern: str) -> Part:
-    """Params whose own name matches a pattern with `*` and `?`: `named("*.lm_head.*")`."""
-    return Named(a_string(pattern, "named"))
+    """Params whose name in the model matches a pattern with `*` and `?`: `named("*.lm_head.*")`."""
+    return Named(require_string(pattern, "named"))
 
 
 def on(part: Part) -> Part:
     """Adapters and norms that act on a part: `on(query | key)` is LoRA's share in the kernel."""
-    return On(a_part(part, "on"))
+    return On(require_part(part, "on"))
 
 
 everything = Word("everything")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: which role each param has, for one client in one round."""
+"""Plans: which role each param has, by client and round; and the functions that build them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from enum import Enum
 from typing import Any
 
 from fedplan.errors import PlanError
-from fedplan.language.parts import Part, a_part, body, everything
-from fedplan.language.predicates import a_string, a_whole, quoted
-from fedplan.language.turn import Condition, Turn, a_condition
+from fedplan.language.parts import Part, body, everything, require_part
+from fedplan.language.predicates import quote_string, require_int, require_string
+from fedplan.language.turn import Condition, Turn, require_condition
 from fedplan.models.params import Param
 
 LANGUAGE = 1
-"""The version of the plan language: part of every fingerprint."""
+"""Version of the plan language; part of every fingerprint."""
 
 
 class Role(Enum):
-    """Whether a param is trained, and whose value it is."""
+    """Whether the client trains a param in a turn, and whether its value is global or personal.
+
+    SHARE: global, trained and aggregated. KEEP: personal, trained. FREEZE: global, not trained.
+    HOLD: personal, not trained.
+    """
 
     SHARE = "share"
     KEEP = "keep"
@@ -30,33 +34,34 @@ class Role(Enum):
 
     @property
     def word(self) -> str:
-        """What a param of this role is: shared, kept, frozen or held."""
+        """The adjective for params of this role: shared, kept, frozen or held."""
         return {"share": "shared", "keep": "kept", "freeze": "frozen", "hold": "held"}[self.value]
 
     @property
-    def trained(self) -> bool:
-        """Whether the client trains it this turn."""
+    def is_trained(self) -> bool:
+        """Whether the client trains the param in this turn."""
         return self in (Role.SHARE, Role.KEEP)
 
     @property
-    def own(self) -> bool:
-        """Whether it is the client's own value: then it never goes up."""
+    def is_personal(self) -> bool:
+        """Whether the value belongs to the client, and so is never uploaded."""
         return self in (Role.KEEP, Role.HOLD)
 
     @property
-    def awake(self) -> Role:
-        """The role of the same owner that is trained."""
-        return Role.KEEP if self.own else Role.SHARE
+    def trained_role(self) -> Role:
+        """KEEP for personal roles, SHARE for the others."""
+        return Role.KEEP if self.is_personal else Role.SHARE
 
 
 Roles = Mapping[Param, Role]
+"""The role of each param in one turn."""
 
 
 class Plan(ABC):
-    """A pure step from roles to roles, for one turn. Its text is the plan.
+    """A rule that assigns roles to params in each turn.
 
-    Plans are data: two with the same text are equal, `parse(plan.text)` gives the plan back, and
-    the fingerprint of the text tells two ends of a network whether they run the same one.
+    Plans are immutable data: plans with the same text are equal, and `parse(plan.text) == plan`.
+    Server and clients compare fingerprints to check that they run the same plan.
     """
 
     @property
@@ -65,16 +70,16 @@ class Plan(ABC):
         """The plan in the plan language."""
 
     @abstractmethod
-    def settle(self, turn: Turn) -> tuple[Step, ...]:
-        """What it says this turn, in order, with every condition decided."""
+    def active_steps(self, turn: Turn) -> tuple[Step, ...]:
+        """The assignments and choices that apply in a turn; later ones take precedence."""
 
-    def within(self) -> Iterator[Plan]:
-        """Itself and every plan that it is made of."""
+    def walk(self) -> Iterator[Plan]:
+        """Yield the plan itself and all plans inside it."""
         yield self
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits that tell this plan from every other."""
+        """First 16 hex digits of the SHA-256 of the language version and the text."""
         return hashlib.sha256(f"fedplan {LANGUAGE}\n{self.text}".encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -83,7 +88,7 @@ class Plan(ABC):
 
 @dataclass(frozen=True)
 class Assign(Plan):
-    """Give a part a role."""
+    """Assign a role to the params of a part."""
 
     role: Role
     part: Part
@@ -92,13 +97,13 @@ class Assign(Plan):
     def text(self) -> str:
         return f"{self.role.value}({'' if self.part == everything else self.part.text})"
 
-    def settle(self, turn: Turn) -> tuple[Step, ...]:
+    def active_steps(self, turn: Turn) -> tuple[Step, ...]:
         return (self,)
 
 
 @dataclass(frozen=True)
 class Best(Plan):
-    """Train a part in the blocks with the highest scores; whose value it is does not change."""
+    """Train a part in the `count` blocks with the highest scores; global or personal stays."""
 
     count: int
     part: Part
@@ -107,16 +112,17 @@ class Best(Plan):
     def text(self) -> str:
         return f"best({self.count}{'' if self.part == body else ', ' + self.part.text})"
 
-    def settle(self, turn: Turn) -> tuple[Step, ...]:
+    def active_steps(self, turn: Turn) -> tuple[Step, ...]:
         return (self,)
 
 
 Step = Assign | Best
+"""An elementary plan, without conditions."""
 
 
 @dataclass(frozen=True)
 class Chain(Plan):
-    """One plan after another: the later is heard."""
+    """Plans in sequence; later ones take precedence."""
 
     steps: tuple[Plan, ...]
 
@@ -124,18 +130,18 @@ class Chain(Plan):
     def text(self) -> str:
         return f"chain({', '.join(step.text for step in self.steps)})"
 
-    def settle(self, turn: Turn) -> tuple[Step, ...]:
-        return tuple(said for step in self.steps for said in step.settle(turn))
+    def active_steps(self, turn: Turn) -> tuple[Step, ...]:
+        return tuple(active for step in self.steps for active in step.active_steps(turn))
 
-    def within(self) -> Iterator[Plan]:
+    def walk(self) -> Iterator[Plan]:
         yield self
         for step in self.steps:
-            yield from step.within()
+            yield from step.walk()
 
 
 @dataclass(frozen=True)
 class When(Plan):
-    """One plan while a condition holds, another while it does not."""
+    """`then` in turns where the condition holds, `otherwise` in all other turns."""
 
     condition: Condition
     then: Plan
@@ -146,18 +152,18 @@ class When(Plan):
         tail = "" if self.otherwise == chain() else f", {self.otherwise.text}"
         return f"when({self.condition.text}, {self.then.text}{tail})"
 
-    def settle(self, turn: Turn) -> tuple[Step, ...]:
-        return (self.then if self.condition.holds(turn) else self.otherwise).settle(turn)
+    def active_steps(self, turn: Turn) -> tuple[Step, ...]:
+        return (self.then if self.condition.holds(turn) else self.otherwise).active_steps(turn)
 
-    def within(self) -> Iterator[Plan]:
+    def walk(self) -> Iterator[Plan]:
         yield self
-        yield from self.then.within()
-        yield from self.otherwise.within()
+        yield from self.then.walk()
+        yield from self.otherwise.walk()
 
 
 @dataclass(frozen=True)
 class Cycle(Plan):
-    """Plans in turn, one a round."""
+    """Plans in rotation, one per round."""
 
     plans: tuple[Plan, ...]
 
@@ -165,18 +171,18 @@ class Cycle(Plan):
     def text(self) -> str:
         return f"cycle({', '.join(plan.text for plan in self.plans)})"
 
-    def settle(self, turn: Turn) -> tuple[Step, ...]:
-        return self.plans[(turn.round - 1) % len(self.plans)].settle(turn)
+    def active_steps(self, turn: Turn) -> tuple[Step, ...]:
+        return self.plans[(turn.round - 1) % len(self.plans)].active_steps(turn)
 
-    def within(self) -> Iterator[Plan]:
+    def walk(self) -> Iterator[Plan]:
         yield self
         for plan in self.plans:
-            yield from plan.within()
+            yield from plan.walk()
 
 
 @dataclass(frozen=True)
 class By(Plan):
-    """A plan for each value of a client's trait."""
+    """A plan by the value of a client's trait; `otherwise` for clients with any other value."""
 
     trait: str
     cases: tuple[tuple[str, Plan], ...]
@@ -184,82 +190,95 @@ class By(Plan):
 
     @property
     def text(self) -> str:
-        cases = ", ".join(f"{quoted(value)}: {plan.text}" for value, plan in self.cases)
+        cases = ", ".join(f"{quote_string(value)}: {plan.text}" for value, plan in self.cases)
         tail = "" if self.otherwise == chain() else f", {self.otherwise.text}"
-        return f"by({quoted(self.trait)}, {{{cases}}}{tail})"
+        return f"by({quote_string(self.trait)}, {{{cases}}}{tail})"
 
-    def settle(self, turn: Turn) -> tuple[Step, ...]:
-        said = dict(self.cases).get(turn.traits.get(self.trait, ""), self.otherwise)
-        return said.settle(turn)
+    def active_steps(self, turn: Turn) -> tuple[Step, ...]:
+        plan = dict(self.cases).get(turn.traits.get(self.trait, ""), self.otherwise)
+        return plan.active_steps(turn)
 
-    def within(self) -> Iterator[Plan]:
+    def walk(self) -> Iterator[Plan]:
         yield self
         for _, plan in self.cases:
-            yield from plan.within()
-        yield from self.otherwise.within()
+            yield from plan.walk()
+        yield from self.otherwise.walk()
 
 
 def share(part: Part = everything) -> Plan:
-    """Trained by the clients, averaged by the federation."""
-    return Assign(Role.SHARE, a_part(part, "share"))
+    """Assign SHARE: clients train the part, the server averages it."""
+    return Assign(Role.SHARE, require_part(part, "share"))
 
 
 def keep(part: Part = everything) -> Plan:
-    """Trained by each client, seen by nobody else."""
-    return Assign(Role.KEEP, a_part(part, "keep"))
+    """Assign KEEP: each client trains its personal values, which never leave it."""
+    return Assign(Role.KEEP, require_part(part, "keep"))
 
 
 def freeze(part: Part = everything) -> Plan:
-    """The federation's value, trained by nobody."""
-    return Assign(Role.FREEZE, a_part(part, "freeze"))
+    """Assign FREEZE: the part has the global values and is not trained."""
+    return Assign(Role.FREEZE, require_part(part, "freeze"))
 
 
 def hold(part: Part = everything) -> Plan:
-    """The client's own value, at rest."""
-    return Assign(Role.HOLD, a_part(part, "hold"))
+    """Assign HOLD: the part has the client's personal values and is not trained."""
+    return Assign(Role.HOLD, require_part(part, "hold"))
 
 
 def best(count: int, part: Part = body) -> Plan:
-    """Train a part in the `count` blocks with the highest scores of this turn."""
-    return Best(a_whole(count, "best", least=1), a_part(part, "best"))
+    """Train a part in the `count` blocks with the highest scores of the turn.
+
+    Raises PlanError unless `count` is a positive integer.
+    """
+    return Best(require_int(count, "best", least=1), require_part(part, "best"))
 
 
 def chain(*plans: Plan) -> Plan:
-    """One plan after another, the later heard; `chain()` says nothing.
+    """Plans in sequence; later ones take precedence, and `chain()` changes nothing.
+
+    Nested chains are flattened, and a chain of one plan is that plan.
 
     >>> chain(share(), chain(), chain(freeze(), share())).text
     'chain(share(), freeze(), share())'
     """
     steps = list[Plan]()
     for plan in plans:
-        steps += plan.steps if isinstance(plan, Chain) else (a_plan(plan, "chain"),)
+        steps += plan.steps if isinstance(plan, Chain) else (require_plan(plan, "chain"),)
     return steps[0] if len(steps) == 1 else Chain(tuple(steps))
 
 
 def when(condition: Condition, plan: Plan, otherwise: Plan | None = None) -> Plan:
-    """A plan while a condition holds, and optionally another while it does not."""
-    other = chain() if otherwise is None else a_plan(otherwise, "when")
-    return When(a_condition(condition, "when"), a_plan(plan, "when"), other)
+    """`plan` in turns where a condition holds, and optionally `otherwise` in the others."""
+    other = chain() if otherwise is None else require_plan(otherwise, "when")
+    return When(require_condition(condition, "when"), require_plan(plan, "when"), other)
 
 
 def cycle(*plans: Plan) -> Plan:
-    """Plans in turn: the first in round 1, the next in round 2, and again from the start."""
+    """Plans in rotation: the first in round 1, the next in round 2, then from the start again.
+
+    Raises PlanError if there are none.
+    """
     if not plans:
         raise PlanError("cycle takes one or more plans")
-    return Cycle(tuple(a_plan(plan, "cycle") for plan in plans))
+    return Cycle(tuple(require_plan(plan, "cycle") for plan in plans))
 
 
 def by(trait: str, cases: Mapping[str, Plan], otherwise: Plan | None = None) -> Plan:
-    """A plan for each value of a client's trait: `by("capacity", {"small": best(2)}, best(6))`."""
+    """A plan by a client's trait: `by("capacity", {"small": best(2)}, otherwise=best(6))`.
+
+    Raises PlanError if `cases` is empty or no mapping.
+    """
     if not isinstance(cases, Mapping) or not cases:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PlanError(f'by takes cases such as {{"small": best(2)}}, not {cases!r}')
-    said = sorted((a_string(value, "by"), a_plan(plan, "by")) for value, plan in cases.items())
-    other = chain() if otherwise is None else a_plan(otherwise, "by")
-    return By(a_string(trait, "by"), tuple(said), other)
+    pairs = sorted(
+        (require_string(value, "by"), require_plan(plan, "by")) for value, plan in cases.items()
+    )
+    other = chain() if otherwise is None else require_plan(otherwise, "by")
+    return By(require_string(trait, "by"), tuple(pairs), other)
 
 
-def a_plan(value: Any, name: str) -> Plan:
-    """The value, if it is a plan."""
+def require_plan(value: Any, name: str) -> Plan:
+    """Return `value` if it is a plan; otherwise raise PlanError, naming function `name`."""
     if not isinstance(value, Plan):
         raise PlanError(f"{name} takes a plan such as share(head), not {value!s}")
     return value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicates: what parts and conditions have in common, `& | ~` and a text that reads back."""
+"""Predicates: the base of parts and conditions, with `& | ~` and a text that can be parsed."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ from fedplan.errors import PlanError
 
 S = TypeVar("S")
 
-BINDS = {"|": 0, "&": 1, "~": 2}
-"""How tightly the signs bind; a predicate without one binds as tightly as `~`."""
+PRECEDENCE = {"|": 0, "&": 1, "~": 2}
+"""Precedence of the operators; a predicate without one has the precedence of `~`."""
 
 
 class Predicate(ABC, Generic[S]):
-    """A named truth about a subject. Two predicates with the same text are the same."""
+    """A yes-or-no property of a subject: a param or a turn. Equal texts mean equal predicates."""
 
     @property
     @abstractmethod
-    def about(self) -> str:
-        """What it is: a "part" speaks of params, a "condition" of turns."""
+    def subject_type(self) -> str:
+        """\"part\" for predicates on params, \"condition\" for predicates on turns."""
 
     @abstractmethod
     def holds(self, subject: S) -> bool:
-        """Whether it is true of the subject."""
+        """Whether the predicate is true of the subject."""
 
     @property
     @abstractmethod
     def text(self) -> str:
         """The predicate in the plan language."""
 
-    def doubtful(self, subject: S) -> bool:
-        """Whether nobody knows if it is true of the subject."""
+    def is_uncertain(self, subject: S) -> bool:
+        """Whether it is unknown if the predicate is true of the subject."""
         return False
 
     def __and__(self, other: Predicate[S]) -> Predicate[S]:
-        return _joined("&", self, other)
+        return _join_pair("&", self, other)
 
     def __or__(self, other: Predicate[S]) -> Predicate[S]:
-        return _joined("|", self, other)
+        return _join_pair("|", self, other)
 
     def __invert__(self) -> Predicate[S]:
-        return self.inner if isinstance(self, Opposite) else Opposite(self)
+        return self.operand if isinstance(self, Negation) else Negation(self)
 
     def atoms(self) -> Iterator[Predicate[S]]:
-        """The predicates that it is joined from."""
+        """Yield the elementary predicates that it is built from."""
         yield self
 
     def alternatives(self) -> tuple[Predicate[S], ...]:
-        """Those of which any must hold: one, but for a union."""
+        """The operands of a union; for any other predicate, itself."""
         return (self,)
 
     @property
-    def binds(self) -> int:
-        """How tightly its text holds together."""
-        return BINDS["~"]
+    def precedence(self) -> int:
+        """Precedence of the outermost operator of its text."""
+        return PRECEDENCE["~"]
 
     def __str__(self) -> str:
         return self.text
@@ -68,117 +68,130 @@ class Predicate(ABC, Generic[S]):
             f"write `|`, `&` and `~` for or, and, not: {self.text} is not true or false"
         )
 
-    def within(self, binds: int) -> str:
-        """Its text as the operand of an operator that binds so tightly."""
-        return self.text if self.binds >= binds else f"({self.text})"
+    def text_as_operand(self, precedence: int) -> str:
+        """Its text as an operand of an operator of this precedence, in parentheses if needed."""
+        return self.text if self.precedence >= precedence else f"({self.text})"
 
 
 @dataclass(frozen=True)
-class Joined(Predicate[S]):
-    """Several, of which all must hold, or any."""
+class Junction(Predicate[S]):
+    """Predicates joined by `&` (all must hold) or `|` (any must hold)."""
 
-    sign: str
-    of: tuple[Predicate[S], ...]
+    operator: str
+    operands: tuple[Predicate[S], ...]
 
     def __post_init__(self) -> None:
-        for each in self.of:
-            require_alike(self.of[0], each)
+        for each in self.operands:
+            require_same_subject(self.operands[0], each)
 
     @property
-    def about(self) -> str:
-        return self.of[0].about
+    def subject_type(self) -> str:
+        return self.operands[0].subject_type
 
     @property
-    def binds(self) -> int:
-        return BINDS[self.sign]
+    def precedence(self) -> int:
+        return PRECEDENCE[self.operator]
 
     @property
     def text(self) -> str:
-        return f" {self.sign} ".join(each.within(self.binds) for each in self.of)
+        return f" {self.operator} ".join(
+            each.text_as_operand(self.precedence) for each in self.operands
+        )
 
     def holds(self, subject: S) -> bool:
-        said = (each.holds(subject) for each in self.of)
-        return all(said) if self.sign == "&" else any(said)
+        results = (each.holds(subject) for each in self.operands)
+        return all(results) if self.operator == "&" else any(results)
 
-    def doubtful(self, subject: S) -> bool:
-        """Some are doubtful, and no other one settles it: a false one of `&`, a true one of `|`."""
-        doubts = [each.doubtful(subject) for each in self.of]
-        sure = (e.holds(subject) for e, doubt in zip(self.of, doubts, strict=True) if not doubt)
-        return any(doubts) and (all(sure) if self.sign == "&" else not any(sure))
+    def is_uncertain(self, subject: S) -> bool:
+        """Some operand is uncertain, and no certain one decides (a false of `&`, a true of `|`)."""
+        certain = [each for each in self.operands if not each.is_uncertain(subject)]
+        results = (each.holds(subject) for each in certain)
+        undecided = all(results) if self.operator == "&" else not any(results)
+        return len(certain) < len(self.operands) and undecided
 
     def atoms(self) -> Iterator[Predicate[S]]:
-        return (atom for each in self.of for atom in each.atoms())
+        return (atom for each in self.operands for atom in each.atoms())
 
     def alternatives(self) -> tuple[Predicate[S], ...]:
-        return self.of if self.sign == "|" else (self,)
+        return self.operands if self.operator == "|" else (self,)
 
 
 @dataclass(frozen=True)
-class Opposite(Predicate[S]):
-    """Not another one."""
+class Negation(Predicate[S]):
+    """The negation of a predicate."""
 
-    inner: Predicate[S]
+    operand: Predicate[S]
 
     @property
-    def about(self) -> str:
-        return self.inner.about
+    def subject_type(self) -> str:
+        return self.operand.subject_type
 
     @property
     def text(self) -> str:
-        return f"~{self.inner.within(BINDS['~'])}"
+        return f"~{self.operand.text_as_operand(PRECEDENCE['~'])}"
 
     def holds(self, subject: S) -> bool:
-        return not self.inner.holds(subject)
+        return not self.operand.holds(subject)
 
-    def doubtful(self, subject: S) -> bool:
-        return self.inner.doubtful(subject)
+    def is_uncertain(self, subject: S) -> bool:
+        return self.operand.is_uncertain(subject)
 
     def atoms(self) -> Iterator[Predicate[S]]:
-        return self.inner.atoms()
+        return self.operand.atoms()
 
 
-def _joined(sign: str, left: Predicate[S], right: Any) -> Joined[S]:
+def _join_pair(operator: str, left: Predicate[S], right: Any) -> Junction[S]:
     if not isinstance(right, Predicate):
-        raise PlanError(f"{left.text} can be joined with a {left.about}, not with {right!r}")
-    return joined(sign, (left, right))  # pyright: ignore[reportUnknownArgumentType]
+        raise PlanError(f"{left.text} can be joined with a {left.subject_type}, not with {right!r}")
+    return join_predicates(operator, (left, right))  # pyright: ignore[reportUnknownArgumentType]
 
 
-def joined(sign: str, sides: Iterable[Predicate[S]]) -> Joined[S]:
-    """All of them at once, with joins of the same sign taken apart: `a | (b | c)` is `a | b | c`.
+def join_predicates(operator: str, predicates: Iterable[Predicate[S]]) -> Junction[S]:
+    """Join predicates by one operator, flattening nested joins: `a | (b | c)` is `a | b | c`.
 
-    To join them one by one would copy and check the first ones again for each of the others.
+    Raises PlanError if parts and conditions are mixed.
     """
-    of: list[Predicate[S]] = []
-    for side in sides:
-        of += side.of if isinstance(side, Joined) and side.sign == sign else (side,)
-    return Joined(sign, tuple(of))
+    # Joining one by one would copy and check the first operands again for each of the others.
+    operands: list[Predicate[S]] = []
+    for each in predicates:
+        if isinstance(each, Junction) and each.operator == operator:
+            operands += each.operands
+        else:
+            operands.append(each)
+    return Junction(operator, tuple(operands))
 
 
-def a_predicate(value: Any) -> Predicate[Any]:
-    """The value, if it is a part or a condition."""
+def require_predicate(value: Any) -> Predicate[Any]:
+    """Return `value` if it is a part or a condition; otherwise raise PlanError."""
     if not isinstance(value, Predicate):
-        raise PlanError(f"parts and conditions can be joined, and this is {value!s}")
+        raise PlanError(f"only parts and conditions can be joined with | & ~, not {value!s}")
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
-def require_alike(first: Any, other: Any) -> None:
-    """Raise unless both speak of params, or both of turns."""
-    if a_predicate(other).about != a_predicate(first).about:
+def require_same_subject(first: Any, other: Any) -> None:
+    """Raise PlanError unless both are parts or both are conditions."""
+    if require_predicate(other).subject_type != require_predicate(first).subject_type:
         raise PlanError(
-            f"{first.text} is a {first.about} and {other.text} is a {other.about}: "
+            f"{first.text} is a {first.subject_type} and {other.text} is a {other.subject_type}: "
             "they cannot be joined"
         )
 
 
-def a_whole(value: Any, name: str, *, least: int) -> int:
-    """The value, if it is a whole number that plans can hold."""
+def require_int(value: Any, name: str, *, least: int) -> int:
+    """Return `value` if it is an int from `least` to 999999999; otherwise raise PlanError.
+
+    `name` is the function of the plan language, for the message.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 10**9:
         raise PlanError(f"{name} takes a whole number from {least} to 999999999, not {value!r}")
     return value
 
 
-def a_string(value: Any, name: str) -> str:
-    """The value, if it is a string that can be written down."""
+def require_string(value: Any, name: str) -> str:
+    """Return `value` if it is a non-empty printable string; otherwise raise PlanError.
+
+    `name` is the function of the plan language, for the message.
+    """
     if not isinstance(value, str) or not value:
         raise PlanError(f"{name} takes text in quotes, not {value!r}")
     if not value.isprintable():
@@ -186,11 +199,11 @@ def a_string(value: Any, name: str) -> str:
     return value
 
 
-def quoted(value: str) -> str:
-    """A string as the plan language writes it."""
+def quote_string(value: str) -> str:
+    """A string as a literal of the plan language."""
     return json.dumps(value, ensure_ascii=False)
 
 
-def listed(values: tuple[int | str, ...]) -> str:
-    """Numbers or strings as the plan language writes them between commas."""
-    return ", ".join(quoted(v) if isinstance(v, str) else str(v) for v in values)
+def format_values(values: tuple[int | str, ...]) -> str:
+    """Numbers and strings as literals of the plan language, separated by commas."""
+    return ", ".join(quote_string(v) if isinstance(v, str) else str(v) for v in values)

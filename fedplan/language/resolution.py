@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolve: a plan, the params and a turn become roles; and what a turn could at most share."""
+"""Resolving a plan: the role of each param in a turn, and the roles that are possible at all."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from math import isnan, nan
 from fedplan.errors import PlanError, UnknownArchitecture
 from fedplan.language.parts import Part
 from fedplan.language.plan import Assign, Best, By, Chain, Cycle, Plan, Role, Roles, Step, When
-from fedplan.language.predicates import quoted
+from fedplan.language.predicates import quote_string
 from fedplan.language.turn import Turn
-from fedplan.models.params import TRAINED, Block, Param, Params
+from fedplan.models.params import TRAINABLE_DTYPES, Block, Param, Params
 
-_Possible = dict[Param, frozenset[Role]]
-Choose = Callable[[Best, tuple[Block, ...]], frozenset[Block]]
+_PossibleRoles = dict[Param, frozenset[Role]]
+
+BlockChooser = Callable[[Best, tuple[Block, ...]], frozenset[Block]]
+"""From a `best` and its candidate blocks to the chosen blocks."""
 
 
 def resolve(plan: Plan, params: Params, turn: Turn) -> Roles:
-    """Each param's role for one client in one round. What no plan mentions is FREEZE.
+    """The role of each param in a turn; params that the plan does not mention are FREEZE.
+
+    Raises PlanError if the plan does not fit the params, if it needs scores that the turn lacks, or
+    if it trains a param whose dtype cannot be trained; UnknownArchitecture if a part is uncertain.
 
     >>> from fedplan import chain, keep, share
     >>> from fedplan.models.params import Kind, Param
@@ -28,180 +33,204 @@ def resolve(plan: Plan, params: Params, turn: Turn) -> Roles:
     >>> [role.name for role in resolve(chain(share(), keep(head)), params, Turn()).values()]
     ['SHARE', 'KEEP']
     """
-    check(plan, params)
-    return _fold(plan.settle(turn), params, by_scores(turn.scores))
+    check_plan(plan, params)
+    return _assign_roles(plan.active_steps(turn), params, choose_by_scores(turn.scores))
 
 
-def permitted(plan: Plan, params: Params, turn: Turn) -> Roles:
-    """The roles if scores could choose every block: what the server must be ready to accept.
+def permitted_roles(plan: Plan, params: Params, turn: Turn) -> Roles:
+    """The roles in a turn if every `best` chose all of its candidate blocks.
 
-    Scores decide whether a param is trained, never whose value it is, so each param has either
-    this role or the same one at rest.
+    An upper bound that does not depend on scores: in fact each param has this role, or is the
+    untrained counterpart. Raises as `resolve`, except for missing scores.
     """
-    check(plan, params)
-    return _fold(plan.settle(turn), params, lambda best, candidates: frozenset(candidates))
+    check_plan(plan, params)
+    return _assign_roles(plan.active_steps(turn), params, lambda _best, blocks: frozenset(blocks))
 
 
-def certain(plan: Plan, params: Params, turn: Turn) -> Roles:
-    """What is trained whatever the scores: a `best` that may leave blocks out may leave out any."""
-    check(plan, params)
+def certain_roles(plan: Plan, params: Params, turn: Turn) -> Roles:
+    """The roles in a turn if every `best` with more candidates than it takes chose none of them.
 
-    def choose(best: Best, among: tuple[Block, ...]) -> frozenset[Block]:
-        return frozenset(among) if best.count >= len(among) else frozenset()
+    A lower bound on the trained params that does not depend on scores. Raises as `resolve`, except
+    for missing scores.
+    """
+    check_plan(plan, params)
 
-    return _fold(plan.settle(turn), params, choose)
+    def choose(best: Best, blocks: tuple[Block, ...]) -> frozenset[Block]:
+        return frozenset(blocks) if best.count >= len(blocks) else frozenset()
+
+    return _assign_roles(plan.active_steps(turn), params, choose)
 
 
-def touched(plan: Plan, params: Params, *roles: Role) -> Params:
-    """Params that some turn may give one of these roles, whatever conditions and scores say."""
-    possible = _possible(plan, dict.fromkeys(params, frozenset({Role.FREEZE})))
+def params_with_roles(plan: Plan, params: Params, *roles: Role) -> Params:
+    """The params that may have one of these roles in some turn, for any conditions and scores."""
+    possible = _possible_roles(plan, dict.fromkeys(params, frozenset({Role.FREEZE})))
     return tuple(p for p in params if not possible[p].isdisjoint(roles))
 
 
-def _possible(plan: Plan, before: _Possible) -> _Possible:
-    """The roles that each param may have after a plan, given those that it may have before."""
+def _possible_roles(plan: Plan, before: _PossibleRoles) -> _PossibleRoles:
+    """The roles that each param may have after a plan, given the roles possible before it.
+
+    Raises PlanError for a plan of an unknown class.
+    """
     match plan:
         case Assign(role, part):
             return before | {p: frozenset({role}) for p in before if part.holds(p)}
         case Best(_, part):
-            named = [p for p in before if p.at is not None and part.holds(p)]
-            return before | {p: before[p] | {role.awake for role in before[p]} for p in named}
+            named = [p for p in before if p.block_id is not None and part.holds(p)]
+            return before | {
+                p: before[p] | {role.trained_role for role in before[p]} for p in named
+            }
         case Chain(steps):
-            return reduce(lambda found, step: _possible(step, found), steps, before)
+            return reduce(lambda roles, step: _possible_roles(step, roles), steps, before)
         case When(_, then, otherwise):
-            return _either([_possible(each, before) for each in (then, otherwise)])
+            return _union([_possible_roles(each, before) for each in (then, otherwise)])
         case Cycle(plans):
-            return _either([_possible(each, before) for each in plans])
+            return _union([_possible_roles(each, before) for each in plans])
         case By(_, cases, otherwise):
             plans = [*(each for _, each in cases), otherwise]
-            return _either([_possible(each, before) for each in plans])
+            return _union([_possible_roles(each, before) for each in plans])
         case _:
             raise PlanError(f"{plan!s} is not a plan of this language")
 
 
-def _either(found: list[_Possible]) -> _Possible:
-    return {p: frozenset[Role]().union(*(each[p] for each in found)) for p in found[0]}
+def _union(alternatives: list[_PossibleRoles]) -> _PossibleRoles:
+    return {
+        p: frozenset[Role]().union(*(each[p] for each in alternatives)) for p in alternatives[0]
+    }
 
 
 class Resolver:
-    """`resolve` for very many turns: turns that say the same share one answer."""
+    """`resolve` for many turns of one plan; turns with the same active steps share a cached result.
+
+    Raises as `check_plan` when it is made.
+    """
 
     def __init__(self, plan: Plan, params: Params) -> None:
-        check(plan, params)
+        check_plan(plan, params)
         self.plan, self.params = plan, params
-        self._candidates = {p: candidates(p, params) for p in plan.within() if isinstance(p, Best)}
-        self._known: dict[tuple[Step | frozenset[Block], ...], Roles] = {}
+        self._candidates = {
+            p: candidate_blocks(p, params) for p in plan.walk() if isinstance(p, Best)
+        }
+        self._cache: dict[tuple[Step | frozenset[Block], ...], Roles] = {}
 
     def __call__(self, turn: Turn) -> Roles:
-        """The same as `resolve(plan, params, turn)`."""
-        steps = self.plan.settle(turn)
-        choose = by_scores(turn.scores)
+        """The same result as `resolve(plan, params, turn)`."""
+        steps = self.plan.active_steps(turn)
+        choose = choose_by_scores(turn.scores)
         chosen = {s: choose(s, self._candidates[s]) for s in steps if isinstance(s, Best)}
-        said = (*steps, *chosen.values())
-        if said not in self._known:
-            self._known[said] = _fold(steps, self.params, lambda best, _: chosen[best])
-        return self._known[said]
+        key = (*steps, *chosen.values())
+        if key not in self._cache:
+            self._cache[key] = _assign_roles(steps, self.params, lambda best, _: chosen[best])
+        return self._cache[key]
 
 
-def check(plan: Plan, params: Params) -> None:
-    """Raise unless every part that a plan speaks of is in the model, in whatever turn."""
-    unsure = [param for param in params if param.doubts]
-    for step in plan.within():
+def check_plan(plan: Plan, params: Params) -> None:
+    """Raise unless every part of a plan matches some param, whatever the turn.
+
+    Raises PlanError for a part without params and for a `best` of more blocks than there are;
+    UnknownArchitecture for a part of which it is unknown whether some param belongs to it.
+    """
+    uncertain = [param for param in params if param.uncertain_words]
+    for step in plan.walk():
         if isinstance(step, Assign | Best):
-            for param in unsure:
-                if step.part.doubtful(param) or (isinstance(step, Best) and _homeless(step, param)):
-                    raise UnknownArchitecture(_untold(step.text, step.part, param))
+            for param in uncertain:
+                unplaced = isinstance(step, Best) and "body" in param.uncertain_words
+                if step.part.is_uncertain(param) or (unplaced and step.part.holds(param)):
+                    raise UnknownArchitecture(_uncertain_message(step.text, step.part, param))
             for part in step.part.alternatives():
                 if not any(part.holds(param) for param in params):
-                    raise PlanError(_missing(step, part, params))
-        if isinstance(step, Best) and step.count > len(candidates(step, params)):
-            n = len(candidates(step, params))
+                    raise PlanError(_missing_message(step, part, params))
+        if isinstance(step, Best) and step.count > len(candidate_blocks(step, params)):
+            n = len(candidate_blocks(step, params))
             raise PlanError(
                 f"{_short(step.text)} chooses {step.count} blocks, and the model has {n}"
             )
 
 
-def require_told(part: Part, params: Params) -> None:
-    """Raise if nobody knows of some param whether it belongs to a part."""
+def require_known_part(part: Part, params: Params) -> None:
+    """Raise UnknownArchitecture if it is unknown of some param whether it belongs to a part."""
     for param in params:
-        if part.doubtful(param):
-            raise UnknownArchitecture(_untold(part.text, part, param))
+        if part.is_uncertain(param):
+            raise UnknownArchitecture(_uncertain_message(part.text, part, param))
 
 
-def candidates(best: Best, params: Params) -> tuple[Block, ...]:
-    """The blocks that a `best` may choose from."""
-    return tuple(dict.fromkeys(p.at for p in params if p.at is not None and best.part.holds(p)))
+def candidate_blocks(best: Best, params: Params) -> tuple[Block, ...]:
+    """The blocks with a param of the part of a `best`, in the order of the params."""
+    blocks = (p.block_id for p in params if p.block_id is not None and best.part.holds(p))
+    return tuple(dict.fromkeys(blocks))
 
 
-def by_scores(scores: Mapping[Block, float] | None) -> Choose:
-    """Choose the blocks with the highest scores; of equals, the earlier."""
+def choose_by_scores(scores: Mapping[Block, float] | None) -> BlockChooser:
+    """A chooser that takes the blocks with the highest scores; of equal scores, the earlier block.
 
-    def choose(best: Best, among: tuple[Block, ...]) -> frozenset[Block]:
+    The chooser raises PlanError if there are no scores, or a candidate has none or a NaN.
+    """
+
+    def choose(best: Best, blocks: tuple[Block, ...]) -> frozenset[Block]:
         if scores is None:
             raise PlanError(
                 f"{best.text} needs the turn's scores, and there are none: give the turn scores, "
                 "or ask what is permitted"
             )
-        held = {block: scores.get(block, nan) for block in among}
-        for block, score in held.items():
+        block_scores = {block: scores.get(block, nan) for block in blocks}
+        for block, score in block_scores.items():
             if isnan(score):
                 raise PlanError(f"{best.text} needs a score for {block.stack} block {block.number}")
-        order = sorted(among, key=lambda block: -held[block])
-        return frozenset(order[: best.count])
+        ranking = sorted(blocks, key=lambda block: -block_scores[block])
+        return frozenset(ranking[: best.count])
 
     return choose
 
 
-def _fold(steps: Iterable[Step], params: Params, choose: Choose) -> Roles:
+def _assign_roles(steps: Iterable[Step], params: Params, choose: BlockChooser) -> Roles:
+    """The roles after some steps, from FREEZE for all; raises PlanError for untrainable dtypes."""
     roles = dict.fromkeys(params, Role.FREEZE)
     for step in steps:
         if isinstance(step, Assign):
             roles |= {param: step.role for param in params if step.part.holds(param)}
         else:
-            chosen = choose(step, candidates(step, params))
-            roles |= {p: roles[p].awake for p in params if p.at in chosen and step.part.holds(p)}
+            chosen = choose(step, candidate_blocks(step, params))
+            trained = [p for p in params if p.block_id in chosen and step.part.holds(p)]
+            roles |= {p: roles[p].trained_role for p in trained}
     _require_trainable(roles)
     return roles
 
 
 def _require_trainable(roles: Roles) -> None:
+    """Raise PlanError if a param with a trained role has a dtype that cannot be trained."""
     for param, role in roles.items():
-        if role.trained and param.dtype not in TRAINED:
+        if role.is_trained and param.dtype not in TRAINABLE_DTYPES:
             raise PlanError(
-                f"the plan trains {param.key}, whose numbers are {param.dtype} and cannot be "
+                f"the plan trains {param.key}, whose dtype {param.dtype} cannot be "
                 f"trained: freeze it, as in freeze(named({param.name!r})) at the plan's end; of a "
-                "quantised model train what is added to it, as in chain(freeze(), share(adapter))"
+                "quantized model train the adapters, as in chain(freeze(), share(adapter))"
             )
 
 
-def _homeless(best: Best, param: Param) -> bool:
-    """Whether a param may stand in a block that a `best` chooses from."""
-    return "body" in param.doubts and best.part.holds(param)
-
-
-def _untold(text: str, part: Part, param: Param) -> str:
-    """Whose place nobody knows, and what to do about it."""
-    atoms = [atom.text for atom in part.atoms() if atom.doubtful(param)] or ["blocks"]
+def _uncertain_message(text: str, part: Part, param: Param) -> str:
+    """Message: it is unknown whether a param belongs to a part, and the remedies."""
+    atoms = [atom.text for atom in part.atoms() if atom.is_uncertain(param)] or ["blocks"]
     return (
-        f"{text}: no anatomy of this model tells {' and '.join(dict.fromkeys(atoms))}, "
-        f"and {param.name!r} may be of it. Either say what the model is like "
-        '(model.like = "llama" in a study), or teach its row (fedplan.teach, model.anatomy in a '
-        "study); `fedplan propose MODEL` proposes one and checks it. Without an anatomy a plan "
-        f"can say everything, bias, norm, adapter and named({quoted(param.name)})"
+        f"{text}: this model has no layer map, so it is unknown whether {param.name!r} belongs to "
+        f"{' and '.join(dict.fromkeys(atoms))}. Name a similar architecture "
+        '(model.layer_map_like = "llama" in a study), or give a layer map '
+        "(fedplan.register_layer_map, or model.layer_map in a study); `fedplan propose MODEL` "
+        "proposes one and checks it. Without a layer map a plan "
+        f"can use everything, bias, norm, adapter and named({quote_string(param.name)})"
     )
 
 
-def _missing(step: Step, part: Part, params: Params) -> str:
-    """What was looked for, and what is there instead."""
-    what = f"{_short(step.text)}: {_short(part.text)} matches no parameter of this model"
+def _missing_message(step: Step, part: Part, params: Params) -> str:
+    """Message: a part matches no param, and the words that the model has."""
+    problem = f"{_short(step.text)}: {_short(part.text)} matches no parameter of this model"
     tied = [p for p in params if p.tied and part.text == "head"]
     if tied:
         return (
-            f"{what}, for {tied[0].tied[0]!r} is tied to {tied[0].name!r}: "
+            f"{problem}, for {tied[0].tied[0]!r} is tied to {tied[0].name!r}: "
             f"say {tied[0].kind} instead"
         )
     words = sorted({word for param in params for word in param.words})
-    return f"{what}, which has {', '.join(words)}"
+    return f"{problem}, which has {', '.join(words)}"
 
 
 def _short(text: str) -> str:

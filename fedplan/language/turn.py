@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns: all that a plan may look at, and the named conditions that look at them."""
+"""Turns (one client in one round) and the conditions that a plan can set on them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedplan.errors import PlanError
-from fedplan.language.predicates import Predicate, a_string, a_whole, listed, quoted
+from fedplan.language.predicates import (
+    Predicate,
+    format_values,
+    quote_string,
+    require_int,
+    require_string,
+)
 from fedplan.models.params import Block
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One client in one round, counted from 1; the phase is what the server has announced.
+    """One client in one round: all that a plan may depend on.
 
-    `traits` are what a site says of itself (`capacity`, `site`); `scores` what its probe found.
+    `round` counts from 1. `phase` is the phase that the server announced, or empty. `traits` are
+    the client's own declarations, such as capacity. `scores` are the block scores of its probe, or
+    None where no probe has run.
     """
 
     round: int = 1
@@ -27,19 +35,20 @@ class Turn:
 
 
 Condition = Predicate[Turn]
+"""A predicate on turns."""
 
 
 class ConditionAtom(Predicate[Turn]):
-    """A condition that is not joined from others."""
+    """An elementary condition: one without `&`, `|` or `~`."""
 
     @property
-    def about(self) -> str:
+    def subject_type(self) -> str:
         return "condition"
 
 
 @dataclass(frozen=True)
 class After(ConditionAtom):
-    """True once so many rounds are done."""
+    """True in all rounds after the first `rounds`."""
 
     rounds: int
 
@@ -59,7 +68,7 @@ class Phase(ConditionAtom):
 
     @property
     def text(self) -> str:
-        return f"phase({quoted(self.name)})"
+        return f"phase({quote_string(self.name)})"
 
     def holds(self, subject: Turn) -> bool:
         return subject.phase == self.name
@@ -73,7 +82,7 @@ class ClientIn(ConditionAtom):
 
     @property
     def text(self) -> str:
-        return f"client_in({listed(self.names)})"
+        return f"client_in({format_values(self.names)})"
 
     def holds(self, subject: Turn) -> bool:
         return subject.client in self.names
@@ -81,43 +90,43 @@ class ClientIn(ConditionAtom):
 
 @dataclass(frozen=True)
 class Trait(ConditionAtom):
-    """True for clients that say this of themselves."""
+    """True for clients whose trait `name` has the value `value`."""
 
     name: str
     value: str
 
     @property
     def text(self) -> str:
-        return f"trait({listed((self.name, self.value))})"
+        return f"trait({format_values((self.name, self.value))})"
 
     def holds(self, subject: Turn) -> bool:
         return subject.traits.get(self.name) == self.value
 
 
-def a_condition(value: Any, name: str) -> Condition:
-    """The value, if it is a condition."""
-    if not isinstance(value, Predicate) or value.about != "condition":
+def require_condition(value: Any, name: str) -> Condition:
+    """Return `value` if it is a condition; otherwise raise PlanError, naming function `name`."""
+    if not isinstance(value, Predicate) or value.subject_type != "condition":
         raise PlanError(f"{name} takes a condition such as after(20), not {value!s}")
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
 def after(rounds: int) -> Condition:
-    """True once so many rounds are done: `after(20)` begins with round 21."""
-    return After(a_whole(rounds, "after", least=0))
+    """True in all rounds after the first `rounds`: `after(20)` begins with round 21."""
+    return After(require_int(rounds, "after", least=0))
 
 
 def phase(name: str) -> Condition:
     """True while the server has announced this phase."""
-    return Phase(a_string(name, "phase"))
+    return Phase(require_string(name, "phase"))
 
 
 def client_in(*names: str) -> Condition:
-    """True for the named clients."""
+    """True for the clients of these names; raises PlanError if there are none."""
     if not names:
         raise PlanError('client_in takes one or more names, as in client_in("north")')
-    return ClientIn(tuple(sorted({a_string(n, "client_in") for n in names})))
+    return ClientIn(tuple(sorted({require_string(n, "client_in") for n in names})))
 
 
 def trait(name: str, value: str) -> Condition:
     """True for clients whose trait has this value: `trait("capacity", "small")`."""
-    return Trait(a_string(name, "trait"), a_string(value, "trait"))
+    return Trait(require_string(name, "trait"), require_string(value, "trait"))

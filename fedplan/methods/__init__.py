@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published methods, each a docstring with its citation and a sentence."""
+"""Published federated methods, and the classes to define your own."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fedplan.methods.adapters import fedex_lora, fedit, fedsa_lora, ffa_lora, flexlora
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
         scaffold,
     )
     from fedplan.methods.layers import bitfit, fedpart, head_only, safl
+    from fedplan.methods.lora_products import ProductRule, average_separately, by_residual, by_svd
     from fedplan.methods.method import Method
     from fedplan.methods.personal import fedbabu, fedbn, fedper, fedrep, lg_fedavg
-    from fedplan.methods.phases import Announce, Planned, Settled, Sign
-    from fedplan.methods.products import ProductRule, apart, by_residual, by_svd
+    from fedplan.methods.phases import PhaseContext, PhaseRule, PlannedPhases, SettledPhase
     from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
-    from fedplan.methods.registry import METHODS, method_named, register_method
-    from fedplan.methods.server_optimiser import (
-        ServerOptimiser,
+    from fedplan.methods.registry import METHODS, method_by_name, register_method
+    from fedplan.methods.server_optimizer import (
+        ServerOptimizer,
         adagrad,
         adam,
         mean,
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "Announce",
+    "PhaseRule",
     "METHODS",
     "Method",
-    "Planned",
+    "PlannedPhases",
     "ProductRule",
-    "ServerOptimiser",
-    "Settled",
-    "Sign",
+    "ServerOptimizer",
+    "SettledPhase",
+    "PhaseContext",
     "adagrad",
     "adam",
-    "apart",
+    "average_separately",
     "bitfit",
     "by_residual",
     "by_svd",
@@ -71,7 +71,7 @@ __all__ = [
     "local_only",
     "local_prompts",
     "mean",
-    "method_named",
+    "method_by_name",
     "momentum",
     "pfeddc",
     "pfeddc_held",
@@ -84,7 +84,7 @@ __all__ = [
     "yogi",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "adapters": "fedex_lora fedit fedsa_lora ffa_lora flexlora",
@@ -94,10 +94,10 @@ __getattr__, __dir__ = face(
         "layers": "bitfit fedpart head_only safl",
         "method": "Method",
         "personal": "fedbabu fedbn fedper fedrep lg_fedavg",
-        "phases": "Announce Planned Settled Sign",
-        "products": "ProductRule apart by_residual by_svd",
+        "phases": "PhaseRule PlannedPhases SettledPhase PhaseContext",
+        "lora_products": "ProductRule average_separately by_residual by_svd",
         "prompts": "local_prompts pfeddc promptfl",
-        "registry": "METHODS method_named register_method",
-        "server_optimiser": "ServerOptimiser adagrad adam mean momentum yogi",
+        "registry": "METHODS method_by_name register_method",
+        "server_optimizer": "ServerOptimizer adagrad adam mean momentum yogi",
     },
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compositions that no paper has: a method and one more sentence."""
+"""Combinations of published methods that are in no paper."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from fedplan.language.turn import phase
 from fedplan.methods.adapters import add_lora
 from fedplan.methods.layers import safl
 from fedplan.methods.method import Method
-from fedplan.methods.phases import Planned
+from fedplan.methods.phases import PlannedPhases
 from fedplan.methods.prompts import pfeddc
 
 
 def safl_frozen(k: int = 4, warmup: int = 10, probe: str = "attention") -> Method:
-    """SAFL with FedFrozen's freeze: after the warm-up the chosen blocks go on without their kernel.
+    """SAFL with FedFrozen's freeze: after the warm-up, chosen blocks train all but query and key.
 
-    A composition of ours; see safl and fedfrozen.
+    Not published; see safl and fedfrozen.
     """
-    return _then(safl(k, probe=probe), freeze(query | key), warmup)
+    return _after_warmup(safl(k, probe=probe), freeze(query | key), warmup)
 
 
 def pfeddc_held(text: int = 4, vision: int = 4, warmup: int = 10) -> Method:
-    """pFedDC whose fusion keeps choosing as it does: its own query and key rest after a warm-up.
+    """pFedDC whose fusion attention is fixed after a warm-up: query and key are held.
 
-    A composition of ours; see pfeddc and fedfrozen.
+    Not published; see pfeddc and fedfrozen.
     """
-    return _then(pfeddc(text, vision), hold(fusion & (query | key)), warmup)
+    return _after_warmup(pfeddc(text, vision), hold(fusion & (query | key)), warmup)
 
 
 def fedper_safl(k: int = 4, probe: str = "attention") -> Method:
-    """FedPer with SAFL: each client keeps its head, and shares the blocks that it chooses.
+    """FedPer with SAFL: each client keeps its head and shares its chosen blocks.
 
-    A composition of ours; see fedper and safl.
+    Not published; see fedper and safl.
     """
     return replace(safl(k, probe=probe), plan=chain(freeze(), keep(head), best(k)))
 
 
 def safl_lora(
-    k: int = 4, rank: int = 8, on: str = "query | value", probe: str = "attention"
+    k: int = 4, rank: int = 8, target: str = "query | value", probe: str = "attention"
 ) -> Method:
-    """LoRA on the chosen blocks only: SAFL's choice at the price of adapters.
+    """SAFL with LoRA: only the adapters of the chosen blocks are trained.
 
-    A composition of ours; see fedit and safl.
+    Not published; see fedit and safl.
     """
     plan = chain(freeze(), share(head), best(k, adapter))
-    adapt = partial(add_lora, rank=rank, on=parse_part(on))
+    adapt = partial(add_lora, rank=rank, on=parse_part(target))
     return replace(safl(k, probe=probe), plan=plan, adapt=adapt)
 
 
-def _then(made: Method, plan: Plan, warmup: int) -> Method:
-    """A method that says one thing more once it is warm."""
-    plan = chain(made.plan, when(phase("frozen"), plan))
-    return replace(made, plan=plan, announce=Planned({"frozen": warmup}))
+def _after_warmup(method: Method, plan: Plan, warmup: int) -> Method:
+    """The method with `plan` added after `warmup` rounds, in the phase "frozen"."""
+    plan = chain(method.plan, when(phase("frozen"), plan))
+    return replace(method, plan=plan, phase_rule=PlannedPhases({"frozen": warmup}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods: a few independent choices, of which the plan is the first."""
+"""The class Method: a plan together with the choices of training and aggregation."""
 
 from __future__ import annotations
 
@@ -11,118 +11,131 @@ from inspect import signature
 from torch import nn
 
 from fedplan.errors import FedplanError
+from fedplan.language.canonical import canonical_text
 from fedplan.language.plan import Plan
-from fedplan.language.wording import text_of
-from fedplan.methods.phases import Announce, Planned
-from fedplan.methods.products import ProductRule, apart
-from fedplan.methods.server_optimiser import ServerOptimiser, mean
-from fedplan.tensors.codecs import PIECES, Wire
-from fedplan.tensors.wire import plain as as_is
-from fedplan.training.fit import Fit, Wrap, plain
-from fedplan.training.probes import Probe, at_random, is_public
+from fedplan.methods.lora_products import ProductRule, average_separately
+from fedplan.methods.phases import PhaseRule, PlannedPhases
+from fedplan.methods.server_optimizer import ServerOptimizer, mean
+from fedplan.tensors.codecs import CODED_PART_NAMES, Codec
+from fedplan.tensors.compression import plain as as_is
+from fedplan.training.fit import ClientHook, Fit, plain_fit
+from fedplan.training.probes import Probe, is_data_independent, random_probe
 
 
 @dataclass(frozen=True)
 class Method:
-    """What is trained and whose it is (plan), how (wraps), how it travels (wire), and what then.
+    """A federated method: a plan, and how clients train, compress and aggregate.
 
-    `loop` is what trains a client's model, inside all `wraps`: ours, or your own (see `attach`).
-    `server_optimiser` makes the world's values of the clients' means, by one of the rules of its
-    module or a function of your own. `probe` gives the scores that a plan with `best` chooses by,
-    each client by its own or all of them `together` by the sum; `announce` names the phases;
-    `riders` are the kinds of what travels beside each shared param; `adapt` adds to the model
-    what the method trains, before it is described. A param that only some clients sent is the mean
-    over its senders, or, if `absent` counts, over all who took part: those who did not send it
-    count as not having changed it. `product` says what becomes of LoRA's two sides, whose means are
-    not the mean of their products.
+    `plan`: the role of each param by client and round.
+    `client_hooks`: wrappers of the local fit, the first outermost.
+    `probe`: computes the block scores that `best` chooses by; `joint_choice` makes one choice for
+    all clients, by the sum of their scores, in place of one per client.
+    `phase_rule`: names the phase of each round.
+    `aux`: the kinds of auxiliary tensors that travel with each shared param, such as "control".
+    `compression`: the codec of updates.
+    `absent`: average each param over all clients of the round, those that did not send it counted
+    as unchanged; otherwise over its senders.
+    `server_optimizer`: makes the next global value of a param from the mean of the clients.
+    `adapt`: adds modules, such as LoRA, to the model before it is described; None for no change.
+    `product`: how LoRA's two factors are aggregated.
+    `loop`: the local fit itself, inside all hooks; for your own training loop see `fedplan.attach`.
     """
 
     plan: Plan
-    wraps: tuple[Wrap, ...] = ()
-    probe: Probe = at_random
-    together: bool = False
-    announce: Announce = field(default_factory=Planned)
-    riders: tuple[str, ...] = ()
-    wire: Wire = field(default_factory=as_is)
+    client_hooks: tuple[ClientHook, ...] = ()
+    probe: Probe = random_probe
+    joint_choice: bool = False
+    phase_rule: PhaseRule = field(default_factory=PlannedPhases)
+    aux: tuple[str, ...] = ()
+    compression: Codec = field(default_factory=as_is)
     absent: bool = False
-    server_optimiser: ServerOptimiser = field(default_factory=mean)
+    server_optimizer: ServerOptimizer = field(default_factory=mean)
     adapt: Callable[[nn.Module], nn.Module] | None = None
-    product: ProductRule = field(default_factory=apart)
-    loop: Fit = plain
+    lora_aggregation: ProductRule = field(default_factory=average_separately)
+    loop: Fit = plain_fit
 
     def __post_init__(self) -> None:
-        told = all(re.fullmatch("[a-z_]+", kind) for kind in self.riders)
-        if type(self.riders) is not tuple or not told:
-            raise FedplanError(f"riders are {self.riders!r}: give their kinds, as ('control',)")
-        if taken := PIECES & set(self.riders):
-            raise FedplanError(f"a codec has a piece called {min(taken)!r}: call the rider another")
-        if not self.product.apart:
+        valid = all(re.fullmatch("[a-z_]+", kind) for kind in self.aux)
+        if type(self.aux) is not tuple or not valid:
+            raise FedplanError(f"aux is {self.aux!r}: give a tuple of kinds, as ('control',)")
+        if reserved := CODED_PART_NAMES & set(self.aux):
+            raise FedplanError(
+                f"aux kind {min(reserved)!r} is the name of a codec's part: choose another name"
+            )
+        if not self.lora_aggregation.is_separate:
             _require_exact(self)
         _require_fit(self.loop)
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """It in lines, each a word and what it says, for both ends to compare."""
-        said = {
+        """The method as lines of a key and a canonical text, which server and sites compare."""
+        # The keys are part of the agreement's digest.
+        texts = {
             "plan": f"{self.plan.fingerprint} {self.plan.text}",
-            "wire": self.wire.text,
-            "riders": text_of(self.riders),
-            "together": text_of(self.together),
-            "absent": text_of(self.absent),
-            "probe": text_of(self.probe) + (" without rows" if is_public(self.probe) else ""),
-            "phases": text_of(self.announce),
-            "wraps": text_of(self.wraps),
-            "loop": text_of(self.loop),
-            "server optimiser": text_of(self.server_optimiser),
-            "adapt": text_of(self.adapt),
+            "compression": self.compression.text,
+            "aux": canonical_text(self.aux),
+            "joint_choice": canonical_text(self.joint_choice),
+            "absent": canonical_text(self.absent),
+            "probe": canonical_text(self.probe)
+            + (" without examples" if is_data_independent(self.probe) else ""),
+            "phases": canonical_text(self.phase_rule),
+            "client_hooks": canonical_text(self.client_hooks),
+            "loop": canonical_text(self.loop),
+            "server optimizer": canonical_text(self.server_optimizer),
+            "adapt": canonical_text(self.adapt),
         }
-        if not self.product.apart:
-            said["product"] = self.product.text
-        return tuple(f"{word} {text}" for word, text in said.items())
+        if not self.lora_aggregation.is_separate:
+            texts["lora_aggregation"] = self.lora_aggregation.text
+        return tuple(f"{key} {text}" for key, text in texts.items())
 
     @property
     def fit(self) -> Fit:
-        """The local fit as the method changes it, the first wrap outermost."""
+        """The local fit: `loop` wrapped in all client hooks, the first outermost."""
         fit = self.loop
-        for wrap in reversed(self.wraps):
-            fit = wrap(fit)
+        for hook in reversed(self.client_hooks):
+            fit = hook(fit)
         return fit
 
-    def inside(self, other: Method) -> Method:
-        """The same plan, with another method's fit and server: FedFrozen inside SCAFFOLD."""
+    def with_training_of(self, other: Method) -> Method:
+        """This method with the client hooks, aux tensors and server optimizer of another.
+
+        Its hooks go outside ours; its loop is taken unless this method has one of its own. Example:
+        `fedfrozen().with_training_of(scaffold())`.
+        """
         return replace(
             self,
-            wraps=(*other.wraps, *self.wraps),
-            riders=(*other.riders, *self.riders),
-            loop=other.loop if self.loop is plain else self.loop,
-            server_optimiser=other.server_optimiser,
+            client_hooks=(*other.client_hooks, *self.client_hooks),
+            aux=(*other.aux, *self.aux),
+            loop=other.loop if self.loop is plain_fit else self.loop,
+            server_optimizer=other.server_optimizer,
         )
 
 
 def _require_exact(method: Method) -> None:
-    """Refuse what would undo the product that a rule promises."""
-    wrong = {
-        f"the wire {method.wire.text} changes what arrives: take plain()": (
-            method.wire.text != as_is().text
+    """Raise FedplanError if a choice would make the aggregated product of LoRA inexact."""
+    problems = {
+        f"compression {method.compression.text} changes the values: use plain()": (
+            method.compression.text != as_is().text
         ),
-        "another server optimiser than mean() moves each side by itself: leave it out": (
-            method.server_optimiser != mean()
+        "a server optimizer other than mean() moves each factor separately: leave it out": (
+            method.server_optimizer != mean()
         ),
-        "absent clients would count as sides that have not changed: leave absent out": (
-            method.absent
-        ),
+        "absent counts missing factors as unchanged: leave it out": (method.absent),
     }
-    for why in (why for why, found in wrong.items() if found):
-        raise FedplanError(f"{method.product.text} would not hold, since {why}")
+    for problem in (problem for problem, present in problems.items() if present):
+        raise FedplanError(f"{method.lora_aggregation.text} would not be exact: {problem}")
 
 
 def _require_fit(loop: Fit) -> None:
-    """Refuse a loop that takes more than a job: one of a model and rows is to be attached."""
+    """Raise FedplanError if a loop requires more than one positional argument.
+
+    Signatures that cannot be read are accepted.
+    """
     try:
-        takes = signature(loop).parameters.values()
+        params = signature(loop).parameters.values()
     except (TypeError, ValueError):
         return
-    needed = [p for p in takes if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(needed) > 1:
-        names = ", ".join(p.name for p in needed)
-        raise FedplanError(f"the loop takes {names}: write loop = fedplan.attach(...) of it")
+    required = [p for p in params if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(required) > 1:
+        names = ", ".join(p.name for p in required)
+        raise FedplanError(f"the loop takes {names}: wrap it, as in loop = fedplan.attach(...)")

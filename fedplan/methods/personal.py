@@ -7,27 +7,27 @@ from fedplan.language.parts import head, norm
 from fedplan.language.plan import chain, freeze, keep, share, when
 from fedplan.language.turn import after
 from fedplan.methods.method import Method
-from fedplan.training.wraps import alternate
+from fedplan.training.client_hooks import alternate
 
 
 def fedper() -> Method:
-    """FedPer: share the base, keep the head.
+    """FedPer: share the base, keep the head personal.
 
     Arivazhagan et al., Federated Learning with Personalization Layers, 2019.
     """
     return Method(chain(share(), keep(head)))
 
 
-def fedrep(own_epochs: int = 1) -> Method:
-    """FedRep: as FedPer, but the head is trained first, and then the base under it.
+def fedrep(head_epochs: int = 1) -> Method:
+    """FedRep: FedPer with the head trained first, for `head_epochs` epochs, then the base.
 
     Collins et al., Exploiting Shared Representations for Personalized Federated Learning, 2021.
     """
-    return Method(chain(share(), keep(head)), wraps=(alternate(own_epochs),))
+    return Method(chain(share(), keep(head)), client_hooks=(alternate(head_epochs),))
 
 
 def lg_fedavg() -> Method:
-    """LG-FedAvg: keep the representation, share the head.
+    """LG-FedAvg: keep the representation personal, share the head.
 
     Liang et al., Think Locally, Act Globally, 2020.
     """
@@ -35,7 +35,7 @@ def lg_fedavg() -> Method:
 
 
 def fedbabu(rounds: int = 50) -> Method:
-    """FedBABU: share the base under a head that nobody trains; then each trains a head of its own.
+    """FedBABU: share the base under a frozen head for `rounds` rounds, then train a personal head.
 
     Oh et al., FedBABU: Toward Enhanced Representation for Federated Image Classification, 2022.
     The last step is the paper's fine-tuning, here of the head alone.
@@ -44,9 +44,9 @@ def fedbabu(rounds: int = 50) -> Method:
 
 
 def fedbn() -> Method:
-    """FedBN: keep the norms, share the rest.
+    """FedBN: keep the norms personal, share the rest.
 
     Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, 2021;
-    written for batch norms, here for the layer norms of a Transformer.
+    designed for batch norms, here for all norms of a Transformer.
     """
     return Method(chain(share(), keep(norm)))

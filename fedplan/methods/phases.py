@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phases: what the server announces to all clients, such as that the kernel is frozen."""
+"""Phase rules: how the server names the phase of each round, such as \"frozen\"."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from math import fsum
 from typing import Protocol
 
 from fedplan.errors import FedplanError
-from fedplan.language.wording import phrase, spelled_out
+from fedplan.language.canonical import format_call, format_dataclass
 
 
 @dataclass(frozen=True)
-class Sign:
-    """What a rule may look at before a round: the phase that holds, and how the last round went.
+class PhaseContext:
+    """The input of a phase rule before round `round`.
 
-    `drift` is that of the last round, by kind of param: how far the clients' changes lay apart, and
-    the square of their mean step. `sizes` is the squared length of the federation's values, by
-    kind. Both follow from sums over clients that were committed.
+    `phase`: the current phase, or empty. `drift`: by kind of param, of the last round, the mean
+    squared distance of the clients' changes from their mean, and the squared norm of that mean.
+    `sizes`: by kind, the squared norm of the global values. All are computed from aggregated sums.
     """
 
     round: int
@@ -27,24 +27,26 @@ class Sign:
     sizes: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-class Announce(Protocol):
-    """A rule that names the phase of each round. What it names is kept with the world."""
+class PhaseRule(Protocol):
+    """A rule that names the phase of each round; the server stores the phase in its state."""
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """All that it may ever name, in their order: none comes back after a later one."""
+        """All phases that the rule may name, in order; a phase never returns after a later one."""
         ...
 
-    def __call__(self, sign: Sign) -> str:
-        """The phase of the round to come."""
+    def __call__(self, context: PhaseContext) -> str:
+        """The phase of round `context.round`."""
         ...
 
 
 @dataclass(frozen=True)
-class Planned:
-    """Phases that begin once so many rounds are done, whatever happens.
+class PlannedPhases:
+    """Phases that begin after fixed numbers of rounds, given by phase name in `after`.
 
-    >>> Planned({"frozen": 20})(Sign(round=21))
+    Raises FedplanError for a negative number, and for two phases that begin in the same round.
+
+    >>> PlannedPhases({"frozen": 20})(PhaseContext(round=21))
     'frozen'
     """
 
@@ -53,48 +55,50 @@ class Planned:
     def __post_init__(self) -> None:
         if early := [name for name, number in self.after.items() if number < 0]:
             raise FedplanError(
-                f"phase {early[0]!r} is to begin after {self.after[early[0]]} rounds: 0 is at once"
+                f"phase {early[0]!r} begins after {self.after[early[0]]} rounds: give 0 or more"
             )
         if len(set(self.after.values())) < len(self.after):
             raise FedplanError(f"two phases cannot begin in the same round: {dict(self.after)}")
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The phases from the first to the last."""
+        """The phases in the order in which they begin."""
         return tuple(sorted(self.after, key=lambda name: self.after[name]))
 
     @property
     def text(self) -> str:
-        """It in one line, for both ends to compare."""
-        return phrase("planned", self.after)
+        """Canonical text."""
+        return format_call("planned", self.after)
 
-    def __call__(self, sign: Sign) -> str:
-        """The last phase that has begun."""
-        begun = [name for name in self.phases if self.after[name] < sign.round]
+    def __call__(self, context: PhaseContext) -> str:
+        """The last phase that has begun, or the empty string."""
+        begun = [name for name in self.phases if self.after[name] < context.round]
         return begun[-1] if begun else ""
 
 
-_SETTLED: Mapping[str, Callable[[float, float, float], float]] = {
-    "bend": lambda apart, step, size: step * size / apart**2,
-    "chance": lambda apart, step, size: step / apart,
+_SETTLING_RULES: Mapping[str, Callable[[float, float, float], float]] = {
+    "bend": lambda drift, step, size: step * size / drift**2,
+    "chance": lambda drift, step, size: step / drift,
 }
-"""How far a mean goes beside what its drift does, from `apart`, `step` and `size`."""
+"""By rule: the statistic compared with `SettledPhase.share`, from drift, step and size."""
 
 
 @dataclass(frozen=True)
-class Settled:
-    """A phase that begins once some kinds of params move no further than their drift moves them.
+class SettledPhase:
+    """A phase that begins once some kinds of params move no more than client drift explains.
 
-    By `bend`: clients that go apart push their mean where the loss bends, and a bend is of second
-    order. So the phase begins when `step * size <= share * apart ** 2`, summed over the kinds, in
-    the last round. By `chance`: changes with nothing in common have a mean too, and M of equal
-    weight have one of `apart / (M - 1)`. So it begins when `step <= share * apart`. Either begins
-    after `least` rounds or later, and then stays. By `bend` it does not begin where clients agree;
-    by `chance` it does, once what they learn is less than what their batches differ by. A round in
-    which nobody sent these kinds says nothing. With one local step nothing drifts: leave both out.
+    Let `drift`, `step` and `size` be the sums, over `kinds`, of the drift, the squared mean step
+    and the squared norm of the last round. By "bend" the phase begins when
+    `step * size <= share * drift ** 2`: diverging clients push their mean by an amount of second
+    order. By "chance" it begins when `step <= share * drift`: even unrelated changes have a mean,
+    of squared norm `drift / (M - 1)` for M clients of equal weight.
 
-    >>> rule = Settled("frozen", least=2)
-    >>> rule(Sign(3, drift={"query": (0.5, 1e-4)}, sizes={"query": 10.0}))
+    The phase begins after at least `least` rounds and then stays. A round in which no client sent
+    these kinds, or in which all changes were equal, never starts it; with one local step there is
+    no drift, so use neither rule. Raises FedplanError for settings out of range.
+
+    >>> rule = SettledPhase("frozen", least=2)
+    >>> rule(PhaseContext(3, drift={"query": (0.5, 1e-4)}, sizes={"query": 10.0}))
     'frozen'
     """
 
@@ -106,39 +110,42 @@ class Settled:
 
     def __post_init__(self) -> None:
         if not self.kinds:
-            raise FedplanError(f"phase {self.phase!r} looks at no kind: say some, as ('query',)")
+            raise FedplanError(f"phase {self.phase!r} has no kinds: give some, as ('query',)")
         if not self.share > 0:
             raise FedplanError(
-                f"phase {self.phase!r} begins at a share of {self.share:g}: it is above 0"
+                f"phase {self.phase!r} has a share of {self.share:g}: give a number above 0"
             )
         if self.least < 0:
             raise FedplanError(
-                f"phase {self.phase!r} is to begin after {self.least} rounds: 0 is at once"
+                f"phase {self.phase!r} begins after {self.least} rounds: give 0 or more"
             )
-        if self.by not in _SETTLED:
+        if self.by not in _SETTLING_RULES:
             raise FedplanError(
-                f"phase {self.phase!r} settles by {self.by!r}: say {' or '.join(_SETTLED)}"
+                f"phase {self.phase!r} has the rule {self.by!r}: use {' or '.join(_SETTLING_RULES)}"
             )
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The one phase."""
+        """The single phase."""
         return (self.phase,)
 
     @property
     def text(self) -> str:
-        """It in one line, for both ends to compare."""
-        return spelled_out("settled", self)
+        """Canonical text."""
+        return format_dataclass("settled", self)
 
-    def __call__(self, sign: Sign) -> str:
-        """The phase, once it has begun."""
-        begun = sign.phase == self.phase or (sign.round > self.least and self._holds(sign))
+    def __call__(self, context: PhaseContext) -> str:
+        """The phase if it has begun or begins now, or the empty string."""
+        begun = context.phase == self.phase or (
+            context.round > self.least and self._has_settled(context)
+        )
         return self.phase if begun else ""
 
-    def _holds(self, sign: Sign) -> bool:
-        there = [kind for kind in self.kinds if kind in sign.drift]
-        apart, step = (fsum(sign.drift[kind][place] for kind in there) for place in (0, 1))
-        if not apart > 0:  # nobody sent them, or all did the same
+    def _has_settled(self, context: PhaseContext) -> bool:
+        """Whether the last round fulfils the rule; False if it had no drift in these kinds."""
+        kinds = [kind for kind in self.kinds if kind in context.drift]
+        drift, step = (fsum(context.drift[kind][index] for kind in kinds) for index in (0, 1))
+        if not drift > 0:  # no client sent these kinds, or all changes were equal
             return False
-        size = fsum(sign.sizes[kind] for kind in there)
-        return _SETTLED[self.by](apart, step, size) <= self.share
+        size = fsum(context.sizes[kind] for kind in kinds)
+        return _SETTLING_RULES[self.by](drift, step, size) <= self.share

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry: published methods by name."""
+"""Methods and server optimizers by name."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fedplan.methods.layers import bitfit, fedpart, head_only, safl
 from fedplan.methods.method import Method
 from fedplan.methods.personal import fedbabu, fedbn, fedper, fedrep, lg_fedavg
 from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
-from fedplan.methods.server_optimiser import (
-    ServerOptimiser,
+from fedplan.methods.server_optimizer import (
+    ServerOptimizer,
     adagrad,
     adam,
     mean,
@@ -38,51 +38,58 @@ METHODS: dict[str, Callable[..., Method]] = {
         *(safl_frozen, pfeddc_held, fedper_safl, safl_lora),
     )
 }
+"""The built-in methods by name: functions of their settings."""
 
-"""The methods that everybody has."""
-METHOD_NAMES: Registry[Callable[..., Method]] = Registry("method", METHODS)
-"""All methods that a study can name: each is a function of its settings."""
-SERVER_OPTIMISER_NAMES: Registry[Callable[..., ServerOptimiser]] = Registry(
-    "server optimiser",
+METHOD_REGISTRY: Registry[Callable[..., Method]] = Registry("method", METHODS)
+"""All methods that a study can name: built-in, registered, and of installed packages."""
+
+SERVER_OPTIMIZER_REGISTRY: Registry[Callable[..., ServerOptimizer]] = Registry(
+    "server optimizer",
     {"mean": mean, "momentum": momentum, "adam": adam, "yogi": yogi, "adagrad": adagrad},
 )
-"""All server optimisers that a study can name: each is made by a function of its settings."""
+"""All server optimizers that a study can name: functions of their settings."""
 
 
-def method_named(name: str, settings: Mapping[str, Any] | None = None) -> Method:
-    """A method by its name, or where it stands (`package.module:function`), with its settings."""
-    made = METHOD_NAMES.make(name, settings)
-    if not isinstance(made, Method):
-        raise FedplanError(f"{name} makes {_kind_of(made)}, and no Method: it is no method")
-    return made
+def method_by_name(name: str, settings: Mapping[str, Any] | None = None) -> Method:
+    """Make a method by name, or by `package.module:function`, with settings.
+
+    Raises FedplanError if there is no such method, a setting is wrong, or the result is no Method.
+    """
+    method = METHOD_REGISTRY.make(name, settings)
+    if not isinstance(method, Method):
+        raise FedplanError(f"{name} returns {_type_name(method)}, not a Method")
+    return method
 
 
 def register_method(name: str, make: Callable[..., Method]) -> None:
-    """Let a study name a method of your own, in this process alone."""
-    METHOD_NAMES.register(name, make)
+    """Register a method under a name for studies; lasts until this process ends."""
+    METHOD_REGISTRY.register(name, make)
 
 
-def server_optimiser_named(name: str, settings: Mapping[str, Any] | None = None) -> ServerOptimiser:
-    """A server optimiser by the name of what makes it, with its settings."""
-    made: Any = SERVER_OPTIMISER_NAMES.make(name, settings)
-    if not callable(cast("object", made)):
-        raise FedplanError(f"{name} makes {_kind_of(made)}, and no server optimiser")
-    return made
+def make_server_optimizer(name: str, settings: Mapping[str, Any] | None = None) -> ServerOptimizer:
+    """Make a server optimizer by name, or by `package.module:function`, with settings.
+
+    Raises FedplanError if there is none, a setting is wrong, or the result is not callable.
+    """
+    optimizer: Any = SERVER_OPTIMIZER_REGISTRY.make(name, settings)
+    if not callable(cast("object", optimizer)):
+        raise FedplanError(f"{name} returns {_type_name(optimizer)}, not a server optimizer")
+    return optimizer
 
 
-def _kind_of(value: object) -> str:
+def _type_name(value: object) -> str:
     return f"a value of {type(value).__name__}"
 
 
 def list_methods() -> list[list[str]]:
-    """Every method in lines: its name and whose it is, what it is, and its plan."""
-    return [[f"{name}, of {of}", *_told(name)] for name, of in METHOD_NAMES.names().items()]
+    """One list of lines for each registered method: name and origin, summary, plan."""
+    return [[f"{n}, of {origin}", *_summary(n)] for n, origin in METHOD_REGISTRY.origins().items()]
 
 
-def _told(name: str) -> list[str]:
-    """What a method says first of itself, and its plan; one that cannot be had says why."""
+def _summary(name: str) -> list[str]:
+    """The first line of a method's docstring and its plan text; or the error of making it."""
     try:
-        doc = getdoc(METHOD_NAMES.find(name).value) or ""
-        return [f"    {line}" for line in (*doc.splitlines()[:1], method_named(name).plan.text)]
+        doc = getdoc(METHOD_REGISTRY.find(name).value) or ""
+        return [f"    {line}" for line in (*doc.splitlines()[:1], method_by_name(name).plan.text)]
     except FedplanError as error:
         return [f"    {error}"]

@@ -1,54 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Transformer is made of, and the models that fedplan builds."""
+"""Params of a Transformer and their kinds, layer maps, and models that fedplan builds."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.models.architectures import teach
-    from fedplan.models.behaviour.judging import verdicts
-    from fedplan.models.behaviour.proposal import propose
-    from fedplan.models.buffers import stilled
+    from fedplan.models.architectures import register_layer_map
+    from fedplan.models.behaviour.proposal import propose_layer_map
+    from fedplan.models.behaviour.validate import check_params
+    from fedplan.models.buffers import freeze_batch_norms
     from fedplan.models.catalog import params_of
     from fedplan.models.description import describe
-    from fedplan.models.dual import Dual, load_dual
-    from fedplan.models.folder import load_folder, predict, save_folder
+    from fedplan.models.dual_encoder import DualEncoder, load_dual_encoder
+    from fedplan.models.folder import load_folder, predict_classes, save_folder
     from fedplan.models.params import Block, Kind, Param, Params
-    from fedplan.models.values import put, take
+    from fedplan.models.values import get_values, set_values
 
 __all__ = [
     "Block",
-    "Dual",
+    "DualEncoder",
     "Kind",
     "Param",
     "Params",
     "describe",
-    "load_dual",
+    "load_dual_encoder",
     "load_folder",
     "params_of",
-    "predict",
-    "propose",
-    "put",
+    "predict_classes",
+    "propose_layer_map",
+    "set_values",
     "save_folder",
-    "stilled",
-    "take",
-    "teach",
-    "verdicts",
+    "freeze_batch_norms",
+    "get_values",
+    "register_layer_map",
+    "check_params",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "architectures": "teach",
-        "behaviour.judging": "verdicts",
-        "behaviour.proposal": "propose",
-        "buffers": "stilled",
+        "architectures": "register_layer_map",
+        "behaviour.validate": "check_params",
+        "behaviour.proposal": "propose_layer_map",
+        "buffers": "freeze_batch_norms",
         "catalog": "params_of",
         "description": "describe",
-        "dual": "Dual load_dual",
-        "folder": "load_folder predict save_folder",
+        "dual_encoder": "DualEncoder load_dual_encoder",
+        "folder": "load_folder predict_classes save_folder",
         "params": "Block Kind Param Params",
-        "values": "put take",
+        "values": "get_values set_values",
     },
 )

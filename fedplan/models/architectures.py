@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architectures that fedplan knows: the only file that spells names of other people's models.
+"""The layer maps of all known architectures; the only file with module names of other libraries.
 
-Norms and embedding tables are told by their layer type, and what stands outside a Hugging Face
-backbone is its head; a row says the rest.
+Norms and embedding tables are recognized by their class, and everything outside a Hugging Face
+backbone is its head; a layer map defines the rest.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from fedplan.models.layer_maps import LAYER_MAPS, register_layer_map
 from fedplan.models.layouts import falcon, grouped, key_value, latent, per_head, thirds
-from fedplan.models.teaching import KNOWN, teach
 
 # Text encoders
-teach(
+register_layer_map(
     "bert",
     blocks={"encoder": "encoder.layer"},
     query="self.query",
@@ -25,9 +25,9 @@ teach(
     cross="crossattention",
 )
 for name in ("roberta", "xlm-roberta", "camembert"):
-    teach(name, like="bert")
-teach("esm", like="bert", head="contact_head")
-teach(
+    register_layer_map(name, like="bert")
+register_layer_map("esm", like="bert", head="contact_head")
+register_layer_map(
     "mpnet",
     like="bert",
     query="attn.q",
@@ -36,21 +36,21 @@ teach(
     out="attn.o",
     position="relative_attention_bias",
 )
-teach(
+register_layer_map(
     "longformer",
     like="bert",
     query="self.query_global",
     key="self.key_global",
     value="self.value_global",
 )
-teach(
+register_layer_map(
     "layoutlmv3",
     like="bert",
     position="rel_pos_bias rel_pos_x_bias rel_pos_y_bias",
     embed="cls_token pos_embed patch_embed",
 )
-teach("electra", like="bert", embed="embeddings_project")
-teach(
+register_layer_map("electra", like="bert", embed="embeddings_project")
+register_layer_map(
     "albert",
     blocks={"encoder": "albert_layer_groups.*.albert_layers"},
     query="attention.query",
@@ -61,7 +61,7 @@ teach(
     embed="embedding_hidden_mapping_in",
     head="pooler",
 )
-teach(
+register_layer_map(
     "distilbert",
     blocks={"encoder": "transformer.layer"},
     query="attention.q_lin",
@@ -70,7 +70,7 @@ teach(
     out="attention.out_lin",
     mlp="ffn",
 )
-teach(
+register_layer_map(
     "deberta-v2",
     like="bert",
     query="self.query_proj self.pos_query_proj",
@@ -80,7 +80,7 @@ teach(
     embed="embed_proj",
     acts_on={"encoder.LayerNorm": "position"},
 )
-teach(
+register_layer_map(
     "modernbert",
     blocks={"encoder": "layers"},
     fused={"attn.Wqkv": thirds},
@@ -89,7 +89,7 @@ teach(
 )
 
 # Vision: the second names are those of transformers before 5.9 (DINOv2: before 5.18)
-teach(
+register_layer_map(
     "vit",
     blocks={"vision": "layers encoder.layer"},
     query="attention.q_proj attention.attention.query",
@@ -100,12 +100,12 @@ teach(
     embed="embeddings",
     head="pooler",
 )
-teach("deit", like="vit")
-teach("vit_mae", like="vit")
-teach("dinov2", like="vit", scale="layer_scale1 layer_scale2")
-teach("dinov3_vit", like="dinov2", blocks={"vision": "model.layer"})
-teach("beit", like="vit", scale="lambda_1 lambda_2", position="relative_position_bias")
-teach(
+register_layer_map("deit", like="vit")
+register_layer_map("vit_mae", like="vit")
+register_layer_map("dinov2", like="vit", scale="layer_scale1 layer_scale2")
+register_layer_map("dinov3_vit", like="dinov2", blocks={"vision": "model.layer"})
+register_layer_map("beit", like="vit", scale="lambda_1 lambda_2", position="relative_position_bias")
+register_layer_map(
     "swin",
     like="vit",
     blocks={"vision": "encoder.layers.*.blocks"},
@@ -116,8 +116,8 @@ teach(
     embed="downsample",
 )
 
-# The reduced sequence is what tokens look at, and what they are passed: it is key.
-teach(
+# The reduced sequence determines both keys and values: it is key.
+register_layer_map(
     "segformer",
     like="vit",
     blocks={"vision": "stages.*.blocks"},
@@ -125,8 +125,8 @@ teach(
     embed="patch_embeddings",
 )
 
-# Sound
-teach(
+# Audio
+register_layer_map(
     "wav2vec2",
     blocks={"encoder": "encoder.layers"},
     query="attention.q_proj",
@@ -136,10 +136,10 @@ teach(
     mlp="feed_forward",
     embed="masked_spec_embed feature_extractor feature_projection pos_conv_embed",
 )
-teach("hubert", like="wav2vec2")
+register_layer_map("hubert", like="wav2vec2")
 
 # Two towers
-teach(
+register_layer_map(
     "clip_text_model",
     blocks={"text": "encoder.layers"},
     query="self_attn.q_proj",
@@ -148,52 +148,54 @@ teach(
     out="self_attn.out_proj",
     mlp="mlp",
 )
-teach(
+register_layer_map(
     "clip_vision_model",
     like="clip_text_model",
     blocks={"vision": "encoder.layers"},
     embed="embeddings",
 )
-teach("clip", head="visual_projection text_projection classifier", scale="logit_scale")
-teach("siglip_text_model", like="clip_text_model", head="head")
-teach("siglip_vision_model", like="clip_vision_model", head="head")
-teach("siglip", scale="logit_scale logit_bias", head="classifier")
+register_layer_map("clip", head="visual_projection text_projection classifier", scale="logit_scale")
+register_layer_map("siglip_text_model", like="clip_text_model", head="head")
+register_layer_map("siglip_vision_model", like="clip_vision_model", head="head")
+register_layer_map("siglip", scale="logit_scale logit_bias", head="classifier")
 for part in ("", "_text_model", "_vision_model"):
-    teach(f"siglip2{part}", like=f"siglip{part}")
-teach(
+    register_layer_map(f"siglip2{part}", like=f"siglip{part}")
+register_layer_map(
     "blip_text_model",
     like="bert",
     blocks={"text": "encoder.layer"},
 )
-teach(
+register_layer_map(
     "blip_vision_model",
     like="clip_vision_model",
     fused={"self_attn.qkv": thirds},
     out="self_attn.projection",
 )
-teach("blip", like="clip", head="itm_head vision_proj text_proj")
-teach(
+register_layer_map("blip", like="clip", head="itm_head vision_proj text_proj")
+register_layer_map(
     "vision-text-dual-encoder",
     like="clip",
     towers={"vision_model": "vision", "text_model": "text"},
 )
 
 DUALS = {"clip": "CLIPModel", "vision-text-dual-encoder": "VisionTextDualEncoderModel"}
-"""Models of two towers that compare pictures with texts, and the class of each."""
+"""Dual encoders of images and texts: the transformers class by model type."""
 TOWERS = {"text": "text_model", "vision": "vision_model"}
+"""The submodule of each tower of a dual encoder, by stack."""
 EMBEDDINGS = "embeddings"
+"""The submodule of a tower that makes the input of its first block."""
 RESIZED = frozenset({"clip_vision_model", "vit", "deit"})
-"""Vision towers whose embeddings must be asked for pictures of another size."""
+"""Vision towers that need `interpolate_pos_encoding` for images of another size."""
 
-# Our own: prompts of two towers, and what fuses their levels
-teach(
+# Our own: the prompts of a dual encoder, and their fusion
+register_layer_map(
     "fedplan.models.prompts.DualPrompts",
     towers={"text": "text", "vision": "vision"},
     beside={"text": "text", "vision": "vision"},
     tags={"common": "common", "own": "own"},
     prompt="common own",
 )
-teach(
+register_layer_map(
     "fedplan.models.fusion.DualFusion",
     towers={"text": "fusion", "vision": "fusion"},
     tags={"text": "text", "vision": "vision"},
@@ -206,7 +208,7 @@ teach(
 )
 
 # Decoders
-teach(
+register_layer_map(
     "gpt2",
     blocks={"decoder": "h"},
     fused={"attn.c_attn": thirds, "crossattention.c_attn": key_value},
@@ -215,29 +217,29 @@ teach(
     mlp="mlp",
     cross="crossattention",
 )
-teach(
+register_layer_map(
     "gpt_neox",
     blocks={"decoder": "layers"},
     fused={"attention.query_key_value": per_head},
     out="attention.dense",
     mlp="mlp",
 )
-teach(
+register_layer_map(
     "bloom",
     blocks={"decoder": "h"},
     fused={"self_attention.query_key_value": per_head},
     out="self_attention.dense",
     mlp="mlp",
 )
-teach("falcon", like="bloom", fused={"self_attention.query_key_value": falcon})
-teach(
+register_layer_map("falcon", like="bloom", fused={"self_attention.query_key_value": falcon})
+register_layer_map(
     "mpt",
     blocks={"decoder": "blocks"},
     fused={"attn.Wqkv": thirds},
     out="attn.out_proj",
     mlp="ffn",
 )
-teach(
+register_layer_map(
     "llama",
     blocks={"decoder": "layers"},
     query="self_attn.q_proj",
@@ -247,12 +249,12 @@ teach(
     mlp="mlp",
 )
 for name in ("mistral", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "smollm3", "gemma", "gemma2"):
-    teach(name, like="llama")
-NORMED = {"self_attn.q_norm": "query", "self_attn.k_norm": "key"}
+    register_layer_map(name, like="llama")
+QK_NORMS = {"self_attn.q_norm": "query", "self_attn.k_norm": "key"}
 for name in ("qwen3", "gemma3_text", "olmo2"):
-    teach(name, like="llama", acts_on=NORMED)
-teach("phi3", like="llama", fused={"self_attn.qkv_proj": grouped})
-teach(
+    register_layer_map(name, like="llama", acts_on=QK_NORMS)
+register_layer_map("phi3", like="llama", fused={"self_attn.qkv_proj": grouped})
+register_layer_map(
     "phi",
     like="llama",
     out="self_attn.dense",
@@ -260,13 +262,13 @@ teach(
 )
 
 # Mixtures of experts; an expert that every token uses is mlp
-teach("mixtral", like="llama", router="mlp.gate", expert="mlp.experts")
-teach("qwen2_moe", like="mixtral")
+register_layer_map("mixtral", like="llama", router="mlp.gate", expert="mlp.experts")
+register_layer_map("qwen2_moe", like="mixtral")
 for name in ("qwen3_moe", "olmoe"):
-    teach(name, like="mixtral", acts_on=NORMED)
-teach("gpt_oss", like="mixtral", router="mlp.router", key="self_attn.sinks")
-# What key and value are both pressed into decides who attends to whom: it is key.
-teach(
+    register_layer_map(name, like="mixtral", acts_on=QK_NORMS)
+register_layer_map("gpt_oss", like="mixtral", router="mlp.router", key="self_attn.sinks")
+# The latent projection of key and value affects attention weights: it is key.
+register_layer_map(
     "deepseek_v3",
     like="mixtral",
     query="self_attn.q_a_proj self_attn.q_b_proj",
@@ -275,10 +277,10 @@ teach(
     acts_on={"self_attn.q_a_layernorm": "query", "self_attn.kv_a_layernorm": "key"},
 )
 
-# Pictures as tokens of a decoder
-teach("llava", embed="multi_modal_projector")
-teach("gemma3", like="llava")
-teach(
+# Images as tokens of a decoder
+register_layer_map("llava", embed="multi_modal_projector")
+register_layer_map("gemma3", like="llava")
+register_layer_map(
     "qwen2_vl_vision",
     blocks={"vision": "blocks"},
     fused={"attn.qkv": thirds},
@@ -286,10 +288,10 @@ teach(
     mlp="mlp",
     embed="patch_embed merger merger.mlp",
 )
-teach("qwen2_5_vl_vision", like="qwen2_vl_vision")
+register_layer_map("qwen2_5_vl_vision", like="qwen2_vl_vision")
 
 # Encoder and decoder
-teach(
+register_layer_map(
     "t5",
     blocks={"encoder": "encoder.block", "decoder": "decoder.block"},
     query="SelfAttention.q EncDecAttention.q",
@@ -301,7 +303,7 @@ teach(
     head="lm_head qa_outputs",
     cross="EncDecAttention",
 )
-teach(
+register_layer_map(
     "bart",
     blocks={"encoder": "encoder.layers", "decoder": "decoder.layers"},
     query="self_attn.q_proj encoder_attn.q_proj",
@@ -312,17 +314,19 @@ teach(
     cross="encoder_attn",
 )
 for name in ("marian", "mbart", "m2m_100"):
-    teach(name, like="bart")
-teach("mt5", like="t5")
-teach(
+    register_layer_map(name, like="bart")
+register_layer_map("mt5", like="t5")
+register_layer_map(
     "opt",
     like="bart",
     blocks={"decoder": "decoder.layers"},
     embed="project_in",
     head="project_out",
 )
-teach("whisper", like="bart", embed="conv1 conv2", head="projector classifier layer_weights")
-teach(
+register_layer_map(
+    "whisper", like="bart", embed="conv1 conv2", head="projector classifier layer_weights"
+)
+register_layer_map(
     "detr",
     like="bart",
     out="self_attn.o_proj encoder_attn.o_proj",
@@ -330,21 +334,21 @@ teach(
     embed="backbone input_projection",
 )
 
-# Whatever two models are joined: each is the stack that its place says
+# Any two models joined: each is the stack of its position
 for name in ("encoder-decoder", "vision-encoder-decoder", "speech-encoder-decoder"):
     towers = {"encoder": "encoder", "decoder": "decoder"}
-    teach(name, towers=towers, embed="enc_to_dec_proj")
+    register_layer_map(name, towers=towers, embed="enc_to_dec_proj")
 
-for name, row in KNOWN.items():
+for name, layer_map in LAYER_MAPS.items():
     if not name.startswith("fedplan."):
-        KNOWN[name] = replace(row, of="transformers")
+        LAYER_MAPS[name] = replace(layer_map, library="transformers")
 
-# Plain torch. An adapter of peft on the attention itself acts on its packed weight.
-PACKED = ("in_proj_weight", "in_proj_bias", "self_attn.weight", "multihead_attn.weight")
+# Plain torch. An adapter of peft on the attention module itself acts on its fused weight.
+FUSED_NAMES = ("in_proj_weight", "in_proj_bias", "self_attn.weight", "multihead_attn.weight")
 for name in ("EncoderLayer", "DecoderLayer"):
-    teach(
+    register_layer_map(
         f"torch.nn.modules.transformer.Transformer{name}",
-        fused=dict.fromkeys(PACKED, thirds),
+        fused=dict.fromkeys(FUSED_NAMES, thirds),
         query="q_proj_weight",
         key="k_proj_weight bias_k",
         value="v_proj_weight bias_v",
@@ -352,10 +356,12 @@ for name in ("EncoderLayer", "DecoderLayer"):
         mlp="linear1 linear2",
         cross="multihead_attn",
     )
-teach("torch.nn.modules.transformer.TransformerEncoder", blocks={"encoder": "layers"})
-teach("torch.nn.modules.transformer.TransformerDecoder", blocks={"decoder": "layers"})
+register_layer_map("torch.nn.modules.transformer.TransformerEncoder", blocks={"encoder": "layers"})
+register_layer_map("torch.nn.modules.transformer.TransformerDecoder", blocks={"decoder": "layers"})
 
 EAGER = "_attn_implementation"
+"""The config attribute with the attention implementation, such as eager or sdpa."""
 GIVES_ATTENTION = {"output_attentions": True, "need_weights": True, "average_attn_weights": False}
-"""What to say to an attention module that gives its probabilities only if it is asked."""
+"""Keyword arguments with which attention modules return their probabilities."""
 BRIDGE = "text_projection.weight"
+"""The tensor of a bridge file that has the projection width of two joined towers."""

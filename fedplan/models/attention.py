@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention: what each block of a model looks at, heard while the model runs and not kept."""
+"""Attention maps: capturing them by block in a forward pass, and comparing them."""
 
 from __future__ import annotations
 
@@ -17,175 +17,197 @@ from fedplan.errors import FedplanError
 from fedplan.models.architectures import EAGER, GIVES_ATTENTION
 from fedplan.models.description import describe
 from fedplan.models.params import Block, Kind, Params
-from fedplan.models.values import put, take
-from fedplan.tensors.devices import at_rest, brought, device_of, widest
+from fedplan.models.values import get_values, set_values
+from fedplan.tensors.devices import eval_mode, model_device, sum_dtype, to_device
 from fedplan.tensors.named import Batch, Tensors
 
-See = Callable[[Block, Tensor], None]
-"""Takes a block and its probabilities: [rows, heads, queries, keys]."""
+AttentionCallback = Callable[[Block, Tensor], None]
+"""Called with a block and its attention probabilities: [examples, heads, queries, keys]."""
 
 
 @torch.no_grad()
-def listen(model: nn.Module, batch: Batch, see: See) -> None:
-    """Run a batch and show each block's self-attention, one after the other; none is kept.
+def capture_attention(model: nn.Module, batch: Batch, callback: AttentionCallback) -> None:
+    """Run a batch without gradients and call `callback` with each block's self-attention.
 
-    A block that runs several times (ALBERT) is shown each time; Swin's rows are windows, those of
-    one image next to each other. Labels are not given to the model, which is left as it was.
+    No map is kept. A block that runs several times (ALBERT) is reported each time; for Swin the
+    first dimension is windows, those of one image next to each other. Labels are not passed to the
+    model. The model is left unchanged. Raises FedplanError for packed batches.
     """
-    inputs = _inputs(model, batch)
+    inputs = _model_inputs(model, batch)
     with ExitStack() as undo:
-        undo.enter_context(at_rest(model))
-        undo.enter_context(eager(model))
+        undo.enter_context(eval_mode(model))
+        undo.enter_context(eager_attention(model))
         for block, module in _self_attention(model).items():
-            asked = module.register_forward_pre_hook(_ask, with_kwargs=True)
-            undo.callback(asked.remove)
-            undo.callback(module.register_forward_hook(_show(block, see)).remove)
-        model(**brought(inputs, device_of(model)))
+            pre_hook = module.register_forward_pre_hook(_request_attention, with_kwargs=True)
+            undo.callback(pre_hook.remove)
+            hook = module.register_forward_hook(_report_attention(block, callback))
+            undo.callback(hook.remove)
+        model(**to_device(inputs, model_device(model)))
 
 
-def _inputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """What a model is shown of a batch: of two texts, also the one that it is to say so far."""
+def _model_inputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The batch without labels; for an encoder-decoder, with decoder_input_ids made from them.
+
+    Raises FedplanError for packed batches.
+    """
     if "position_ids" in batch and "attention_mask" not in batch:
-        raise FedplanError("attention is not looked at in packed rows: leave task.packing out")
+        raise FedplanError(
+            "attention cannot be captured for packed examples: leave task.packing out"
+        )
     inputs = {name: each for name, each in batch.items() if name != "labels"}
     if "decoder_attention_mask" in batch and "decoder_input_ids" not in batch:
-        begun = cast("Any", model).prepare_decoder_input_ids_from_labels(batch["labels"])
-        inputs["decoder_input_ids"] = cast("Tensor", begun)
+        shift = cast("Any", model).prepare_decoder_input_ids_from_labels
+        inputs["decoder_input_ids"] = cast("Tensor", shift(batch["labels"]))
     return inputs
 
 
 @contextmanager
-def eager(model: nn.Module) -> Generator[None]:
-    """A model whose attention has probabilities: fast kernels never write them down."""
-    found = {id(config): config for config in _configs(model)}
-    were = [(config, getattr(config, EAGER)) for config in found.values()]
-    fast = torch.backends.mha.get_fastpath_enabled()
+def eager_attention(model: nn.Module) -> Generator[None]:
+    """Context manager in which a model uses eager attention, restoring its implementation after.
+
+    Fast attention kernels never compute the probabilities.
+    """
+    configs = {id(config): config for config in _attention_configs(model)}
+    implementations = [(config, getattr(config, EAGER)) for config in configs.values()]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        for config, _ in were:
+        for config, _ in implementations:
             setattr(config, EAGER, {"": "eager"})
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for config, was in were:
-            # As a table it is said of this configuration only, and not of those inside it.
-            setattr(config, EAGER, {"": was})
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for config, implementation in implementations:
+            # A dict sets it for this config only, and not for those inside it.
+            setattr(config, EAGER, {"": implementation})
 
 
-def _configs(model: nn.Module) -> Iterator[Any]:
+def _attention_configs(model: nn.Module) -> Iterator[Any]:
+    """Yield the configs of all modules that have an attention implementation."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, EAGER, None) is not None:
             yield config
 
 
-_KINDS = (Kind.QUERY, Kind.KEY, Kind.VALUE, Kind.OUT)
+_ATTENTION_KINDS = (Kind.QUERY, Kind.KEY, Kind.VALUE, Kind.OUT)
 
 
 def _self_attention(model: nn.Module) -> dict[Block, nn.Module]:
-    """Of each block, the smallest module that holds all that its self-attention is made of."""
+    """The smallest module of each block that contains all params of its self-attention."""
     owners: dict[Block, list[list[str]]] = {}
     for p in describe(model):
-        if p.at and p.kind in _KINDS and "cross" not in p.tags:
-            owners.setdefault(p.at, []).append(p.name.split(".")[:-1])
-    return {block: model.get_submodule(_above(paths)) for block, paths in owners.items()}
+        if p.block_id and p.kind in _ATTENTION_KINDS and "cross" not in p.tags:
+            owners.setdefault(p.block_id, []).append(p.name.split(".")[:-1])
+    return {block: model.get_submodule(_common_prefix(paths)) for block, paths in owners.items()}
 
 
-def _above(paths: list[list[str]]) -> str:
-    """The path down to which all of some paths are one."""
+def _common_prefix(paths: list[list[str]]) -> str:
+    """The dotted path of the longest common prefix of some paths."""
     levels = zip(*paths, strict=False)
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
-def _ask(
+def _request_attention(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Ask a module for its probabilities, if it is one that wants to be asked."""
-    takes = signature(module.forward)
-    bound = takes.bind(*args, **kwargs)
+    """Forward pre-hook: pass the arguments of GIVES_ATTENTION that a module accepts."""
+    parameters = signature(module.forward)
+    bound = parameters.bind(*args, **kwargs)
     bound.arguments |= {
-        word: said for word, said in GIVES_ATTENTION.items() if word in takes.parameters
+        name: value for name, value in GIVES_ATTENTION.items() if name in parameters.parameters
     }
     return bound.args, bound.kwargs
 
 
-def _show(block: Block, see: See) -> Callable[[nn.Module, Any, Any], None]:
+def _report_attention(
+    block: Block, callback: AttentionCallback
+) -> Callable[[nn.Module, Any, Any], None]:
+    """A forward hook that passes the last 4-dimensional tensor of an output to `callback`."""
+
     def hook(_: nn.Module, __: Any, output: Any) -> None:
-        several = cast("tuple[Any, ...]", output) if isinstance(output, tuple) else ()
-        # T5 gives its position bias, of the same shape, before the probabilities.
-        found = [each for each in several if isinstance(each, Tensor) and each.dim() == 4]
-        if found:
-            see(block, found[-1])
+        outputs = cast("tuple[Any, ...]", output) if isinstance(output, tuple) else ()
+        # T5 returns its position bias, of the same shape, before the probabilities.
+        maps = [each for each in outputs if isinstance(each, Tensor) and each.dim() == 4]
+        if maps:
+            callback(block, maps[-1])
 
     return hook
 
 
-def places(batch: Batch, stack: str = "") -> Tensor | None:
-    """Which positions of a stack are real, [rows, tokens]; None where nothing says, as of images.
+def token_mask(batch: Batch, stack: str = "") -> Tensor | None:
+    """Which tokens of a stack are not padding, as bool [examples, tokens]; None without a mask.
 
-    The decoder of an encoder-decoder has a mask of its own.
+    Images have no mask; the decoder of an encoder-decoder has its own. Raises FedplanError for a
+    mask of another shape.
     """
     if stack == "vision":
         return None
-    words = ("decoder_input_ids", "decoder_attention_mask")
-    own = stack == "decoder" and any(word in batch for word in words)
-    mask = batch.get("decoder_attention_mask" if own else "attention_mask")
+    names = ("decoder_input_ids", "decoder_attention_mask")
+    is_decoder = stack == "decoder" and any(name in batch for name in names)
+    mask = batch.get("decoder_attention_mask" if is_decoder else "attention_mask")
     if mask is not None and mask.dim() != 2:
         raise FedplanError(
             f"an attention mask of shape {tuple(mask.shape)} does not say which tokens are real: "
-            "give one of [rows, tokens]"
+            "give one of [examples, tokens]"
         )
     return None if mask is None else mask.bool()
 
 
-def aligned(inside: Tensor, size: int) -> Tensor:
-    """Positions of a batch as positions of a map: what stands before them, as prompts do, is not.
+def align_mask(mask: Tensor, size: int) -> Tensor:
+    """A token mask padded on the left with False to `size` positions, as prompts come first.
 
-    >>> aligned(torch.tensor([[True, True]]), 3).tolist()
+    Raises FedplanError if the mask is longer.
+
+    >>> align_mask(torch.tensor([[True, True]]), 3).tolist()
     [[False, True, True]]
     """
-    if inside.shape[1] > size:
+    if mask.shape[1] > size:
         raise FedplanError(
-            f"the mask has {inside.shape[1]} positions and the attention {size}: "
-            "it does not say which of them are real"
+            f"the attention mask has {mask.shape[1]} positions, but the attention map {size}: "
+            "they cannot be aligned"
         )
-    return pad(inside, (size - inside.shape[1], 0))
+    return pad(mask, (size - mask.shape[1], 0))
 
 
-def apart(one: Tensor, other: Tensor, inside: Tensor | None = None) -> float:
-    """How far two maps are from each other, in [0, 1]: the mean total variation distance.
+def attention_distance(one: Tensor, other: Tensor, mask: Tensor | None = None) -> float:
+    """The mean total variation distance of two attention maps, in [0, 1].
 
-    The mean is over rows, heads and queries; with `inside` ([rows, tokens]) over real queries.
+    The mean is over examples, heads and queries; with a token mask, over unmasked queries only.
     """
-    wide = widest(one.device)
+    wide = sum_dtype(one.device)
     distances = (one.to(wide) - other.to(wide)).abs().sum(-1).transpose(1, 2) / 2
-    if inside is not None:
-        distances = distances[aligned(inside.to(one.device), one.shape[2])]
+    if mask is not None:
+        distances = distances[align_mask(mask.to(one.device), one.shape[2])]
     return min(float(distances.mean()), 1.0) if distances.numel() else 0.0
 
 
-def moved(
+def attention_shift(
     model: nn.Module, params: Params, states: tuple[Tensors, Tensors], batch: Batch
 ) -> dict[Block, float]:
-    """How far each block's attention is apart between two states of a model, on a batch.
+    """The attention distance of each block between two states of a model, on a batch.
 
-    The maps of the first state are held meanwhile: give it few rows. The model's own values are
-    back in the end.
+    `states` are values by param key. The maps of the first state are kept in memory meanwhile, so
+    use a small batch. The model's values are restored at the end.
     """
-    own, (first, second) = take(model, params), states
-    batch = brought(batch, device_of(model))
-    held: dict[Block, list[Tensor]] = {}
-    found: dict[Block, list[float]] = {}
+    original, (first, second) = get_values(model, params), states
+    batch = to_device(batch, model_device(model))
+    first_maps: dict[Block, list[Tensor]] = {}
+    distances: dict[Block, list[float]] = {}
 
-    def compare(block: Block, seen: Tensor) -> None:
-        inside = places(batch, block.stack)
-        found.setdefault(block, []).append(apart(held[block].pop(0), seen, inside))
+    def keep(block: Block, attention: Tensor) -> None:
+        first_maps.setdefault(block, []).append(attention)
+
+    def compare(block: Block, attention: Tensor) -> None:
+        mask = token_mask(batch, block.stack)
+        distance = attention_distance(first_maps[block].pop(0), attention, mask)
+        distances.setdefault(block, []).append(distance)
 
     try:
-        put(model, first, params)
-        listen(model, batch, lambda block, seen: held.setdefault(block, []).append(seen))
-        put(model, second, params)
-        listen(model, batch, compare)
+        set_values(model, first, params)
+        capture_attention(model, batch, keep)
+        set_values(model, second, params)
+        capture_attention(model, batch, compare)
     finally:
-        put(model, own, params)
-    return {block: sum(runs) / len(runs) for block, runs in found.items()}
+        set_values(model, original, params)
+    return {block: sum(runs) / len(runs) for block, runs in distances.items()}

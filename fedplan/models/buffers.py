@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers: what a model holds beside its params. They have no role, so they must stand still."""
+"""Buffers of a model: they have no role, so training must not change them."""
 
 from __future__ import annotations
 
@@ -10,43 +10,46 @@ from fedplan.errors import FedplanError
 from fedplan.tensors.named import same_bits
 
 
-def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a model's buffers, those too that it does not save."""
+def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all buffers of a model by name, also of those that are not saved."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
-def require_rest(model: nn.Module, before: dict[str, Tensor]) -> None:
-    """Raise if a buffer is not what it was: it would be in no message, home or checkpoint."""
+def require_unchanged_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
+    """Raise FedplanError if a buffer differs from `before`, or is new or missing.
+
+    A changed buffer would be in no message, client state or checkpoint.
+    """
     after = dict(model.named_buffers())
     names = [*before, *(name for name in after if name not in before)]
     for name in names:
-        was, now = before.get(name), after.get(name)
-        if was is None or now is None or not same_bits(was, now):
+        old, new = before.get(name), after.get(name)
+        if old is None or new is None or not same_bits(old, new):
             raise FedplanError(
-                f"{name} is no param, and training changes it: a plan says nothing of it, so "
-                "nobody shares or keeps it. Say model.still = true (fedplan.models.stilled) to "
-                "have batch norms use the statistics that they have, or take GroupNorm instead"
+                f"{name} is no param, and training changes it: it would be lost between rounds. "
+                "Set model.freeze_batch_norm = true (fedplan.models.freeze_batch_norms) to freeze "
+                "the statistics of batch norms, or use GroupNorm instead"
             )
 
 
-def stilled(model: nn.Module) -> nn.Module:
-    """The model with norms that use the statistics that they have, and gather none.
+def freeze_batch_norms(model: nn.Module) -> nn.Module:
+    """Freeze the running statistics of all batch and instance norms, and return the model.
 
-    They do so in training too, as is usual where a pretrained network is fine-tuned. Their weights
-    and biases are params as before.
+    The norms stay in eval mode during training, as is usual in fine-tuning. Their weights and
+    biases stay trainable. Changes the model in place.
     """
     for module in model.modules():
-        if isinstance(module, _NormBase) and not isinstance(module, _Still):
-            kind = type(module)
-            # The name stays, because the anatomy tells norms by it.
-            module.__class__ = type(kind.__name__, (_Still, kind), {"__module__": kind.__module__})
+        if isinstance(module, _NormBase) and not isinstance(module, _EvalOnly):
+            cls = type(module)
+            # The class name stays, because `describe` recognizes norms by it.
+            module.__class__ = type(cls.__name__, (_EvalOnly, cls), {"__module__": cls.__module__})
             module.train(False)
     return model
 
 
-class _Still(nn.Module):
-    """A module that is never in training mode."""
+class _EvalOnly(nn.Module):
+    """Mixin for modules that never enter training mode."""
 
-    def train(self, mode: bool = True) -> _Still:
-        """Stay as it is."""
+    def train(self, mode: bool = True) -> _EvalOnly:
+        """Stay in eval mode, whatever `mode` is."""
         return super().train(False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Catalog: a model's params by folder, hub id, manifest or short name, without its weights."""
+"""Params and configs of models by name: folder, hub id, manifest or short name; no weights."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedplan.errors import UnknownModel
-from fedplan.models.hub import fetched, is_hub_id
+from fedplan.models.hub import is_hub_id, load_pretrained
+from fedplan.models.manifest import read_manifest
 from fedplan.models.params import ITEMSIZE, Params
-from fedplan.models.schema import read
 
 if TYPE_CHECKING:
     from torch import nn
 
-SHORT: dict[str, tuple[str, str, dict[str, Any]]] = {
+SHORT_NAMES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert-base": ("bert", "BertForSequenceClassification", {}),
     "roberta-base": (
         "roberta",
@@ -80,9 +80,9 @@ SHORT: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "llama-2-7b": ("llama", "LlamaForCausalLM", {"vocab_size": 32000}),
 }
-"""Public configurations: the model type, the class with its usual head, and what differs."""
+"""Short names of public models: model type, class with its usual head, config settings."""
 
-TASKS = {
+TASK_CLASSES = {
     "backbone": "AutoModel",
     "text-classification": "AutoModelForSequenceClassification",
     "multi-label": "AutoModelForSequenceClassification",
@@ -95,67 +95,76 @@ TASKS = {
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "instruction": "AutoModelForCausalLM",
 }
+"""The transformers class that loads a model for a task."""
 
-MANIFESTS = Path(__file__).parent / "schemas"
-"""The params of the short names, written down: to read them takes neither torch nor seconds."""
+MANIFEST_FOLDER = Path(__file__).parent / "schemas"
+"""The manifests of the short names, which can be read quickly and without torch."""
 
 
 def params_of(name: str, *, task: str = "", labels: int = 0, dtype: str = "float32") -> Params:
-    """The params of a model that is only named.
+    """The params of a model by name: a folder, hub:org/name, a manifest file or a short name.
 
-    A hub id, as in hub:org/name, may fetch its configuration, never weights; anything else fetches
-    nothing.
+    `task` is one of TASK_CLASSES (default: the usual class of the model), `labels` the number of
+    labels of a classifier (default: that of its config), `dtype` the dtype of all params. Only a
+    hub id downloads anything, its config; weights are never loaded. Raises UnknownModel for an
+    unknown name, task or dtype.
     """
     if dtype not in ITEMSIZE:
         raise UnknownModel(f"there is no dtype {dtype!r}; there are {', '.join(ITEMSIZE)}")
-    written = Path(name) if name.endswith(".json") else MANIFESTS / f"{name}.json"
-    if name.endswith(".json") or (name in SHORT and not task and not labels):
-        params = read(written)
+    manifest = Path(name) if name.endswith(".json") else MANIFEST_FOLDER / f"{name}.json"
+    if name.endswith(".json") or (name in SHORT_NAMES and not task and not labels):
+        params = read_manifest(manifest)
     else:
         from fedplan.models.description import describe
 
-        params = describe(skeleton(name, task=task, labels=labels))
+        params = describe(meta_model(name, task=task, num_labels=labels))
     return tuple(replace(p, dtype=dtype) for p in params)
 
 
-def skeleton(name: str, *, task: str = "", labels: int = 0) -> nn.Module:
-    """A model's structure on the meta device: every name and shape, and no memory."""
+def meta_model(name: str, *, task: str = "", num_labels: int = 0) -> nn.Module:
+    """A model on the meta device, without weights; arguments and errors as `params_of`."""
     import torch
     import transformers
 
-    if task and task not in TASKS:
-        raise UnknownModel(f"there is no task {task!r}; there are {', '.join(TASKS)}")
-    config, usual = configuration(name)
-    if labels:
-        config.num_labels = labels
-    loader = getattr(transformers, TASKS[task] if task else usual)
+    if task and task not in TASK_CLASSES:
+        raise UnknownModel(f"there is no task {task!r}; there are {', '.join(TASK_CLASSES)}")
+    config, usual_class = load_model_config(name)
+    if num_labels:
+        config.num_labels = num_labels
+    loader = getattr(transformers, TASK_CLASSES[task] if task else usual_class)
     with torch.device("meta"):
-        return loader.from_config(config) if task or usual == "AutoModel" else loader(config)
+        if task or usual_class == "AutoModel":
+            return loader.from_config(config)
+        return loader(config)
 
 
-def configuration(name: str) -> tuple[Any, str]:
-    """The configuration that a name stands for, and the class that it is usually loaded with."""
+def load_model_config(name: str) -> tuple[Any, str]:
+    """The transformers config of a folder, hub id or short name, and its usual class name.
+
+    Raises UnknownModel if there is no such model, or its config cannot be read.
+    """
     import transformers
 
-    if name in SHORT:
-        model_type, usual, settings = SHORT[name]
-        return transformers.AutoConfig.for_model(model_type, **settings), usual
+    if name in SHORT_NAMES:
+        model_type, usual_class, settings = SHORT_NAMES[name]
+        return transformers.AutoConfig.for_model(model_type, **settings), usual_class
     if not Path(name, "config.json").is_file() and not is_hub_id(name):
-        raise UnknownModel(_unknown(name))
+        raise UnknownModel(_unknown_model_message(name))
     try:
-        config = fetched(transformers.AutoConfig, name)
+        config = load_pretrained(transformers.AutoConfig, name)
     except (OSError, ValueError) as error:
         raise UnknownModel(f"{name!r} cannot be read as a model: {_first_line(error)}") from error
-    usual = str((config.architectures or ["AutoModel"])[0])
-    return config, usual if usual in dir(transformers) else "AutoModel"
+    usual_class = str((config.architectures or ["AutoModel"])[0])
+    return config, usual_class if usual_class in dir(transformers) else "AutoModel"
 
 
-def _unknown(name: str) -> str:
-    close = get_close_matches(name.lower(), SHORT, n=2, cutoff=0.5)
+def _unknown_model_message(name: str) -> str:
+    """Message that a name is no model, with similar short names."""
+    close = get_close_matches(name.lower(), SHORT_NAMES, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return (
         f"{name!r} is not a folder with a config.json, a hub id as hub:org/name, or a short name: "
-        f"{hint}Short names: {', '.join(SHORT)}"
+        f"{hint}Short names: {', '.join(SHORT_NAMES)}"
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of a Dual: safetensors and JSON, and nothing else."""
+"""Saving and loading a DualEncoder with its prompts: safetensors and JSON only."""
 
 from __future__ import annotations
 
@@ -15,96 +15,115 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor
 
 from fedplan.models.architectures import DUALS
-from fedplan.models.dual import Dual, ModelError
-from fedplan.models.hub import fetched
-from fedplan.models.images import drawn
-from fedplan.models.prompts import Settings, attach
-from fedplan.tensors.devices import forked
+from fedplan.models.dual_encoder import DualEncoder, ModelError
+from fedplan.models.hub import load_pretrained
+from fedplan.models.images import image_tensor
+from fedplan.models.prompts import PromptConfig, attach_prompts
+from fedplan.tensors.devices import fork_rng_state
 
 WEIGHTS, SETTINGS = "prompts.safetensors", "prompts.json"
-_ADDED = ("prompts.", "fusion.")
+"""The files beside the backbone: values of prompts and fusion, and settings."""
+_ADDED_PREFIXES = ("prompts.", "fusion.")
 
 
 @final
 @dataclass(frozen=True)
 class Preprocessing:
-    """How a picture is made ready: its size, and the mean and spread of each colour."""
+    """How an image is prepared: its size in pixels, and the mean and std of each channel."""
 
     size: int = 224
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
     def tensor(self, path: str | Path) -> Tensor:
-        """The picture in a file, as a model takes it."""
-        mean, std = (torch.tensor(side).reshape(3, 1, 1) for side in (self.mean, self.std))
-        return (drawn(Path(path).read_bytes(), self.size, cubic=True).float() / 255 - mean) / std
+        """The image in a file as a normalized tensor of shape (3, size, size)."""
+        mean, std = (torch.tensor(each).reshape(3, 1, 1) for each in (self.mean, self.std))
+        image = image_tensor(Path(path).read_bytes(), self.size, cubic=True)
+        return (image.float() / 255 - mean) / std
 
 
-def save_folder(dual: Dual, folder: str | Path, *, picture: Preprocessing | None = None) -> None:
-    """Write a model with its prompts: the backbone as Hugging Face does, the rest beside it."""
-    place = Path(folder)
-    cast("Any", dual.backbone).save_pretrained(place)
-    added = {n: t.detach() for n, t in dual.named_parameters() if n.startswith(_ADDED)}
+def save_folder(
+    model: DualEncoder, folder: str | Path, *, preprocessing: Preprocessing | None = None
+) -> None:
+    """Save a model into a folder: the backbone by save_pretrained, prompts and settings beside it.
+
+    `preprocessing` is stored for `predict_classes`; default values if None.
+    """
+    path = Path(folder)
+    cast("Any", model.backbone).save_pretrained(path)
+    added = {n: t.detach() for n, t in model.named_parameters() if n.startswith(_ADDED_PREFIXES)}
     if added:
-        save_file({n: t.contiguous() for n, t in added.items()}, place / WEIGHTS)
-    held: dict[str, Any] = {
-        "names": dual.names,
-        "template": dual.template,
-        "lead": dual.lead,
-        "ids": dual.ids.tolist(),
-        "mask": dual.mask.tolist(),
-        "prompts": asdict(dual.settings) if isinstance(dual.settings, Settings) else None,
-        "picture": asdict(picture or Preprocessing()),
+        save_file({n: t.contiguous() for n, t in added.items()}, path / WEIGHTS)
+    settings: dict[str, Any] = {
+        "names": model.names,
+        "template": model.template,
+        "lead": model.lead,
+        "ids": model.ids.tolist(),
+        "mask": model.mask.tolist(),
+        "prompts": asdict(model.prompt_config)
+        if isinstance(model.prompt_config, PromptConfig)
+        else None,
+        "picture": asdict(preprocessing or Preprocessing()),
     }
-    (place / SETTINGS).write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+    (path / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
 
-def load_folder(folder: str | Path) -> Dual:
-    """A model as it was saved: its logits are the same to the bit."""
+def load_folder(folder: str | Path) -> DualEncoder:
+    """Load a model saved by `save_folder`, in eval mode; its logits are bitwise the same.
+
+    Raises ModelError if the folder has no such model.
+    """
     import transformers
 
-    place, held = Path(folder), _settings(folder)
-    config = fetched(transformers.AutoConfig, str(place))
+    path, settings = Path(folder), _read_settings(folder)
+    config = load_pretrained(transformers.AutoConfig, str(path))
     if config.model_type not in DUALS:
-        raise ModelError(f"{folder} holds a {config.model_type}, and no model of two towers")
+        raise ModelError(f"{folder} has a {config.model_type}, which is no dual encoder")
     loader = getattr(transformers, DUALS[config.model_type])
-    backbone = fetched(loader, str(place), dtype=torch.float32)
-    ids, mask = torch.tensor(held["ids"]), torch.tensor(held["mask"])
-    words = {"names": held["names"], "template": held["template"], "lead": held["lead"]}
-    dual = Dual(backbone, ids, mask, **words)
-    if held["prompts"]:
-        asked: dict[str, Any] = {**held["prompts"], "levels": tuple(held["prompts"]["levels"])}
-        with forked():
-            attach(dual, Settings(**asked))
-        added = {n: t for n, t in dual.named_parameters() if n.startswith(_ADDED)}
-        _fill(added, place / WEIGHTS)
-    return dual.eval()
+    backbone = load_pretrained(loader, str(path), dtype=torch.float32)
+    ids, mask = torch.tensor(settings["ids"]), torch.tensor(settings["mask"])
+    texts = {name: settings[name] for name in ("names", "template", "lead")}
+    model = DualEncoder(backbone, ids, mask, **texts)
+    if prompts := settings["prompts"]:
+        values: dict[str, Any] = {**prompts, "levels": tuple(prompts["levels"])}
+        with fork_rng_state():
+            attach_prompts(model, PromptConfig(**values))
+        added = {n: t for n, t in model.named_parameters() if n.startswith(_ADDED_PREFIXES)}
+        _load_values(added, path / WEIGHTS)
+    return model.eval()
 
 
-def predict(folder: str | Path, pictures: Sequence[str | Path]) -> list[str]:
-    """The class of each picture, by the model in a folder."""
-    dual, held = load_folder(folder), _settings(folder)["picture"]
-    picture = Preprocessing(held["size"], tuple(held["mean"]), tuple(held["std"]))
+def predict_classes(folder: str | Path, images: Sequence[str | Path]) -> list[str]:
+    """The predicted class name of each image file, by the model saved in a folder.
+
+    Raises ModelError if the folder has no such model.
+    """
+    model, settings = load_folder(folder), _read_settings(folder)["picture"]
+    preprocessing = Preprocessing(settings["size"], tuple(settings["mean"]), tuple(settings["std"]))
     with torch.no_grad():
-        found = [dual(picture.tensor(each)[None]).argmax().item() for each in pictures]
-    return [dual.names[int(number)] for number in found]
+        classes = [model(preprocessing.tensor(each)[None]).argmax().item() for each in images]
+    return [model.names[int(index)] for index in classes]
 
 
-def _settings(folder: str | Path) -> dict[str, Any]:
+def _read_settings(folder: str | Path) -> dict[str, Any]:
+    """The settings file of a folder; raises ModelError if it is missing or no JSON."""
     try:
         return json.loads((Path(folder) / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} holds no {SETTINGS} of a saved model: {error}") from error
+        raise ModelError(f"{folder} has no {SETTINGS} of a saved model: {error}") from error
 
 
-def _fill(added: Mapping[str, Tensor], path: Path) -> None:
-    """Copy saved values into a model; both must have the same names and shapes."""
+def _load_values(added: Mapping[str, Tensor], path: Path) -> None:
+    """Copy the tensors of a safetensors file into `added`.
+
+    Raises ModelError if the file cannot be read, or has other names or shapes.
+    """
     try:
         saved = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if {n: t.shape for n, t in added.items()} != {n: t.shape for n, t in saved.items()}:
-        raise ModelError(f"{path} does not hold the prompts that {SETTINGS} beside it speaks of")
+        raise ModelError(f"{path} does not have the prompts that {SETTINGS} beside it describes")
     with torch.no_grad():
         for name, tensor in added.items():
             tensor.copy_(saved[name])

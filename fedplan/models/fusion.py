@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fusion: one prompt out of a common and an own one, by a module that a client keeps."""
+"""Fusion modules: one prompt from a common and an own prompt."""
 
 from __future__ import annotations
 
@@ -9,65 +9,70 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from fedplan.models.dual import ModelError
+from fedplan.models.dual_encoder import ModelError
 
 FUSIONS = ("attention", "replace", "mlp", "sum")
+"""The kinds of fusion."""
 QUERIES = ("own", "common", "both")
+"""The prompts that may be the queries of the fusion attention."""
 
 
 class Fuse(Protocol):
-    """What makes one prompt of two."""
+    """A function from a common and an own prompt, each (length, size), to the fused prompt."""
 
     def __call__(self, common: Tensor, own: Tensor) -> Tensor: ...
 
 
-def total(common: Tensor, own: Tensor) -> Tensor:
-    """The sum of the levels: no module at all."""
+def sum_levels(common: Tensor, own: Tensor) -> Tensor:
+    """The sum of both prompts: a fusion without parameters."""
     return own + common
 
 
 @final
 class DualFusion(nn.ModuleDict):
-    """The fusion of each modality."""
+    """The fusion modules by tower."""
 
 
 @final
-class Attention(nn.Module):
-    """Cross-attention between the levels: `own + common + gate * F`, the gate zero at first.
+class AttentionFusion(nn.Module):
+    """Fusion by cross-attention F between the prompts: `own + common + gate * F`.
 
-    `query` says which level asks; with both, F is the mean of both directions. Without a gate the
-    result is F alone.
+    `size` is the width of the prompts, `width` the inner width (0: `size`). `query` is the level of
+    the queries; with "both", F is the mean of both directions. `gated`: add the gate, which starts
+    at zero; without it the result is F alone. Raises ModelError if heads do not divide the width.
     """
 
     def __init__(self, size: int, *, heads: int, width: int, query: str, gated: bool) -> None:
         super().__init__()
         width = width or size
         if heads < 1 or width % heads:
-            raise ModelError(f"a fusion of width {width} cannot be cut into {heads} heads")
-        self.heads, self.asks = heads, query
+            raise ModelError(f"a fusion of width {width} cannot be divided into {heads} heads")
+        self.heads, self.query_level = heads, query
         self.query, self.key, self.value = (nn.Linear(size, width, bias=False) for _ in range(3))
         self.out = nn.Linear(width, size, bias=False)
         self.gate = nn.Parameter(torch.zeros(())) if gated else None
 
     def forward(self, common: Tensor, own: Tensor) -> Tensor:
-        """One prompt of the two."""
-        if self.asks == "both":
-            found = (self._attend(own, common) + self._attend(common, own)) / 2
+        """The fused prompt."""
+        if self.query_level == "both":
+            attended = (self._attend(own, common) + self._attend(common, own)) / 2
         else:
-            found = self._attend(*((own, common) if self.asks == "own" else (common, own)))
-        return found if self.gate is None else own + common + self.gate * found
+            own_queries = self.query_level == "own"
+            attended = self._attend(*((own, common) if own_queries else (common, own)))
+        return attended if self.gate is None else own + common + self.gate * attended
 
-    def _attend(self, asking: Tensor, asked: Tensor) -> Tensor:
-        sides = ((self.query, asking), (self.key, asked), (self.value, asked))
-        heads = [side(x).unflatten(-1, (self.heads, -1)).transpose(0, 1) for side, x in sides]
+    def _attend(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Multi-head attention of `queries` to `keys`, both (length, size)."""
+        inputs = ((self.query, queries), (self.key, keys), (self.value, keys))
+        heads = [layer(x).unflatten(-1, (self.heads, -1)).transpose(0, 1) for layer, x in inputs]
         return self.out(scaled_dot_product_attention(*heads).transpose(0, 1).flatten(1))
 
 
 @final
-class Gated(nn.Module):
-    """The control for the attention: a gated feed-forward layer with as many numbers.
+class MlpFusion(nn.Module):
+    """Fusion by a gated feed-forward layer with as many parameters as AttentionFusion.
 
-    Each vector is fused with the one at its own place only.
+    A control: each vector is fused only with the other prompt's vector at the same position.
     """
 
     def __init__(self, size: int, *, width: int) -> None:
@@ -79,21 +84,24 @@ class Gated(nn.Module):
         self.gate = nn.Parameter(torch.zeros(()))
 
     def forward(self, common: Tensor, own: Tensor) -> Tensor:
-        """One prompt of the two."""
+        """The fused prompt."""
         inner = gelu(self.mlp["first"](own) + self.mlp["second"](common))
-        found = self.mlp["last"](inner * self.mlp["third"](common))
-        return own + common + self.gate * found
+        mixed = self.mlp["last"](inner * self.mlp["third"](common))
+        return own + common + self.gate * mixed
 
 
-def fusion_of(kind: str, size: int, *, query: str, heads: int, width: int) -> nn.Module | None:
-    """The fusion module of a kind for prompts of this size; a sum needs none."""
+def make_fusion(kind: str, size: int, *, query: str, heads: int, width: int) -> nn.Module | None:
+    """The fusion module of a kind for prompts of width `size`; None for "sum".
+
+    Raises ModelError for an unknown kind or query.
+    """
     if kind not in FUSIONS or query not in QUERIES:
         raise ModelError(
-            f"there is no fusion {kind!r} asked by {query!r}: take one of {', '.join(FUSIONS)}, "
-            f"asked by {', '.join(QUERIES)}"
+            f"there is no fusion {kind!r} with query {query!r}: use one of {', '.join(FUSIONS)}, "
+            f"with query {', '.join(QUERIES)}"
         )
     if kind == "sum":
         return None
     if kind == "mlp":
-        return Gated(size, width=width)
-    return Attention(size, heads=heads, width=width, query=query, gated=kind == "attention")
+        return MlpFusion(size, width=width)
+    return AttentionFusion(size, heads=heads, width=width, query=query, gated=kind == "attention")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hub: which names of models and tables may reach the network, and no other ones do."""
+"""Access to the Hugging Face hub: only names that start with \"hub:\" may reach the network."""
 
 from __future__ import annotations
 
@@ -7,41 +7,45 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-SIGN = "hub:"
-"""Stands before a name of the hub: a mistyped path is never looked up there."""
+HUB_PREFIX = "hub:"
+"""Prefix of hub ids; without it a name is a local path, so a mistyped path is never fetched."""
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is said to be one of the hub, as in hub:org/name."""
-    return name.startswith(SIGN)
+    """Whether a name is a hub id, as in hub:org/name."""
+    return name.startswith(HUB_PREFIX)
 
 
-def bare(name: str) -> str:
-    """A name as the libraries of the hub take it; a path as it is."""
-    return name.removeprefix(SIGN)
+def strip_hub_prefix(name: str) -> str:
+    """A hub id without its prefix, as Hugging Face libraries take it; other names unchanged."""
+    return name.removeprefix(HUB_PREFIX)
 
 
-def fetched(loader: Any, name: str, *, here: bool = False, **settings: Any) -> Any:
-    """What a class of transformers loads by a name: a folder, or hub:org/name.
+def load_pretrained(
+    loader: Any, name: str, *, local_files_only: bool = False, **settings: Any
+) -> Any:
+    """`loader.from_pretrained` for a folder or a hub id, without running remote code.
 
-    The one place that calls `from_pretrained`: nothing else is looked up, and no code that lies
-    beside weights is run. What must be `here` is not looked up either.
+    Only a hub id is downloaded, and none with `local_files_only`. `settings` are passed on. The one
+    place in fedplan that calls `from_pretrained`.
     """
-    near = here or not is_hub_id(name)
     return loader.from_pretrained(
-        bare(name), local_files_only=near, trust_remote_code=False, **settings
+        strip_hub_prefix(name),
+        local_files_only=local_files_only or not is_hub_id(name),
+        trust_remote_code=False,
+        **settings,
     )
 
 
 @contextmanager
-def quiet() -> Generator[None]:
-    """Without transformers' progress bars: a small model is loaded before one is drawn."""
+def no_progress_bars() -> Generator[None]:
+    """Context manager that disables the progress bars of transformers inside it."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()

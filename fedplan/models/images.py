@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images: pictures as tensors, and the colours that a model expects."""
+"""Images as tensors, and the normalization that a model expects."""
 
 from __future__ import annotations
 
@@ -11,45 +11,54 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedplan.models.hub import bare, is_hub_id
+from fedplan.models.hub import is_hub_id, strip_hub_prefix
 
 
-def drawn(value: Any, size: int, *, cubic: bool = False) -> Tensor:
-    """A picture of this size as bytes: channels, height, width."""
+def image_tensor(value: Any, size: int, *, cubic: bool = False) -> Tensor:
+    """An image as a uint8 RGB tensor of shape (3, size, size), resized if needed.
+
+    `value` is a PIL image, encoded bytes, an integer array, or a dict with `bytes` or `path`, as in
+    Hugging Face datasets. Resizing is bilinear, or bicubic with `cubic`. Raises ValueError for an
+    array that is not of integers from 0 to 255.
+    """
     from PIL import Image
 
     if isinstance(value, dict):
-        held = cast("dict[str, Any]", value)
-        value = held["bytes"] if held.get("bytes") is not None else Path(held["path"]).read_bytes()
+        item = cast("dict[str, Any]", value)
+        value = item["bytes"] if item.get("bytes") is not None else Path(item["path"]).read_bytes()
     if isinstance(value, bytes):
-        picture = Image.open(BytesIO(value))
+        image = Image.open(BytesIO(value))
     elif isinstance(value, Image.Image):
-        picture = value
+        image = value
     else:
-        picture = Image.fromarray(_bytes(np.asarray(value)))
-    picture = picture.convert("RGB")
-    if picture.size != (size, size):
-        how = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
-        picture = picture.resize((size, size), how)
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+        image = Image.fromarray(_uint8_array(np.asarray(value)))
+    image = image.convert("RGB")
+    if image.size != (size, size):
+        resampling = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
+        image = image.resize((size, size), resampling)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def centre_of(source: str) -> tuple[Tensor, Tensor]:
-    """The mean and spread that a model's processor names, or a half each: from -1 to 1."""
-    found: dict[str, Any] = {}
+def image_mean_std(source: str) -> tuple[Tensor, Tensor]:
+    """The image mean and std of a model's preprocessor config, each of shape (3, 1, 1).
+
+    `source` is a folder or a hub id; 0.5 each if it has no preprocessor config.
+    """
+    config: dict[str, Any] = {}
     if Path(source, "preprocessor_config.json").is_file() or is_hub_id(source):
         from transformers.image_processing_base import ImageProcessingMixin
 
-        local = not is_hub_id(source)
-        read = cast("Any", ImageProcessingMixin).get_image_processor_dict
-        found = read(bare(source), local_files_only=local)[0]
-    sides = (found.get(name, [0.5] * 3) for name in ("image_mean", "image_std"))
-    mean, std = (torch.tensor(side).reshape(3, 1, 1) for side in sides)
+        load_config = cast("Any", ImageProcessingMixin).get_image_processor_dict
+        local_only = not is_hub_id(source)
+        config = load_config(strip_hub_prefix(source), local_files_only=local_only)[0]
+    stats = (config.get(name, [0.5] * 3) for name in ("image_mean", "image_std"))
+    mean, std = (torch.tensor(each).reshape(3, 1, 1) for each in stats)
     return mean, std
 
 
-def _bytes(array: Any) -> Any:
+def _uint8_array(array: Any) -> Any:
+    """An integer array as uint8, a last dimension of 1 dropped; ValueError if out of range."""
     if array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 255:
         raise ValueError(f"an array of {array.dtype} must hold whole numbers from 0 to 255")
-    flat = array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array
-    return flat.astype("uint8")
+    gray = array.ndim == 3 and array.shape[2] == 1
+    return (array[..., 0] if gray else array).astype("uint8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts: how one architecture names its blocks and their parts, and how it fuses them."""
+"""The class LayerMap, and the layouts of fused query-key-value tensors."""
 
 from __future__ import annotations
 
@@ -10,64 +10,69 @@ from typing import Any
 from fedplan.models.params import Kind, Rows
 
 Path = tuple[str, ...]
-Layout = Callable[[Any, int], dict[Kind, Rows]]
-"""From a configuration and the number of fused rows to the rows of each kind."""
+"""The segments of a dotted module path; `*` matches any segment."""
+FusedLayout = Callable[[Any, int], dict[Kind, Rows]]
+"""From the config of a model and the number of rows of a fused tensor: the rows of each kind."""
 
 QKV = (Kind.QUERY, Kind.KEY, Kind.VALUE)
 
 
 @dataclass(frozen=True)
-class Anatomy:
-    """Where an architecture keeps its parts.
+class LayerMap:
+    """The layer map of an architecture: the kind of each module path.
 
-    Paths are dotted, relative, and match anywhere below the model: `self.query` is found in
-    `bert.encoder.layer.3.attention.self.query.weight`. Of several that match, the longest is heard.
-    `beside` are lists of modules with one for each block of a stack that has its blocks elsewhere.
-    `of` is the package whose models the row is made for: a class of the same name that comes from
-    elsewhere is another architecture. A row that a user teaches is for any.
+    Paths are relative and match anywhere in a name: `self.query` matches
+    `bert.encoder.layer.3.attention.self.query.weight`. The longest matching path wins.
+
+    `blocks`: by stack, the paths of its lists of blocks, separated by spaces.
+    `kinds`: the kind of each path. `fused`: the layout of tensors that hold several kinds.
+    `acts_on`: the kind that a norm acts on. `towers`: the stack of each submodel.
+    `tags`: further words, such as cross. `beside`: by stack, a list outside the stack that has one
+    module per block. `library`: the package of the model classes that the map is for; empty is any.
     """
 
     blocks: Mapping[str, str] = field(default_factory=dict[str, str])
     kinds: Mapping[Path, Kind] = field(default_factory=dict[Path, Kind])
-    fused: Mapping[Path, Layout] = field(default_factory=dict[Path, Layout])
+    fused: Mapping[Path, FusedLayout] = field(default_factory=dict[Path, FusedLayout])
     acts_on: Mapping[Path, Kind] = field(default_factory=dict[Path, Kind])
     towers: Mapping[str, str] = field(default_factory=dict[str, str])
     tags: Mapping[Path, str] = field(default_factory=dict[Path, str])
     beside: Mapping[str, str] = field(default_factory=dict[str, str])
-    of: str = field(default="", compare=False)
+    library: str = field(default="", compare=False)
 
-    def fits(self, kind: type) -> bool:
-        """Whether a class comes, or is derived, from the package that the row is made for."""
-        return not self.of or any(c.__module__.split(".")[0] == self.of for c in kind.__mro__)
+    def applies_to(self, cls: type) -> bool:
+        """Whether a model class comes, or derives, from the library that the map is for."""
+        packages = (base.__module__.split(".")[0] for base in cls.__mro__)
+        return not self.library or self.library in packages
 
 
-def path(text: str) -> Path:
+def split_path(text: str) -> Path:
     """The segments of a dotted path."""
     return tuple(text.split("."))
 
 
-def occurs(pattern: Path, where: Path) -> bool:
-    """Whether the segments of a pattern follow each other somewhere in a path; `*` is any one."""
+def path_contains(pattern: Path, path: Path) -> bool:
+    """Whether a path contains the segments of a pattern in sequence; `*` matches any segment."""
     n = len(pattern)
-    return any(_same(pattern, where[i : i + n]) for i in range(len(where) - n + 1))
+    return any(_matches(pattern, path[i : i + n]) for i in range(len(path) - n + 1))
 
 
-def ends(pattern: Path, where: Path) -> bool:
-    """Whether a path ends with the segments of a pattern; `*` is any one."""
-    return len(where) >= len(pattern) and _same(pattern, where[len(where) - len(pattern) :])
+def path_ends_with(pattern: Path, path: Path) -> bool:
+    """Whether a path ends with the segments of a pattern; `*` matches any segment."""
+    return len(path) >= len(pattern) and _matches(pattern, path[len(path) - len(pattern) :])
 
 
-def _same(pattern: Path, where: Path) -> bool:
-    return all(want in ("*", have) for want, have in zip(pattern, where, strict=True))
+def _matches(pattern: Path, path: Path) -> bool:
+    return all(p in ("*", segment) for p, segment in zip(pattern, path, strict=True))
 
 
 def thirds(config: Any, rows: int) -> dict[Kind, Rows]:
-    """Query, key and value as three equal ranges."""
-    return ranges(rows // 3, rows // 3, rows // 3)
+    """Query, key and value as three equal ranges, one after the other."""
+    return qkv_ranges(rows // 3, rows // 3, rows // 3)
 
 
 def per_head(config: Any, rows: int) -> dict[Kind, Rows]:
-    """Query, key and value in turn for each head: GPT-NeoX, BLOOM, the first Falcons."""
+    """Query, key and value interleaved by head: GPT-NeoX, BLOOM, the first Falcons."""
     step = rows // config.num_attention_heads
     return {
         kind: Rows(0, i * step // 3, step // 3, step, config.num_attention_heads)
@@ -76,14 +81,14 @@ def per_head(config: Any, rows: int) -> dict[Kind, Rows]:
 
 
 def grouped(config: Any, rows: int) -> dict[Kind, Rows]:
-    """Three ranges, key and value with fewer heads than query: Phi-3."""
-    heads, shared = config.num_attention_heads, config.num_key_value_heads
-    width = rows // (heads + 2 * shared)
-    return ranges(heads * width, shared * width, shared * width)
+    """Three ranges with fewer key and value heads than query heads: Phi-3."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    width = rows // (heads + 2 * kv_heads)
+    return qkv_ranges(heads * width, kv_heads * width, kv_heads * width)
 
 
 def falcon(config: Any, rows: int) -> dict[Kind, Rows]:
-    """Falcon has had three layouts: grouped heads in turn, one shared head, and heads in turn."""
+    """The layouts of Falcon: interleaved groups, one shared key-value head, or per head."""
     heads = config.num_attention_heads
     if config.new_decoder_architecture:
         step = rows // config.num_kv_heads
@@ -95,12 +100,12 @@ def falcon(config: Any, rows: int) -> dict[Kind, Rows]:
         }
     if config.multi_query:
         width = rows // (heads + 2)
-        return ranges(rows - 2 * width, width, width)
+        return qkv_ranges(rows - 2 * width, width, width)
     return per_head(config, rows)
 
 
 def key_value(config: Any, rows: int) -> dict[Kind, Rows]:
-    """Key and value only, as two equal ranges: GPT-2's cross-attention."""
+    """Key and value as two equal ranges: GPT-2's cross-attention."""
     return {
         Kind.KEY: Rows(0, 0, rows // 2, rows),
         Kind.VALUE: Rows(0, rows // 2, rows // 2, rows),
@@ -108,7 +113,7 @@ def key_value(config: Any, rows: int) -> dict[Kind, Rows]:
 
 
 def latent(config: Any, rows: int) -> dict[Kind, Rows]:
-    """Key and value in turn for each head, from what both are pressed into: DeepSeek."""
+    """Key and value interleaved by head, projected from one latent vector: DeepSeek."""
     heads, width = config.num_attention_heads, config.qk_nope_head_dim
     step = rows // heads
     return {
@@ -117,8 +122,8 @@ def latent(config: Any, rows: int) -> dict[Kind, Rows]:
     }
 
 
-def ranges(query: int, key: int, value: int) -> dict[Kind, Rows]:
-    """Three ranges of the given lengths, one after the other."""
+def qkv_ranges(query: int, key: int, value: int) -> dict[Kind, Rows]:
+    """Query, key and value as consecutive ranges of these lengths."""
     total = query + key + value
     spans = ((0, query), (query, key), (query + key, value))
     return {
@@ -126,7 +131,7 @@ def ranges(query: int, key: int, value: int) -> dict[Kind, Rows]:
     }
 
 
-LAYOUTS: dict[str, Layout] = {
+LAYOUTS: dict[str, FusedLayout] = {
     layout.__name__: layout for layout in (thirds, per_head, grouped, falcon, key_value, latent)
 }
-"""The layouts by name, as a study says them."""
+"""The layouts by name, as used in a study's model.layer_map."""

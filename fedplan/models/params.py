@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Params: the named tensors of a model, or named rows of one, each with its kind and place."""
+"""Params: the tensors of a model, or rows of fused tensors, each with its kind and block."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ ITEMSIZE = {
     "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
 }
-"""Bytes of one number, by the name of its dtype."""
-TRAINED = frozenset({"float64", "float32", "bfloat16", "float16"})
-"""The dtypes in which a param can be trained; others are for weights that stay as they are."""
+"""Bytes per element, by dtype name."""
+TRAINABLE_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
+"""The dtypes that can be trained; params of other dtypes must stay frozen."""
 
 
 class Kind(StrEnum):
-    """What a parameter does in a Transformer."""
+    """The function of a param in a Transformer."""
 
     QUERY = "query"
     KEY = "key"
@@ -55,12 +55,12 @@ class Kind(StrEnum):
     UNKNOWN = "unknown"
 
 
-PLACES = frozenset({"body", "encoder", "decoder", "text", "vision", "fusion"})
-"""The words that say where a param stands."""
+PLACE_WORDS = frozenset({"body", "encoder", "decoder", "text", "vision", "fusion"})
+"""The words of the plan language for positions."""
 
 
 class Block(NamedTuple):
-    """One block of a model: block 3 of an encoder is not block 3 of the decoder."""
+    """Identifies a block: its stack, such as encoder or vision, and its index in the stack."""
 
     stack: str
     number: int
@@ -68,10 +68,11 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of a tensor: in each of `count` groups of `step` rows, `size` rows from `start`.
+    """Rows of a fused tensor: along `dim`, in each of `count` groups of `step` rows, `size` rows
+    from `start`.
 
     One group is a contiguous range; one group per head is the interleaved layout of GPT-NeoX.
-    Because the pattern is regular, the rows are always a view: nothing is copied to reach them.
+    The pattern is regular, so the rows are a view and never copied.
     """
 
     dim: int
@@ -81,26 +82,28 @@ class Rows:
     count: int = 1
 
     def view(self, tensor: Tensor) -> Tensor:
-        """These rows of a tensor, sharing its memory."""
+        """A view of these rows of a tensor, of shape (..., count, size, ...)."""
         groups = cast("Tensor", tensor.unflatten(self.dim, (self.count, self.step)))
         return groups.narrow(self.dim + 1, self.start, self.size)
 
-    def over(self, rows: Tensor) -> Tensor:
-        """These rows of what a layer gives, whose first dimension counts its outputs."""
-        return replace(self, dim=0).view(rows)
+    def view_outputs(self, outputs: Tensor) -> Tensor:
+        """A view of these rows of a layer's output, whose dimension 0 is the output features."""
+        return replace(self, dim=0).view(outputs)
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the view of a tensor of shape `whole`."""
+        """The shape of `view(tensor)` for a tensor of shape `whole`."""
         return (*whole[: self.dim], self.count, self.size, *whole[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
 class Param:
-    """A named tensor, or named rows of one, with its kind, block and stack.
+    """A tensor of a model, or rows of a fused one, with its kind and position.
 
-    `on` holds the kinds that an adapter or a norm acts on; `tied` the other names of the tensor;
-    `depth` the number of blocks of its stack; `tags` further words, such as bias or lora_a;
-    `perhaps` the words of which nobody knows whether they are true of it.
+    `name`: its name in `named_parameters`. `shape`: of its own rows only, if it has `rows`.
+    `block`: the index of its block in `stack`, or None; `depth`: the number of blocks of the stack.
+    `rows`: its part of a fused tensor. `tags`: further words, such as bias or lora_a.
+    `on`: the kinds that an adapter or norm acts on. `tied`: other names of the same tensor.
+    `perhaps`: words of which it is unknown whether they apply, where there is no layer map.
     """
 
     name: str
@@ -117,55 +120,55 @@ class Param:
     perhaps: frozenset[str] = frozenset()
 
     def __hash__(self) -> int:
-        # Params are looked up by the thousand in a turn, and of twelve fields a hash is slow.
+        # A turn looks up thousands of params, and hashing all twelve fields is slow.
         return hash(self.key)
 
     @cached_property
     def key(self) -> str:
-        """The name that no other param of the model has: rows carry their kind."""
+        """Unique key within the model: the name, with the kind in brackets for rows of a tensor."""
         words = sorted(self.on) if self.kind is Kind.ADAPTER else [self.kind]
         return f"{self.name}[{'+'.join(words)}]" if self.rows else self.name
 
     @cached_property
-    def at(self) -> Block | None:
-        """The block it stands in, if any."""
+    def block_id(self) -> Block | None:
+        """The block that contains the param, or None."""
         return None if self.block is None else Block(self.stack, self.block)
 
     @cached_property
     def numel(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return prod(self.shape)
 
     @cached_property
     def nbytes(self) -> int:
-        """How many bytes its values take in its own dtype."""
+        """Bytes of its values in its dtype."""
         return self.numel * ITEMSIZE[self.dtype]
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """The words of the plan language that are true of it."""
+        """The words of the plan language that apply to the param."""
         words = {"everything", str(self.kind), *self.tags} - {str(Kind.UNKNOWN)}
         if self.stack:
             words.add(self.stack)
         if self.block is not None:
             words.add("body")
-        if self._decides_attention():
+        if self._in_attention_kernel():
             words.add("kernel")
         return frozenset(words)
 
     @cached_property
-    def doubts(self) -> frozenset[str]:
-        """The words in doubt: what acts on something unknown may be of the kernel."""
+    def uncertain_words(self) -> frozenset[str]:
+        """Words that may apply; adapters and norms that act on an unknown may be kernel."""
         return self.perhaps | {"kernel"} if Kind.UNKNOWN in self.on else self.perhaps
 
-    def _decides_attention(self) -> bool:
+    def _in_attention_kernel(self) -> bool:
         kernel = {Kind.QUERY, Kind.KEY, Kind.POSITION}
         return self.kind in kernel or not kernel.isdisjoint(self.on)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Its own values within the model's tensor of its name, sharing memory."""
+        """A view of the param's values in `tensor`, the model's tensor of its name."""
         return self.rows.view(tensor) if self.rows else tensor
 
 
 Params = tuple[Param, ...]
-"""All params of a model, in its own order."""
+"""All params of a model, in the order of `named_parameters`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts: learned vectors, common and own, beside the words and the patches of a frozen model."""
+"""Learned prompts, common and own, for the text and image towers of a frozen DualEncoder."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from fedplan.models.description import blocks_of
-from fedplan.models.dual import Dual, ModelError
-from fedplan.models.fusion import DualFusion, Fuse, fusion_of, total
+from fedplan.models.description import block_modules
+from fedplan.models.dual_encoder import DualEncoder, ModelError
+from fedplan.models.fusion import DualFusion, Fuse, make_fusion, sum_levels
 from fedplan.models.params import Block
 
 LEVELS = ("common", "own")
-SPREAD = 0.02
+"""The levels of prompts: to share, and to keep."""
+INIT_STD = 0.02
+"""Standard deviation of newly drawn prompts."""
 
 
 @final
 @dataclass(frozen=True)
-class Settings:
-    """What `add_prompts` was asked for."""
+class PromptConfig:
+    """The settings of `add_prompts`, with the same meaning; raises ModelError for invalid ones."""
 
     text: int = 4
     vision: int = 4
@@ -37,43 +39,45 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.text < 0 or self.vision < 0 or not self.text + self.vision:
-            raise ModelError(f"prompts of lengths {self.text} and {self.vision}: give one or more")
+            raise ModelError(f"prompt lengths are {self.text} and {self.vision}: give one or more")
         if not self.levels or set(self.levels) - set(LEVELS):
-            raise ModelError(f"prompts of levels {self.levels}: take common, own or both")
+            raise ModelError(f"prompt levels are {self.levels}: use common, own or both")
         if self.start not in ("words", "noise"):
             raise ModelError(f"prompts start as words or as noise, not as {self.start!r}")
         if self.vision_at and self.deep:
             raise ModelError(
-                f"deep prompts stand in every block, and vision_at is {self.vision_at}: leave one "
-                "out"
+                f"deep prompts are in every block, but vision_at is {self.vision_at}: leave one out"
             )
 
     @property
     def lengths(self) -> dict[str, int]:
-        """The length of each tower's prompts, where it has any."""
-        both = {"text": self.text, "vision": self.vision}
-        return {stack: length for stack, length in both.items() if length}
+        """The number of prompts by tower, without towers that have none."""
+        lengths = {"text": self.text, "vision": self.vision}
+        return {stack: length for stack, length in lengths.items() if length}
 
 
 @final
 class Prompt(nn.Module):
-    """The vectors that enter at one place, of one level or of both."""
+    """The prompts at the input of one block: `length` vectors of width `size` per level.
+
+    Newly drawn from torch's global generator.
+    """
 
     def __init__(self, length: int, size: int, levels: tuple[str, ...]) -> None:
         super().__init__()
         for level in LEVELS:
-            drawn = nn.Parameter(torch.randn(length, size) * SPREAD) if level in levels else None
-            self.register_parameter(level, drawn)
+            values = nn.Parameter(torch.randn(length, size) * INIT_STD) if level in levels else None
+            self.register_parameter(level, values)
 
-    def values(self, fuse: Fuse) -> Tensor:
-        """What enters: the only level, or both fused."""
-        found = dict(self.named_parameters())
-        return fuse(**found) if len(found) == len(LEVELS) else next(iter(found.values()))
+    def vectors(self, fuse: Fuse) -> Tensor:
+        """The vectors to insert: those of the only level, or both levels fused by `fuse`."""
+        levels = dict(self.named_parameters())
+        return fuse(**levels) if len(levels) == len(LEVELS) else next(iter(levels.values()))
 
 
 @final
 class DualPrompts(nn.Module):
-    """The prompts of each tower: one, or one for each block."""
+    """The prompts by tower: one Prompt, or a list with one for each block."""
 
 
 def add_prompts(
@@ -89,47 +93,49 @@ def add_prompts(
     width: int = 64,
     start: str = "words",
     vision_at: int = 0,
-) -> Dual:
-    """The model with prompts in front of its texts and pictures; its weights are not touched.
+) -> DualEncoder:
+    """Add prompts to a DualEncoder, in place, and return it; existing weights do not change.
 
-    A text's prompts stand in place of its first words after the first token, or before them where
-    the template has fewer; a picture's stand between the class token and the patches. `deep` gives
-    each block prompts of its own. A picture's prompts enter in front of the block `vision_at`: what
-    is below makes the same of a picture in every step. With `start="words"` the first level starts
-    as the words that it stands for, and the rest is drawn from N(0, 0.02²), from torch's global
-    generator.
+    `text` and `vision` are the numbers of prompts. Text prompts replace the words of the template
+    after the first token (texts are lengthened if there are too few); image prompts are inserted
+    between the class token and the patches, before block `vision_at`. `levels`: "common", "own" or
+    both, combined by `fusion` (with `query`, `heads`, `width`: see `make_fusion`). `deep`: separate
+    prompts for each block. `start`: "words" initializes the first level with the embeddings of the
+    words that it replaces; all else is drawn from N(0, 0.02²) with torch's global generator. Raises
+    ModelError if the model is no DualEncoder or has prompts, and for invalid settings.
     """
-    if not isinstance(dual, Dual) or dual.prompts is not None:
+    if not isinstance(dual, DualEncoder) or dual.prompts is not None:
         raise ModelError(
-            f"prompts are added to a Dual that has none yet, not to {type(dual).__name__}: "
-            'in a study take task.kind = "image-text"'
+            f"prompts are added to a DualEncoder without prompts, not to {type(dual).__name__}: "
+            'in a study use task.kind = "image-text"'
         )
-    settings = Settings(text, vision, levels, deep, fusion, query, heads, width, start, vision_at)
+    config = PromptConfig(text, vision, levels, deep, fusion, query, heads, width, start, vision_at)
     _require_block(dual, vision_at)
-    make_room(dual, text)
-    words = _words(dual, text, deep) if text and start == "words" else []
-    attach(dual, settings)
+    lengthen_texts(dual, text)
+    words = _word_vectors(dual, text, deep) if text and start == "words" else []
+    attach_prompts(dual, config)
     level = "common" if "common" in levels else "own"
     with torch.no_grad():
-        for prompt, found in zip(_places(dual, "text"), words, strict=False):
-            prompt.get_parameter(level).copy_(found)
+        for prompt, vectors in zip(_tower_prompts(dual, "text"), words, strict=False):
+            prompt.get_parameter(level).copy_(vectors)
     return dual
 
 
-def _require_block(dual: Dual, number: int) -> None:
-    depth = sum(block.stack == "vision" for block in blocks_of(dual.backbone))
+def _require_block(dual: DualEncoder, number: int) -> None:
+    """Raise ModelError unless the vision tower has a block of this number."""
+    depth = sum(block.stack == "vision" for block in block_modules(dual.backbone))
     if not 0 <= number < depth:
         raise ModelError(
-            f"prompts of pictures cannot enter at block {number}: the tower has the blocks 0 to "
-            f"{depth - 1}"
+            f"vision_at is {number}, but the vision tower has the blocks 0 to {depth - 1}"
         )
 
 
-def make_room(dual: Dual, length: int) -> None:
-    """Lengthen the texts, where the template has fewer words in front than there are prompts.
+def lengthen_texts(dual: DualEncoder, length: int) -> None:
+    """Lengthen the class texts in place, so that the template has `length` words before the name.
 
-    The fillers repeat the first word: never a special token, by which masks and poolers go.
+    The added tokens repeat the first word. Does nothing if there are enough.
     """
+    # Never a special token: masks and poolers depend on those.
     missing = length - dual.lead
     if missing <= 0:
         return
@@ -137,104 +143,108 @@ def make_room(dual: Dual, length: int) -> None:
     fillers = dual.ids[:1, 1:2].expand(len(first), missing)
     ids = torch.cat([first, fillers, rest], 1)
     mask = torch.cat([dual.mask[:, :1].expand(-1, missing), dual.mask], 1)
-    dual.write(ids, mask)
+    dual.set_texts(ids, mask)
     dual.lead = length
 
 
-def attach(dual: Dual, settings: Settings) -> None:
-    """Give the model prompts and fusions, freshly drawn, and let them into the towers."""
-    like = next(dual.backbone.parameters())
-    blocks = blocks_of(dual.backbone)
-    dual.settings, dual.prompts, fusions = settings, DualPrompts(), DualFusion()
-    for stack, length in settings.lengths.items():
-        size = _size(dual, stack)
+def attach_prompts(dual: DualEncoder, config: PromptConfig) -> None:
+    """Add newly drawn prompts and fusion modules to a model, in place, and hook them in."""
+    reference = next(dual.backbone.parameters())
+    blocks = block_modules(dual.backbone)
+    dual.prompt_config, dual.prompts, fusions = config, DualPrompts(), DualFusion()
+    for stack, length in config.lengths.items():
+        size = _hidden_size(dual, stack)
         depth = sum(block.stack == stack for block in blocks)
-        count = depth if settings.deep else 1
-        made = [Prompt(length, size, settings.levels) for _ in range(count)]
-        dual.prompts.add_module(stack, nn.ModuleList(made) if settings.deep else made[0])
-        fusion = _fusion(settings, size)
+        count = depth if config.deep else 1
+        prompts = [Prompt(length, size, config.levels) for _ in range(count)]
+        dual.prompts.add_module(stack, nn.ModuleList(prompts) if config.deep else prompts[0])
+        fusion = _fusion(config, size)
         if fusion is not None:
             fusions[stack] = fusion
     if fusions:
         dual.fusion = fusions
     for module in (dual.prompts, fusions):
-        module.to(like.device, like.dtype)
-    held = dict(fusions.named_children())
-    for stack in settings.lengths:
-        at = settings.vision_at if stack == "vision" else 0
-        _let_in(dual, stack, held.get(stack, total), at)
+        module.to(reference.device, reference.dtype)
+    by_stack = dict(fusions.named_children())
+    for stack in config.lengths:
+        first_block = config.vision_at if stack == "vision" else 0
+        _hook_tower(dual, stack, by_stack.get(stack, sum_levels), first_block)
 
 
-def _fusion(settings: Settings, size: int) -> nn.Module | None:
-    """The fusion for prompts of this size; one level alone has none."""
-    if len(settings.levels) < len(LEVELS):
+def _fusion(config: PromptConfig, size: int) -> nn.Module | None:
+    """A fusion module for prompts of width `size`; None for a single level or a sum."""
+    if len(config.levels) < len(LEVELS):
         return None
-    return fusion_of(
-        settings.fusion, size, query=settings.query, heads=settings.heads, width=settings.width
+    return make_fusion(
+        config.fusion, size, query=config.query, heads=config.heads, width=config.width
     )
 
 
-def _let_in(dual: Dual, stack: str, fuse: Fuse | nn.Module, at: int) -> None:
-    """Hook a tower. A partial keeps its arguments through a deep copy; a closure would not."""
-    blocks, (first, *deeper) = blocks_of(dual.backbone), _places(dual, stack)
-    if at:
-        block = blocks[Block(stack, at)]
-        block.register_forward_pre_hook(partial(_insert_in_front, first, fuse))
+def _hook_tower(dual: DualEncoder, stack: str, fuse: Fuse | nn.Module, first_block: int) -> None:
+    """Register the hooks that insert the prompts of a tower, from `first_block` on."""
+    # A partial survives a deep copy with its arguments; a closure would keep the old ones.
+    blocks, (first, *deeper) = block_modules(dual.backbone), _tower_prompts(dual, stack)
+    if first_block:
+        block = blocks[Block(stack, first_block)]
+        block.register_forward_pre_hook(partial(_insert_in_input, first, fuse))
         return
-    enter = _replace if stack == "text" else _insert
-    dual.embeddings(stack).register_forward_hook(partial(enter, first, fuse))
+    hook = _replace if stack == "text" else _insert
+    dual.embeddings(stack).register_forward_hook(partial(hook, first, fuse))
     for number, prompt in enumerate(deeper, 1):
         block = blocks[Block(stack, number)]
-        block.register_forward_pre_hook(partial(_replace_in_front, prompt, fuse))
+        block.register_forward_pre_hook(partial(_replace_in_input, prompt, fuse))
 
 
 def _replace(prompt: Prompt, fuse: Fuse, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """The vectors after the first one replaced by the prompt."""
-    entering = prompt.values(fuse)
-    rest = output[:, 1 + len(entering) :]
-    return torch.cat([output[:, :1], entering.expand(len(output), -1, -1), rest], 1)
+    """Forward hook: replace the vectors after the first one by the prompt."""
+    vectors = prompt.vectors(fuse)
+    rest = output[:, 1 + len(vectors) :]
+    return torch.cat([output[:, :1], vectors.expand(len(output), -1, -1), rest], 1)
 
 
 def _insert(prompt: Prompt, fuse: Fuse, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """The prompt between the first vector and the others."""
-    entering = prompt.values(fuse).expand(len(output), -1, -1)
-    return torch.cat([output[:, :1], entering, output[:, 1:]], 1)
+    """Forward hook: insert the prompt between the first vector and the others."""
+    vectors = prompt.vectors(fuse).expand(len(output), -1, -1)
+    return torch.cat([output[:, :1], vectors, output[:, 1:]], 1)
 
 
-def _insert_in_front(
+def _insert_in_input(
     prompt: Prompt, fuse: Fuse, module: nn.Module, args: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     return (_insert(prompt, fuse, module, (), args[0]), *args[1:])
 
 
-def _replace_in_front(
+def _replace_in_input(
     prompt: Prompt, fuse: Fuse, module: nn.Module, args: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     return (_replace(prompt, fuse, module, (), args[0]), *args[1:])
 
 
-def _places(dual: Dual, stack: str) -> list[Prompt]:
-    """The prompts of a tower, from the first block on."""
-    held = dict(cast("nn.Module", dual.prompts).named_children()).get(stack)
-    if isinstance(held, nn.ModuleList):
-        return [cast("Prompt", prompt) for prompt in held]
-    return [cast("Prompt", held)] if held is not None else []
+def _tower_prompts(dual: DualEncoder, stack: str) -> list[Prompt]:
+    """The prompts of a tower in the order of its blocks; empty if it has none."""
+    prompts = dict(cast("nn.Module", dual.prompts).named_children()).get(stack)
+    if isinstance(prompts, nn.ModuleList):
+        return [cast("Prompt", prompt) for prompt in prompts]
+    return [cast("Prompt", prompts)] if prompts is not None else []
 
 
-def _size(dual: Dual, stack: str) -> int:
+def _hidden_size(dual: DualEncoder, stack: str) -> int:
     towers = {"text": dual.config.text_config, "vision": dual.config.vision_config}
     return int(towers[stack].hidden_size)
 
 
-def _words(dual: Dual, length: int, deep: bool) -> list[Tensor]:
-    """What stands at the prompts' places in front of each block, the mean over the classes."""
-    found = list[Any]()
+def _word_vectors(dual: DualEncoder, length: int, deep: bool) -> list[Tensor]:
+    """The text tower's vectors at the positions of the prompts, averaged over the classes.
+
+    At the input of the first block, or with `deep` of each block: (length, size) each.
+    """
+    inputs = list[Any]()
     tower, training = dual.tower("text"), dual.tower("text").training
-    hooks = [dual.embeddings("text").register_forward_hook(lambda m, a, out: found.append(out))]
+    hooks = [dual.embeddings("text").register_forward_hook(lambda m, a, out: inputs.append(out))]
     if deep:
-        for block, module in blocks_of(dual.backbone).items():
+        for block, module in block_modules(dual.backbone).items():
             if block.stack == "text" and block.number:
-                hooks.append(module.register_forward_pre_hook(lambda m, a: found.append(a[0])))
+                hooks.append(module.register_forward_pre_hook(lambda m, a: inputs.append(a[0])))
     tower.eval()
     try:
         with torch.no_grad():
@@ -243,4 +253,4 @@ def _words(dual: Dual, length: int, deep: bool) -> list[Tensor]:
         tower.train(training)
         for hook in hooks:
             hook.remove()
-    return [each[:, 1 : 1 + length].mean(0) for each in found]
+    return [each[:, 1 : 1 + length].mean(0) for each in inputs]

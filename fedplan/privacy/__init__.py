@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is hidden, by what noise, and at what cost."""
+"""Differential privacy (guarantees, mechanisms, accounting) and secure aggregation."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fedplan.privacy.accounting.accountant import calibrate, epsilon
     from fedplan.privacy.accounting.budget import Budget
-    from fedplan.privacy.accounting.events import Release, Steps
-    from fedplan.privacy.dpsgd.fit import DPSGD, dp_sgd
+    from fedplan.privacy.accounting.events import DPSGDSteps, Release
+    from fedplan.privacy.dpsgd.fit import DPSGDConfig, dp_sgd
     from fedplan.privacy.errors import PrivacyError
     from fedplan.privacy.guarantee import Guarantee
     from fedplan.privacy.guard import ClientGuard, ServerGuard
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 __all__ = [
     "Budget",
     "ClientGuard",
-    "DPSGD",
+    "DPSGDConfig",
     "Guarantee",
     "PrivacyError",
     "Release",
     "ServerGuard",
     "Statement",
-    "Steps",
+    "DPSGDSteps",
     "calibrate",
     "dp_sgd",
     "epsilon",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "accounting.accountant": "calibrate epsilon",
         "accounting.budget": "Budget",
-        "accounting.events": "Release Steps",
-        "dpsgd.fit": "DPSGD dp_sgd",
+        "accounting.events": "DPSGDSteps Release",
+        "dpsgd.fit": "DPSGDConfig dp_sgd",
         "errors": "PrivacyError",
         "guarantee": "Guarantee",
         "guard": "ClientGuard ServerGuard",

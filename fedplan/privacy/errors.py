@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of privacy, and the extra that some of it takes."""
+"""PrivacyError, and the import of modules of the optional extra `fedplan[privacy]`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from typing import Any
 from fedplan.errors import FedplanError
 
 EXTRA = "fedplan[privacy]"
+"""The pip requirement that installs cryptography and dp-accounting."""
 
 
 class PrivacyError(FedplanError):
-    """What would break a promise of privacy, or cannot be accounted for."""
+    """A setting, value or file breaks a privacy guarantee, or its cost cannot be accounted for."""
 
     code = "privacy"
 
 
-def needed(module: str, purpose: str) -> Any:
-    """A module of the extra, or an error that names the extra."""
+def import_extra(module: str, purpose: str) -> Any:
+    """Import and return an optional module.
+
+    Raises a PrivacyError "`purpose` needs PACKAGE: pip install ..." if it is not installed.
+    """
     try:
         return import_module(module)
     except ImportError as error:
         package = module.partition(".")[0].replace("_", "-")
-        raise PrivacyError(f"{purpose} takes {package}: pip install '{EXTRA}'") from error
+        raise PrivacyError(f"{purpose} needs {package}: pip install '{EXTRA}'") from error

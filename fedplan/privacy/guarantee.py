@@ -1,92 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarantees: whose presence a run hides, by how much noise, and what that will cost."""
+"""Guarantee: the differential privacy settings of a run, and the privacy loss of its rounds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fedplan.language.wording import spelled_out
+from fedplan.language.canonical import format_dataclass
 from fedplan.privacy.accounting.accountant import calibrate, epsilon
 from fedplan.privacy.accounting.budget import Unit
-from fedplan.privacy.accounting.events import Event, Release, Steps, together
-from fedplan.privacy.mechanisms.vote import asked
+from fedplan.privacy.accounting.events import DPSGDSteps, Event, Release, combined_noise
+from fedplan.privacy.mechanisms.vote import is_voting_round
 
 COUNT_NOISE = 10.0
-"""The noise of the count that a moving clip follows, as a multiple of one client's part in it."""
+"""Noise multiplier of the count of unclipped clients, by which an adaptive clipping norm moves."""
 
 
 @dataclass(frozen=True)
 class Guarantee:
-    """What a run promises. All of it is public, and both ends agree on it.
+    """The (epsilon, delta) guarantee of a run and its mechanism. Public; server and clients agree.
 
-    The unit is a client, whose whole change is clipped and hidden by the server's noise; or an
-    example, hidden by the noise that its own site adds to every step. `noise` is a multiple of
-    `clip`. `rate` is the chance of a client to be in a round, None if nobody draws; or that of an
-    example to be in a step, of which a turn takes `steps`, each divided by `batch`.
-
-    With `vote` as the noise of its counts, the units vote on the blocks that `best` chooses, every
-    `period` rounds. Of clients, `clip` is where the bound starts if it follows a `quantile` of
-    their lengths, and `cap` the number of rows from which on all weigh alike; 0 is neither.
+    unit: "client" (client-level DP: each client's change is clipped, and noise is added to their
+        sum) or "example" (example-level DP: DP-SGD at each client).
+    epsilon, delta: the privacy budget of the whole run.
+    clipping_norm: its initial value if `clipping_quantile` is set.
+    noise_multiplier: stddev of the noise divided by `clipping_norm`.
+    sampling_rate: Poisson sampling rate, of clients per round or of examples per step; None: no
+        sampling, all clients take part.
+    steps, batch_size: DP-SGD steps per turn, and the expected batch size. Unit "example" only.
+    vote_noise_multiplier: of the vote on blocks, 0 without votes; held every `vote_every` rounds.
+    clipping_quantile: quantile of client norms that the clipping norm follows; 0: a fixed norm.
+    max_weight: clients are weighted by min(examples, max_weight); 0: all have the same weight.
     """
 
+    # The field names are part of `text`, which both ends compare, and of the statement's JSON.
     unit: Unit
     epsilon: float
     delta: float
-    clip: float
-    noise: float
-    rate: float | None = None
+    clipping_norm: float
+    noise_multiplier: float
+    sampling_rate: float | None = None
     steps: int = 0
-    batch: int = 0
-    vote: float = 0.0
-    period: int = 10
-    quantile: float = 0.0
-    cap: int = 0
+    batch_size: int = 0
+    vote_noise_multiplier: float = 0.0
+    vote_every: int = 10
+    clipping_quantile: float = 0.0
+    max_weight: int = 0
 
-    def votes(self, round: int) -> bool:
-        """Whether the units vote in a round."""
-        return self.vote > 0 and asked(round, self.period)
+    def is_voting_round(self, round: int) -> bool:
+        """Whether clients vote on blocks in this round: votes are on, and the period is due."""
+        return self.vote_noise_multiplier > 0 and is_voting_round(round, self.vote_every)
 
-    def bill(self, round: int, about: str) -> dict[str, Event]:
-        """What a round costs at most, by the name of each release, for the unit that pays most.
+    def round_events(self, round: int, name: str) -> dict[str, Event]:
+        """Privacy events of one round for a unit that takes part in it, by the name of the release.
 
-        An example is in one site, which is in every round; it is drawn anew for each step and for
-        the vote. Clients are drawn once a round, for both the vote and the sum. Charged apart, the
-        sum may claim its rate and the vote none: let v and s be the ratios of chances of the two,
-        with a client to without it, and q the rate. That of both is 1 - q + qvs; what is charged is
-        that of v(1 - q + qs). Both are linear in v with the same mean, and the latter is steeper:
-        so it is the larger for every convex measure of the distance of two worlds.
+        The key `name` is the main release (one noisy sum, or the DP-SGD steps of one turn). In a
+        voting round `vote_name(name)` comes before it.
         """
-        main = Release(self._noise, self.rate)
+        # Examples are sampled anew for each step and for the vote. Clients are sampled once a
+        # round, for both the vote and the sum: charged separately, the sum may claim its sampling
+        # rate and the vote none. Let v and s be the likelihood ratios of the two, with a client to
+        # without it, and q the rate. The ratio of both is 1 - q + qvs; what is charged is that of
+        # v(1 - q + qs). Both are linear in v with the same mean, and the latter is steeper: so it
+        # is the larger for every convex divergence of the two neighbouring distributions.
+        main = Release(self._noise, self.sampling_rate)
         if self.unit == "example":
-            main = Steps(self.noise, self.rate or 1.0, self.steps)
-        vote = Release(self.vote, self.rate if self.unit == "example" else None) if self.vote else 0
-        return {**({voted(about): vote} if vote and self.votes(round) else {}), about: main}
+            main = DPSGDSteps(self.noise_multiplier, self.sampling_rate or 1.0, self.steps)
+        vote = (
+            Release(
+                self.vote_noise_multiplier, self.sampling_rate if self.unit == "example" else None
+            )
+            if self.vote_noise_multiplier
+            else 0
+        )
+        votes = {vote_name(name): vote} if vote and self.is_voting_round(round) else {}
+        return {**votes, name: main}
 
     @property
     def _noise(self) -> float:
-        return together(self.noise, COUNT_NOISE) if self.quantile else self.noise
+        """Noise multiplier of a round's sum, together with the count for adaptive clipping."""
+        return (
+            combined_noise(self.noise_multiplier, COUNT_NOISE)
+            if self.clipping_quantile
+            else self.noise_multiplier
+        )
 
-    def forecast(self, rounds: int) -> float:
-        """The epsilon of so many rounds."""
+    def forecast_epsilon(self, rounds: int) -> float:
+        """Epsilon after `rounds` rounds for a unit that takes part in all of them."""
         return epsilon(self._events(rounds), self.delta)
 
-    def calibrated(self, rounds: int) -> Guarantee:
-        """The same with the least noise that keeps to epsilon over so many rounds."""
+    def with_calibrated_noise(self, rounds: int) -> Guarantee:
+        """Copy with the smallest noise multiplier that keeps `rounds` rounds within epsilon."""
 
         def events(noise: float) -> list[Event]:
-            return replace(self, noise=noise)._events(rounds)
+            return replace(self, noise_multiplier=noise)._events(rounds)
 
-        return replace(self, noise=calibrate(self.epsilon, self.delta, events))
+        return replace(self, noise_multiplier=calibrate(self.epsilon, self.delta, events))
 
     def _events(self, rounds: int) -> list[Event]:
-        return [e for number in range(1, rounds + 1) for e in self.bill(number, "").values()]
+        numbers = range(1, rounds + 1)
+        return [event for number in numbers for event in self.round_events(number, "").values()]
 
     @property
     def text(self) -> str:
-        """It in one line, for both ends to compare."""
-        return spelled_out("guarantee", self)
+        """All fields in one line, for server and clients to compare."""
+        return format_dataclass("guarantee", self)
 
 
-def voted(about: str) -> str:
-    """The name of the vote that comes before a release."""
-    return f"{about}: vote"
+def vote_name(name: str) -> str:
+    """Name under which the vote before the release `name` is charged."""
+    return f"{name}: vote"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guards: what stands between a server's sums and the world, and between a site's steps and them.
+"""Guards: add noise for differential privacy and charge the privacy budget before each release.
 
-Each has a folder with its secret and the file of its charges: what is charged there is on disk
-before anything that it pays for leaves.
+A guard has a folder with its secret and its file of charges. A charge is on disk before anything
+that it pays for leaves the process.
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ from torch import Tensor
 
 from fedplan.data.examples import Examples
 from fedplan.models.params import Block
-from fedplan.privacy.accounting.budget import Budget, Cap
-from fedplan.privacy.accounting.events import Spent
-from fedplan.privacy.dpsgd.fit import DPSGD, Uniform, dp_sgd
+from fedplan.privacy.accounting.budget import Budget, EpsilonCap
+from fedplan.privacy.accounting.events import Charge
+from fedplan.privacy.dpsgd.fit import DPSGDConfig, Uniform, dp_sgd
 from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.guarantee import COUNT_NOISE, Guarantee, voted
-from fedplan.privacy.mechanisms.clipping import Adaptive
-from fedplan.privacy.mechanisms.gaussian import Change, Mechanism
-from fedplan.privacy.mechanisms.noise import Noise
-from fedplan.privacy.mechanisms.sampling import cohort
-from fedplan.privacy.mechanisms.secret import derived, secret_of
-from fedplan.privacy.mechanisms.vote import Vote, ballot, counted
+from fedplan.privacy.guarantee import COUNT_NOISE, Guarantee, vote_name
+from fedplan.privacy.mechanisms.clipping import AdaptiveClipping
+from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
+from fedplan.privacy.mechanisms.noise import NoiseStream
+from fedplan.privacy.mechanisms.sampling import sample_cohort
+from fedplan.privacy.mechanisms.secret import derive_key, load_or_create_secret
+from fedplan.privacy.mechanisms.vote import NoisyVote, count_ballots, make_ballot
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.locks import synced
+from fedplan.storage.locks import sync_folder
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.sums import ExactSum
 from fedplan.training.fit import Fit
-from fedplan.training.probes import Look, Probe
+from fedplan.training.probes import Probe, ProbeInput
 
 T = TypeVar("T", bound=Hashable)
-SECRET, CHARGES = "secret", "charges.jsonl"
+SECRET_FILE, CHARGES_FILE = "secret", "charges.jsonl"
+"""Files in a guard's folder."""
 
 
 class Guard:
-    """A guarantee with the secret and the charges that keep it.
+    """A guarantee with its secret and its budget of charges, both kept in a folder.
 
-    A folder may hold the charges of many runs: those of this one have names that begin with `run`.
-    All of them together stay within the `limit`, of the `delta`, that the folder's owner has set.
+    The folder is created if missing. It may hold the charges of many runs: the names of this run's
+    charges start with `run`, and they stay within the guarantee's epsilon. All charges in the
+    folder stay within `limit`, an epsilon at `delta` set by the folder's owner; 0 is no limit.
     """
 
     def __init__(
@@ -54,14 +56,15 @@ class Guard:
         run: str = "",
         limit: float = 0.0,
         delta: float = 0.0,
-        seal: Encryption | None = None,
+        encryption: Encryption | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        synced(folder.parent)
-        self.guarantee, self._secret = guarantee, secret_of(folder / SECRET, seal)
-        self._cap = Cap(guarantee.epsilon, guarantee.delta, run)
+        sync_folder(folder.parent)
+        self.guarantee = guarantee
+        self._secret = load_or_create_secret(folder / SECRET_FILE, encryption)
+        self._cap = EpsilonCap(guarantee.epsilon, guarantee.delta, run)
         self.budget = Budget(
-            folder / CHARGES,
+            folder / CHARGES_FILE,
             delta=delta or guarantee.delta,
             limit=limit or None,
             unit=guarantee.unit,
@@ -69,193 +72,249 @@ class Guard:
         )
 
     @property
-    def spent(self) -> float:
-        """The epsilon that this run has spent."""
-        return self.budget.spent_of(self._cap)
+    def epsilon_spent(self) -> float:
+        """Epsilon of this run's charges so far, at the guarantee's delta."""
+        return self.budget.epsilon_spent_under(self._cap)
 
-    def require_room(self, round: int, about: str) -> None:
-        """Refuse a round that the budget no longer pays for, before any work is done for it.
+    def require_affordable_round(self, round: int, name: str) -> None:
+        """Raise a PrivacyError if the budget does not cover the releases of a round.
 
-        What was charged under its names counts as paid: if it is another content then, its charge
-        is refused when it comes.
+        Releases already charged under their name count as paid, whatever their content: a charge of
+        another content under that name is checked when it is made.
         """
-        paid = {charge.about for charge in self.budget.charges}
-        bill = self.guarantee.bill(round, about)
-        self.budget.require_room(*(Spent(e, name) for name, e in bill.items() if name not in paid))
+        paid = {charge.name for charge in self.budget.charges}
+        events = self.guarantee.round_events(round, name).items()
+        due = (Charge(event, release) for release, event in events if release not in paid)
+        self.budget.require_affordable(*due)
 
-    def require_paid(self, count: int) -> None:
-        """Refuse to go on with fewer charges than there once were: a file was lost or put back."""
-        if (found := len(self.budget.charges)) < count:
+    def require_charge_count(self, count: int) -> None:
+        """Raise a PrivacyError if fewer than `count` charges are in the file: some were lost."""
+        if (present := len(self.budget.charges)) < count:
             raise PrivacyError(
-                f"{self.budget.file} holds {found} charges, and there were {count}: put the last "
-                "copy of it back; without it nobody knows what was spent"
+                f"{self.budget.file} holds {present} charges, and there were {count}: restore the "
+                "latest copy of it; without it the epsilon spent is unknown"
             )
 
-    def mechanism(
-        self, shared: Mapping[str, Tensor], clients: int, clip: float = 0.0, parts: int = 0
-    ) -> Mechanism:
-        """The mechanism of a round that hides clients, over what any of them may share in it.
+    def make_mechanism(
+        self,
+        shared: Mapping[str, Tensor],
+        clients: int,
+        clipping_norm: float = 0.0,
+        noise_shares: int = 0,
+    ) -> GaussianMechanism:
+        """Gaussian mechanism of one round of client-level DP.
 
-        With `parts` its noise is added in shares, and so many have all of it.
+        shared: a tensor of the right shape and dtype for each name that any client may send.
+        clients: size of the roster; the divisor is this times the sampling rate.
+        clipping_norm: the norm of this round; 0 is the guarantee's.
+        noise_shares: number of clients whose shares add up to the whole noise; 0: the server adds
+            all of it.
         """
         guarantee = self.guarantee
-        public = {key: (tuple(v.shape), v.dtype) for key, v in shared.items()}
-        over = clients * (guarantee.rate or 1.0)
-        clip, rate = clip or guarantee.clip, guarantee.rate
-        return Mechanism(public, clip, guarantee.noise, over, rate, parts)
+        return GaussianMechanism(
+            {key: (tuple(value.shape), value.dtype) for key, value in shared.items()},
+            clipping_norm or guarantee.clipping_norm,
+            guarantee.noise_multiplier,
+            clients * (guarantee.sampling_rate or 1.0),
+            guarantee.sampling_rate,
+            noise_shares,
+        )
 
-    def _count(
-        self, vote: Vote, ballots: Iterable[Collection[T]], blocks: Sequence[T], about: str, of: str
+    def _noisy_counts(
+        self,
+        vote: NoisyVote,
+        ballots: Iterable[Collection[T]],
+        blocks: Sequence[T],
+        name: str,
+        content: str,
     ) -> dict[T, float]:
-        """The noisy counts of a vote, charged first; `of` is all that the ballots follow from."""
-        counts = counted(ballots, blocks, vote.k)
-        digest = vote.digest(counts, self._secret, about, of)
-        self.budget.charge(vote.event, about, digest=digest)
-        return vote.release(counts, self._secret, about, of)
+        """Charge a vote under `name`, then return the noisy count of ballots for each block.
+
+        `content` is a digest of everything that the ballots depend on.
+        """
+        counts = count_ballots(ballots, blocks, vote.k)
+        digest = vote.digest(counts, self._secret, name, content)
+        self.budget.charge(vote.event, name, digest=digest)
+        return vote.release(counts, self._secret, name, content)
 
 
 class ServerGuard(Guard):
-    """The server's guard: it hides each client in the sum of a round."""
+    """The server's guard for client-level DP: it adds noise to the sum of a round."""
 
-    def cohort(self, roster: Iterable[str], number: int) -> list[str]:
-        """The clients of a round: all, or those drawn with the promised chance."""
-        rate = self.guarantee.rate
-        return list(roster) if rate is None else cohort(roster, rate, self._secret, number)
+    def sample_cohort(self, roster: Iterable[str], number: int) -> list[str]:
+        """Clients of round `number`: Poisson-sampled by the secret, or all without a rate."""
+        rate = self.guarantee.sampling_rate
+        return list(roster) if rate is None else sample_cohort(roster, rate, self._secret, number)
 
-    def vote(
-        self, ballots: Iterable[Collection[T]], blocks: Sequence[T], k: int, about: str
+    def release_votes(
+        self, ballots: Iterable[Collection[T]], blocks: Sequence[T], k: int, name: str
     ) -> dict[T, float]:
-        """How many clients named each block, with noise."""
-        return self._count(Vote(k, self.guarantee.vote), ballots, blocks, voted(about), "")
+        """Charge a vote, then return the noisy number of clients that named each block.
 
-    def release(
-        self, mechanism: Mechanism, total: ExactSum, round: int, about: str, within: str = ""
-    ) -> dict[str, Tensor]:
-        """The mean change with its noise, charged first.
-
-        One charge pays for the sum and for the count that a clip follows: `within` tells of that.
+        A ballot has at most `k` blocks. `name` is the round's; the charge is `vote_name(name)`.
         """
-        digest = mechanism.digest(total, self._secret, about)
-        if self.guarantee.quantile:
-            digest = derived(self._secret, "digest", digest, within).hex()[:32]
-        self.budget.charge(self.guarantee.bill(round, about)[about], about, digest=digest)
-        return mechanism.release(total, self._secret, about)
+        vote = NoisyVote(k, self.guarantee.vote_noise_multiplier)
+        return self._noisy_counts(vote, ballots, blocks, vote_name(name), "")
 
-    def share(self, mechanism: Mechanism, change: Change, about: str) -> ExactSum:
-        """Of a rehearsal: what one client would hand to a masked sum, with its share of noise."""
-        return mechanism.noised(mechanism.clipped(change), self._secret, about)
+    def release_mean(
+        self,
+        mechanism: GaussianMechanism,
+        total: ExactSum,
+        round: int,
+        name: str,
+        within: str = "",
+    ) -> dict[str, Tensor]:
+        """Charge a round, then return the noisy mean of the clipped changes in `total`.
 
-    def opened(self, mechanism: Mechanism, total: ExactSum, round: int, about: str) -> Tensors:
-        """The mean change of a sum that came with its noise; charged before it is made of it."""
-        digest = mechanism.digest(total, self._secret, about)
-        self.budget.charge(self.guarantee.bill(round, about)[about], about, digest=digest)
-        return mechanism.divided(total)
+        With adaptive clipping the same charge pays for the count of unclipped clients, so its
+        digest covers `within`, a text that says that count.
+        """
+        digest = mechanism.digest(total, self._secret, name)
+        if self.guarantee.clipping_quantile:
+            digest = derive_key(self._secret, "digest", digest, within).hex()[:32]
+        self.budget.charge(self.guarantee.round_events(round, name)[name], name, digest=digest)
+        return mechanism.release(total, self._secret, name)
 
-    def moved(self, mechanism: Mechanism, within: int, cohort: int, about: str) -> float:
-        """The clip of the next round. What it costs is in the charge of the release."""
-        quantile = self.guarantee.quantile
+    def simulate_noisy_share(
+        self, mechanism: GaussianMechanism, change: Change, name: str
+    ) -> ExactSum:
+        """One client's clipped change with its share of noise, as in a simulation. Not charged."""
+        return mechanism.add_noise(mechanism.clipped_sum(change), self._secret, name)
+
+    def release_noisy_sum(
+        self, mechanism: GaussianMechanism, total: ExactSum, round: int, name: str
+    ) -> Tensors:
+        """Charge a round, then return the mean of a sum to which the clients added the noise."""
+        digest = mechanism.digest(total, self._secret, name)
+        self.budget.charge(self.guarantee.round_events(round, name)[name], name, digest=digest)
+        return mechanism.divide(total)
+
+    def next_clipping_norm(
+        self, mechanism: GaussianMechanism, within: int, cohort: int, name: str
+    ) -> float:
+        """Adaptive clipping norm of the next round, 0.0 if the guarantee sets no quantile.
+
+        within: number of the `cohort` clients whose change was not clipped. Paid for by the charge
+        of `release_mean`.
+        """
+        quantile = self.guarantee.clipping_quantile
         if not quantile:
             return 0.0
-        moving = Adaptive(mechanism.bound, quantile, noise=COUNT_NOISE)
-        after = moving.after(within, cohort, mechanism.over, secret=self._secret, about=about)
-        return after.bound
+        clipping = AdaptiveClipping(mechanism.clipping_norm, quantile, noise_multiplier=COUNT_NOISE)
+        following = clipping.next_round(
+            within, cohort, mechanism.divisor, secret=self._secret, name=name
+        )
+        return following.clipping_norm
 
 
 class ClientGuard(Guard):
-    """A site's guard: it hides each example in every step."""
+    """A client's guard for example-level DP: it trains by DP-SGD."""
 
-    def vote(
-        self, look: Look, probe: Probe, k: int, about: str, content: str
+    def release_votes(
+        self, inputs: ProbeInput, probe: Probe, k: int, name: str, content: str
     ) -> dict[Block, float]:
-        """How many of the rows drawn named each block by their own scores, with noise.
+        """Charge a vote, then return the noisy number of sampled examples that named each block.
 
-        `content` tells of all that their scores follow from, as in `fit`. The noise follows from it
-        too: if it followed from the counts alone, the same bytes would tell that two are the same.
-        Which rows are drawn follows from the name, since votes of one name are charged as sums over
-        one draw: of a row that is rarely drawn, many draws would cost more than that.
+        Each example sampled names the `k` blocks of its highest probe scores. `content` is a digest
+        of everything that the scores depend on. The charge is `vote_name(name)`.
         """
-        rate, about = self.guarantee.rate or 1.0, voted(about)
-        source = Noise.for_release(self._secret, "rows of a vote", about)
-        drawn = self._uniform(source)(len(look.rows))
-        rows = [_Row(look.rows, int(i)) for i in (drawn < rate).nonzero().flatten()]
-        ballots = [ballot(probe(replace(look, rows=row)), k) for row in rows]
-        return self._count(Vote(k, self.guarantee.vote, rate), ballots, look.blocks, about, content)
+        # The noise depends on `content`: by the counts alone, equal bytes would tell that two
+        # counts are equal. The sample depends on the name: votes of one name are charged as sums
+        # over one sample.
+        rate, name = self.guarantee.sampling_rate or 1.0, vote_name(name)
+        source = NoiseStream.for_release(self._secret, "rows of a vote", name)
+        draws = self._uniform(source)(len(inputs.examples))
+        sampled = (draws < rate).nonzero().flatten()
+        ballots = [
+            make_ballot(probe(replace(inputs, examples=_OneExample(inputs.examples, int(i)))), k)
+            for i in sampled
+        ]
+        vote = NoisyVote(k, self.guarantee.vote_noise_multiplier, rate)
+        return self._noisy_counts(vote, ballots, inputs.blocks, name, content)
 
-    def require_turn(self, round: int, about: str, content: str) -> None:
-        """Refuse a turn that is not paid for by its content, and that nothing is left to pay."""
-        self.budget.require_room(self._charge(round, about, content))
+    def require_affordable_turn(self, round: int, name: str, content: str) -> None:
+        """Raise a PrivacyError if the turn is neither charged already nor within the budget."""
+        self.budget.require_affordable(self._charge(round, name, content))
 
-    def _charge(self, round: int, about: str, content: str) -> Spent:
-        digest = derived(self._secret, "digest", about, content).hex()[:32]
-        return Spent(self.guarantee.bill(round, about)[about], about, digest)
+    def _charge(self, round: int, name: str, content: str) -> Charge:
+        digest = derive_key(self._secret, "digest", name, content).hex()[:32]
+        return Charge(self.guarantee.round_events(round, name)[name], name, digest)
 
-    def fit(self, round: int, about: str, content: str) -> Fit:
-        """The fit of one turn, charged first.
+    def make_fit(self, round: int, name: str, content: str) -> Fit:
+        """Charge one turn under `name`, then return the fit that trains it by DP-SGD.
 
-        The same turn again draws the same noise. `content` tells of all that it is made of: if one
-        of its rows, values or settings is another, it is another turn, whatever it is called. What
-        it is called decides who pays, and not what is drawn.
+        `content` is a digest of everything that the turn depends on (examples, values, settings).
+        The noise follows from the secret and from `content`, not from `name`: the same turn again
+        draws the same noise.
         """
         guarantee = self.guarantee
-        charge = self._charge(round, about, content)
-        self.budget.charge(charge.event, about, digest=charge.digest)
-        noise = Noise.for_release(self._secret, "turn", content)
+        charge = self._charge(round, name, content)
+        self.budget.charge(charge.event, name, digest=charge.digest)
+        noise = NoiseStream.for_release(self._secret, "turn", content)
 
         def normal(shape: tuple[int, ...]) -> Tensor:
             return noise.gaussian(shape, 1.0)
 
-        privately = DPSGD(
-            clip=guarantee.clip,
-            noise=guarantee.noise,
-            expected_batch=guarantee.batch,
-            rate=guarantee.rate or 1.0,
+        config = DPSGDConfig(
+            max_grad_norm=guarantee.clipping_norm,
+            noise_multiplier=guarantee.noise_multiplier,
+            expected_batch_size=guarantee.batch_size,
+            sampling_rate=guarantee.sampling_rate or 1.0,
             steps=guarantee.steps,
         )
-        return dp_sgd(privately, normal=normal, uniform=self._uniform(noise))
+        return dp_sgd(config, normal=normal, uniform=self._uniform(noise))
 
     @staticmethod
-    def _uniform(noise: Noise) -> Uniform:
+    def _uniform(noise: NoiseStream) -> Uniform:
         def uniform(count: int) -> Tensor:
             return noise.uniform(count) if count else torch.empty(0, dtype=torch.float64)
 
         return uniform
 
 
-class ShareGuard(Guard):
-    """A site's guard where not even the server may see a sum without noise: it adds a share."""
+class DistributedGuard(Guard):
+    """A client's guard for distributed DP: it adds a share of the noise before secure aggregation.
 
-    def require_charged(self, about: str) -> None:
-        """Refuse to go on without the charge of what has left."""
-        if about not in {charge.about for charge in self.budget.charges}:
+    The server never sees a sum without noise.
+    """
+
+    def require_charged(self, name: str) -> None:
+        """Raise a PrivacyError if no charge has this name, though its masked input was sent."""
+        if name not in {charge.name for charge in self.budget.charges}:
             raise PrivacyError(
-                f"{self.budget.file} has no charge of {about}, and its words have left: put the "
-                "last copy of it back; without it nobody knows what was spent"
+                f"{self.budget.file} has no charge of {name}, and its masked input was sent: "
+                "restore the latest copy of it; without it the epsilon spent is unknown"
             )
 
-    def share(
-        self, mechanism: Mechanism, change: Change, round: int, about: str, terms: bytes
+    def noisy_share(
+        self,
+        mechanism: GaussianMechanism,
+        change: Change,
+        round: int,
+        name: str,
+        terms_digest: bytes,
     ) -> ExactSum:
-        """The site's clipped change with its share of the noise, charged before it is made.
+        """Charge a round, then return this client's clipped change with its share of the noise.
 
-        The charge is by what was clipped: a round that is begun anew, under other `terms`, costs
-        nothing more, since one of its sums is opened at most. The noise is by both: it is never
-        on other numbers, and after a kill it is the same.
+        Another attempt at the round, with another `terms_digest` and the same change, is charged
+        once and has other noise. The same arguments give the same bits.
         """
-        own = mechanism.clipped(change)
-        digest = mechanism.digest(own, self._secret, about)
-        self.budget.charge(self.guarantee.bill(round, about)[about], about, digest=digest)
-        return mechanism.noised(own, self._secret, about, terms)
+        # One charge is enough: at most one attempt's sum is ever unmasked.
+        clipped = mechanism.clipped_sum(change)
+        digest = mechanism.digest(clipped, self._secret, name)
+        self.budget.charge(self.guarantee.round_events(round, name)[name], name, digest=digest)
+        return mechanism.add_noise(clipped, self._secret, name, terms_digest)
 
 
 @dataclass(frozen=True)
-class _Row:
-    """One row of a client's, alone."""
+class _OneExample:
+    """One example of a client as a data set of length 1: every index is this example."""
 
-    rows: Examples
-    number: int
+    examples: Examples
+    index: int
 
     def __len__(self) -> int:
         return 1
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        return self.rows.batch(torch.full_like(indices, self.number))
+        return self.examples.batch(torch.full_like(indices, self.index))

@@ -1,43 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person reads before, during and after a run."""
+"""Explanations, progress, status and reports of runs for people."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fedplan.reports.explanation import Explanation, explain
-    from fedplan.reports.figure import draw
     from fedplan.reports.forecasts import forecast
-    from fedplan.reports.memory import Load
-    from fedplan.reports.operation import Operation
-    from fedplan.reports.progress import follow
-    from fedplan.reports.status import RunLook, attach, status_of, stop_run, watch
+    from fedplan.reports.memory import TrainingStep
+    from fedplan.reports.monitoring import MonitoringConfig
+    from fedplan.reports.progress import run_with_progress
+    from fedplan.reports.role_figure import draw_roles
+    from fedplan.reports.status import RunSnapshot, follow_run, run_snapshot, stop_run, watch
 
 __all__ = [
     "Explanation",
-    "Load",
-    "Operation",
-    "RunLook",
-    "attach",
-    "draw",
+    "TrainingStep",
+    "MonitoringConfig",
+    "RunSnapshot",
+    "follow_run",
+    "draw_roles",
     "explain",
-    "follow",
+    "run_with_progress",
     "forecast",
-    "status_of",
+    "run_snapshot",
     "stop_run",
     "watch",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "explanation": "Explanation explain",
-        "figure": "draw",
+        "role_figure": "draw_roles",
         "forecasts": "forecast",
-        "memory": "Load",
-        "operation": "Operation",
-        "progress": "follow",
-        "status": "RunLook attach status_of stop_run watch",
+        "memory": "TrainingStep",
+        "monitoring": "MonitoringConfig",
+        "progress": "run_with_progress",
+        "status": "RunSnapshot follow_run run_snapshot stop_run watch",
     },
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain: what a plan will do with a model, before anything runs, as tables and as JSON."""
+"""Explain what a plan does with a model before anything runs, as terminal tables and as JSON."""
 
 from __future__ import annotations
 
@@ -12,70 +12,75 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedplan.federation.fare import Fare
-from fedplan.language.crowds import Crowd
+from fedplan.federation.wire_cost import WireCost
+from fedplan.language.client_classes import Participants
 from fedplan.language.plan import Plan, Role
 from fedplan.models.params import Kind, Param, Params
+from fedplan.reports.figures.palette import ROLE_STYLES
+from fedplan.reports.forecast_types import ByteRange, ClientForecast, Forecast, StageForecast
 from fedplan.reports.forecasts import forecast
-from fedplan.reports.memory import CARD, Load, Memory, memory_of
-from fedplan.reports.views import Forecast, Segment, Span, View
+from fedplan.reports.memory import GPU_BYTES, MemoryEstimate, TrainingStep, estimate_memory
+from fedplan.reports.units import megabytes, millions, percent
 
 if TYPE_CHECKING:
     from torch import nn
-from fedplan.reports.units import megabytes, millions, percent
 
-COLOURS = {
-    Role.SHARE: "green",
-    Role.KEEP: "magenta",
-    Role.FREEZE: "blue",
-    Role.HOLD: "yellow",
+ROLE_MEANINGS = {
+    Role.SHARE: "clients train it and upload it; the server averages it",
+    Role.KEEP: "personal: each client trains its own copy and never uploads it",
+    Role.FREEZE: "frozen: not trained, the same for all clients",
+    Role.HOLD: "personal and frozen: each client's own copy, never uploaded",
 }
-
-MEANINGS = {
-    Role.SHARE: "clients train it, the federation sees it and averages it",
-    Role.KEEP: "each client trains its own, nobody else sees it",
-    Role.FREEZE: "nobody trains it, all have the same",
-    Role.HOLD: "each client's own, at rest, nobody else sees it",
-}
-
-WIDEST = 3
-"""Stages that stand side by side in a terminal; more are listed one below the other."""
+"""The legend of the roles."""
+MAX_STAGE_COLUMNS = 3
+"""The most stages with columns side by side; more stages get one row each."""
 
 
 @dataclass(frozen=True)
 class PartRow:
-    """Params of one kind that fare alike in every stage."""
+    """A table row: params of one kind that have the same role in every stage."""
 
     part: str
     params: tuple[Param, ...]
 
     @property
     def numel(self) -> int:
+        """The number of values in the row's params."""
         return sum(p.numel for p in self.params)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the row's params."""
         return sum(p.nbytes for p in self.params)
 
-    def role(self, stage: Segment) -> Text:
-        """Its role in a stage; where scores decide, how many blocks are chosen."""
-        role = stage.permitted[self.params[0]]
-        best = stage.choice(self.params[0])
-        if best is None:
-            return Text(role.name, style=COLOURS[role])
-        blocks = len({p.at for p in stage.permitted if p.at and best.part.holds(p)})
-        return Text(f"{role.name} {best.count}/{blocks}", style=COLOURS[role])
+    def role(self, stage: StageForecast) -> Text:
+        """Return the coloured name of the role in a stage.
 
-    def up(self, stage: Segment, fare: Fare) -> int:
-        return sum(fare.up(p) for p in self.params if stage.heaviest[p] is Role.SHARE)
+        If layer scores choose blocks, their number follows: `SHARE 4/12`.
+        """
+        role = stage.permitted[self.params[0]]
+        best = stage.choosing_step(self.params[0])
+        if best is None:
+            return Text(role.name, style=ROLE_STYLES[role])
+        blocks = len({p.block_id for p in stage.permitted if p.block_id and best.part.holds(p)})
+        return Text(f"{role.name} {best.count}/{blocks}", style=ROLE_STYLES[role])
+
+    def upload_bytes(self, stage: StageForecast, wire_cost: WireCost) -> int:
+        """Return the bytes of these params that a client uploads per round, if most are chosen."""
+        return sum(
+            wire_cost.upload_bytes(p) for p in self.params if stage.heaviest[p] is Role.SHARE
+        )
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a plan will do: print it, or ask for `json`. With a `step`, the memory of a turn too."""
+    """The explanation of a plan: print it with rich or `str`, or take it as `json`.
+
+    It has the memory of a training step only if `step` is given.
+    """
 
     forecast: Forecast
-    step: Load | None = None
+    step: TrainingStep | None = None
 
     def __str__(self) -> str:
         out = StringIO()
@@ -83,120 +88,136 @@ class Explanation:
         return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
     def __rich__(self) -> RenderableType:
-        views = self.forecast.views
-        tables = [table for v in views for table in self._tables(v, alone=len(views) == 1)]
+        clients = self.forecast.clients
+        tables = [t for c in clients for t in self._tables(c, alone=len(clients) == 1)]
         notes = map(Text, self.forecast.notes)
         return Group(self._title(), *tables, self._legend(), *notes, *self._memory_tables())
 
-    def memory(self, view: View) -> dict[str, Memory]:
-        """The memory of a turn in each stage of a view, by its name, for its heaviest choice."""
+    def memory(self, client: ClientForecast) -> dict[str, MemoryEstimate]:
+        """Return the memory of a training step by stage name, for the largest choice of blocks.
+
+        It is empty if the explanation has no `step`.
+        """
         if self.step is None:
             return {}
-        params, step = self.forecast.params, self.step
-        return {s.name: memory_of(params, s.heaviest, step) for s in view.stages}
+        params = self.forecast.params
+        return {s.name: estimate_memory(params, s.heaviest, self.step) for s in client.stages}
 
     def _memory_tables(self) -> list[RenderableType]:
+        """Return a heading, then a memory table and a fit note per class of clients."""
         if self.step is None:
             return []
-        found = list[RenderableType]([Text(f"\nMemory of a turn in MB: {self.step.text}\n")])
-        for view in self.forecast.views:
-            stages = self.memory(view)
-            heaviest = max(stages.values(), key=lambda each: each.total)
-            alone = {} if len(stages) <= WIDEST else {"heaviest": heaviest}
-            if len(self.forecast.views) > 1:
-                found.append(Text(view.who, style="bold underline"))
-            found += [_memory_table(alone or stages), _fits(heaviest)]
-        return found
+        parts = list[RenderableType]([Text(f"\nTraining step, memory in MB: {self.step.text}\n")])
+        for client in self.forecast.clients:
+            stages = self.memory(client)
+            largest = max(stages.values(), key=lambda memory: memory.total)
+            columns = stages if len(stages) <= MAX_STAGE_COLUMNS else {"largest stage": largest}
+            if len(self.forecast.clients) > 1:
+                parts.append(Text(client.client_class, style="bold underline"))
+            parts += [_memory_table(columns), _gpu_note(largest)]
+        return parts
 
-    def rows(self, view: View) -> list[PartRow]:
-        """A view's params by stack and kind, apart where their roles differ."""
+    def rows(self, client: ClientForecast) -> list[PartRow]:
+        """Return the table rows for a class of clients: params by stack, kind and roles."""
         groups: dict[tuple[object, ...], list[Param]] = {}
-        for p in in_order(self.forecast.params):
-            roles = tuple((s.certain[p], s.permitted[p]) for s in view.stages)
-            groups.setdefault((p.stack if self._stacks else "", p.kind, roles), []).append(p)
+        for p in sort_params(self.forecast.params):
+            roles = tuple((s.certain[p], s.permitted[p]) for s in client.stages)
+            groups.setdefault((p.stack if self._has_stacks else "", p.kind, roles), []).append(p)
         named = [(f"{stack} {kind}".strip(), ps) for (stack, kind, _), ps in groups.items()]
         split = {part for part, _ in named if sum(part == other for other, _ in named) > 1}
         return [
-            PartRow(f"{part} {_where(ps)}" if part in split else part, tuple(ps))
+            PartRow(f"{part} {_block_text(ps) or 'outside'}" if part in split else part, tuple(ps))
             for part, ps in named
         ]
 
     @property
-    def _stacks(self) -> bool:
+    def _has_stacks(self) -> bool:
+        """Whether the model has several stacks, so that rows name theirs."""
         return len({p.stack for p in self.forecast.params if p.stack}) > 1
 
     def _title(self) -> Text:
+        """Return the plan's text, the size of the model, and the cost of compression, if any."""
         f = self.forecast
         numel, tensors = sum(p.numel for p in f.params), len({p.name for p in f.params})
         text = Text(f"{f.plan.text}\n", style="bold")
         return text.append(
             f"{millions(numel)} params in {tensors} tensors, {megabytes(f.nbytes)} MB; "
-            f"plan {f.plan.fingerprint}\n" + (f"{f.fare.text}\n" if f.fare.text else ""),
+            f"plan {f.plan.fingerprint}\n" + (f"{f.wire_cost.text}\n" if f.wire_cost.text else ""),
             style="not bold",
         )
 
-    def _tables(self, view: View, *, alone: bool) -> list[RenderableType]:
-        heading = [] if alone else [Text(f"{view.who}", style="bold underline")]
-        wide = len(view.stages) <= WIDEST
-        table = self._side_by_side(view) if wide else self._listed(view)
-        return [*heading, table, self._total(view)]
+    def _tables(self, client: ClientForecast, *, alone: bool) -> list[RenderableType]:
+        """Return the table of a class of clients and its totals; a heading unless it is `alone`."""
+        heading = [] if alone else [Text(client.client_class, style="bold underline")]
+        few = len(client.stages) <= MAX_STAGE_COLUMNS
+        table = self._stage_columns(client) if few else self._stage_rows(client)
+        return [*heading, table, self._total(client)]
 
-    def _side_by_side(self, view: View) -> Table:
+    def _stage_columns(self, client: ClientForecast) -> Table:
+        """Return a table with a row per part and, per stage, a column of roles and of upload."""
         table = _columns("part", "params>", "MB>")
-        for stage in view.stages:
+        for stage in client.stages:
             table.add_column(stage.name, no_wrap=True)
-            table.add_column("MB up", justify="right", no_wrap=True)
-        for row in self.rows(view):
-            ups = (_or_dash(row.up(s, self.forecast.fare)) for s in view.stages)
-            cells = [c for s, up in zip(view.stages, ups, strict=True) for c in (row.role(s), up)]
+            table.add_column("upload", justify="right", no_wrap=True)
+        for row in self.rows(client):
+            cells = list[RenderableType]()
+            for stage in client.stages:
+                upload = row.upload_bytes(stage, self.forecast.wire_cost)
+                cells += [row.role(stage), megabytes(upload) if upload else "-"]
             table.add_row(row.part, millions(row.numel), megabytes(row.nbytes), *cells)
         table.add_row()
-        sums = [self._sums(stage) for stage in view.stages]
-        for label in sums[0]:
-            cells = [c for each in sums for c in ("", each[label])]
+        costs = [self._costs(stage) for stage in client.stages]
+        for label in costs[0]:
+            cells = [cell for cost in costs for cell in ("", cost[label])]
             table.add_row(label, "", "", *cells, style="bold")
         return table
 
-    def _listed(self, view: View) -> Table:
-        sums = self._sums(view.stages[0])
-        table = _columns("stage", "trained", *(f"{label}>" for label in sums))
-        for stage in view.stages:
-            trained = [p for p in stage.permitted if stage.permitted[p].trained]
-            table.add_row(stage.name, _summary(trained), *self._sums(stage).values())
+    def _stage_rows(self, client: ClientForecast) -> Table:
+        """Return a table with a row per stage: the trained params and the costs."""
+        labels = self._costs(client.stages[0])
+        table = _columns("stage", "trained", *(f"{label}>" for label in labels))
+        for stage in client.stages:
+            trained = [p for p in stage.permitted if stage.permitted[p].is_trained]
+            table.add_row(stage.name, _trained_text(trained), *self._costs(stage).values())
         return table
 
-    def _sums(self, stage: Segment) -> dict[str, str]:
-        """What a stage costs a client in each round."""
+    def _costs(self, stage: StageForecast) -> dict[str, str]:
+        """Return the costs of a stage per client and round by their labels, in MB and percent."""
         return {
-            "up": _at_most(stage.up_least, stage.up),
-            "down": _at_most(stage.down_least, stage.down),
-            "AdamW": megabytes(stage.optimiser),
-            "saved": percent(1 - stage.up / self.forecast.nbytes),
+            "upload": _at_most(stage.min_upload, stage.max_upload),
+            "download": _at_most(stage.min_download, stage.max_download),
+            "AdamW state": megabytes(stage.optimizer_bytes),
+            "upload saved": percent(1 - stage.max_upload / self.forecast.nbytes),
         }
 
-    def _total(self, view: View) -> Text:
-        rounds = sum(len(s.rounds) for s in view.stages)
-        saved = 1 - view.up / (self.forecast.nbytes * rounds)
+    def _total(self, client: ClientForecast) -> Text:
+        """Return the sentence of a client's upload and download over the whole run."""
+        rounds = sum(len(s.rounds) for s in client.stages)
+        saved = 1 - client.max_upload / (self.forecast.nbytes * rounds)
         than = f"{percent(abs(saved))} {'less' if saved >= 0 else 'more'} than share()"
-        least, most = view.up_span
+        least, most = client.upload_range
         than = than if least == most else f"{'at least' if saved >= 0 else 'at most'} {than}"
         return Text(
-            f"\nOver {rounds} rounds a client sends {_from_to(view.up_span)} MB, {than}, and "
-            f"receives {_from_to(view.down_span)} MB, of them {megabytes(view.first)} at first "
-            "contact.\n"
+            f"\nOver {rounds} rounds a client uploads {_range_text(client.upload_range)} MB, "
+            f"{than}, and downloads {_range_text(client.download_range)} MB, "
+            f"{megabytes(client.first_download)} MB of it in its first round.\n"
         )
 
     def _legend(self) -> Text:
-        seen = {s.permitted[p] for v in self.forecast.views for s in v.stages for p in s.permitted}
+        """Return the meaning of each role in the tables, and of their columns."""
+        stages = [stage for client in self.forecast.clients for stage in client.stages]
+        used = {role for stage in stages for role in stage.permitted.values()}
         legend = Text()
-        for role in (role for role in Role if role in seen):
-            legend.append(f"{role.name:7}", style=COLOURS[role]).append(f"{MEANINGS[role]}\n")
+        for role in (role for role in Role if role in used):
+            legend.append(f"{role.name:7}", style=ROLE_STYLES[role])
+            legend.append(f"{ROLE_MEANINGS[role]}\n")
         return legend.append(
-            "Up, down and AdamW are MB per client and round; saved is of the upload."
+            "Upload, download and AdamW state are MB per client and round; upload saved is "
+            "relative to share()."
         )
 
     def json(self) -> dict[str, Any]:
-        """The same numbers for programs, in bytes."""
+        """Return the explanation as plain values; sizes are in bytes."""
         f = self.forecast
         return {
             "plan": f.plan.text,
@@ -204,42 +225,44 @@ class Explanation:
             "params": sum(p.numel for p in f.params),
             "bytes": f.nbytes,
             "rounds": f.rounds,
-            "clients": [self._view_json(view) for view in f.views],
+            "clients": [self._client_json(client) for client in f.clients],
             "notes": list(f.notes),
         }
 
-    def _view_json(self, view: View) -> dict[str, Any]:
+    def _client_json(self, client: ClientForecast) -> dict[str, Any]:
+        """Return the forecast of a class of clients as plain values."""
         return {
-            "who": view.who,
-            "bytes_up": view.up,
-            "bytes_up_least": view.up_span[0],
-            "bytes_down": view.down,
-            "bytes_down_least": view.down_span[0],
-            "bytes_first": view.first,
-            "stages": [self._stage_json(view, stage) for stage in view.stages],
+            "who": client.client_class,
+            "bytes_up": client.max_upload,
+            "bytes_up_least": client.upload_range[0],
+            "bytes_down": client.max_download,
+            "bytes_down_least": client.download_range[0],
+            "bytes_first": client.first_download,
+            "stages": [self._stage_json(client, stage) for stage in client.stages],
         }
 
-    def _stage_json(self, view: View, stage: Segment) -> dict[str, Any]:
+    def _stage_json(self, client: ClientForecast, stage: StageForecast) -> dict[str, Any]:
+        """Return a stage of a client's forecast, with its rows, as plain values."""
         return {
             "name": stage.name,
             "rounds": len(stage.rounds),
-            "bytes_up": stage.up,
-            "bytes_up_least": stage.up_least,
-            "bytes_down": stage.down,
-            "bytes_down_least": stage.down_least,
-            "bytes_optimiser": stage.optimiser,
-            "params_trained": stage.trained,
-            **({"memory": self.memory(view)[stage.name].json()} if self.step else {}),
-            "saved": 1 - stage.up / self.forecast.nbytes,
+            "bytes_up": stage.max_upload,
+            "bytes_up_least": stage.min_upload,
+            "bytes_down": stage.max_download,
+            "bytes_down_least": stage.min_download,
+            "bytes_optimizer": stage.optimizer_bytes,
+            "params_trained": stage.trained_params,
+            **({"memory": self.memory(client)[stage.name].json()} if self.step else {}),
+            "saved": 1 - stage.max_upload / self.forecast.nbytes,
             "parts": [
                 {
                     "part": row.part,
                     "role": row.role(stage).plain,
                     "params": row.numel,
                     "bytes": row.nbytes,
-                    "bytes_up": row.up(stage, self.forecast.fare),
+                    "bytes_up": row.upload_bytes(stage, self.forecast.wire_cost),
                 }
-                for row in self.rows(view)
+                for row in self.rows(client)
             ],
         }
 
@@ -250,54 +273,65 @@ def explain(
     *,
     rounds: int = 100,
     phases: Mapping[str, int] | None = None,
-    crowd: Crowd | None = None,
-    fare: Fare | None = None,
-    step: Load | None = None,
+    participants: Participants | None = None,
+    wire_cost: WireCost | None = None,
+    step: TrainingStep | None = None,
 ) -> Explanation:
-    """Say what a plan will do with a model: who trains each part, who sees it, and what it costs.
+    """Return the explanation of a plan on a model: the role of each part by round, and its costs.
 
-    The model may be on the meta device. `phases` says after which round the server announces each
-    phase that the plan speaks of; `crowd` who takes part, and `fare` what travel costs. With a
-    `step`, how a client trains, it says the memory of a turn too.
+    The model may be on the meta device. `phases` maps each phase of the plan to the round after
+    which the server announces it; `participants` are the clients of the run (by default every class
+    of clients that the plan distinguishes); `wire_cost` gives the bytes of an upload (by default
+    uncompressed). With `step` the memory of a training step is estimated too. Raises PlanError if
+    the plan does not fit the model or has no such phase.
     """
     if not isinstance(model, tuple):
         from fedplan.models.description import describe
 
         model = describe(model)
-    found = forecast(plan, model, rounds=rounds, phases=phases, crowd=crowd, fare=fare)
-    return Explanation(found, step)
+    return Explanation(
+        forecast(
+            plan,
+            model,
+            rounds=rounds,
+            phases=phases,
+            participants=participants,
+            wire_cost=wire_cost,
+        ),
+        step,
+    )
 
 
 def parts_table(params: Params) -> Table:
-    """The parts of a model: each kind with its blocks, its numbers, and one of its names."""
-    table = _columns("stack", "part", "blocks", "params>", "MB>", "share>", "for example")
+    """Return a table of a model's parts: blocks, size and one param's name for each kind."""
+    table = _columns("stack", "part", "blocks", "params>", "MB>", "of model>", "example")
     groups: dict[tuple[str, Kind], list[Param]] = {}
-    for p in in_order(params):
+    for p in sort_params(params):
         groups.setdefault((p.stack, p.kind), []).append(p)
-    whole = sum(p.numel for p in params)
+    total = sum(p.numel for p in params)
     for (stack, kind), ps in groups.items():
         numel, nbytes = sum(p.numel for p in ps), sum(p.nbytes for p in ps)
         blocks = sorted({p.block for p in ps if p.block is not None})
         table.add_row(
             stack,
             kind,
-            _spans(blocks),
+            _number_ranges(blocks),
             millions(numel),
             megabytes(nbytes),
-            percent(numel / whole),
+            percent(numel / total),
             Text(".".join(ps[0].key.split(".")[-2:])),
         )
     return table
 
 
-def in_order(params: Params) -> list[Param]:
-    """Stack by stack, what belongs to none last, and kinds as they stand in a block."""
+def sort_params(params: Params) -> list[Param]:
+    """Return params ordered by stack (params without a stack last), then by kind as in a block."""
     kinds, several = list(Kind), len({p.stack for p in params if p.stack}) > 1
     return sorted(params, key=lambda p: (several and (p.stack or "~"), kinds.index(p.kind)))
 
 
 def _columns(*names: str) -> Table:
-    """An empty table without lines; a name with `>` is of numbers."""
+    """Return an empty table without lines; a column name that ends in `>` is right-aligned."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in names:
         justify = "right" if name.endswith(">") else "left"
@@ -305,61 +339,59 @@ def _columns(*names: str) -> Table:
     return table
 
 
-def _memory_table(stages: Mapping[str, Memory]) -> Table:
-    """A column for each stage; of weights, a row for each dtype."""
+def _memory_table(stages: Mapping[str, MemoryEstimate]) -> Table:
+    """Return a table with a column per stage and a row per use of memory, weights by dtype."""
     table = _columns("", *(f"{name}>" for name in stages))
-    each = list(stages.values())
-    for dtype in each[0].weights:
-        table.add_row(f"weights, {dtype}", *(megabytes(m.weights[dtype]) for m in each))
-    table.add_row("gradients", *(megabytes(m.gradients) for m in each))
-    table.add_row("optimiser", *(megabytes(m.optimiser) for m in each))
-    table.add_row("activations, estimated", *(megabytes(m.activations) for m in each))
-    if any(m.answers for m in each):
-        table.add_row("answers of a word a token, estimated", *(megabytes(m.answers) for m in each))
-    table.add_row("in all, estimated", *(megabytes(m.total) for m in each), style="bold")
+    memories = list(stages.values())
+    for dtype in memories[0].weights:
+        table.add_row(f"weights, {dtype}", *(megabytes(m.weights[dtype]) for m in memories))
+    table.add_row("gradients", *(megabytes(m.gradients) for m in memories))
+    table.add_row("optimizer state", *(megabytes(m.optimizer) for m in memories))
+    table.add_row("activations, estimated", *(megabytes(m.activations) for m in memories))
+    if any(m.logits for m in memories):
+        table.add_row("logits, estimated", *(megabytes(m.logits) for m in memories))
+    table.add_row("total, estimated", *(megabytes(m.total) for m in memories), style="bold")
     return table
 
 
-def _fits(heaviest: Memory) -> Text:
-    """Whether a card of 24 GB holds it; what torch keeps for itself is not in it."""
-    left = CARD - heaviest.total
-    if left < 0:
-        return Text(f"\nDoes not fit a card of 24 GB, by {megabytes(-left)} MB.")
-    near = " This is near: torch itself takes 1 to 2 GB more." if left < 3 * 10**9 else ""
-    return Text(f"\nFits a card of 24 GB, with {megabytes(left)} MB to spare.{near}")
+def _gpu_note(memory: MemoryEstimate) -> Text:
+    """Return whether a GPU of 24 GB holds a training step; PyTorch's own memory is not counted."""
+    free = GPU_BYTES - memory.total
+    if free < 0:
+        return Text(f"\nDoes not fit on a GPU of 24 GB: {megabytes(-free)} MB too much.")
+    close = " This is close: PyTorch itself takes 1 to 2 GB more." if free < 3 * 10**9 else ""
+    return Text(f"\nFits on a GPU of 24 GB, with {megabytes(free)} MB free.{close}")
 
 
 def _at_most(least: int, most: int) -> str:
+    """Return bytes in MB, with ≤ if they may be fewer."""
     return megabytes(most) if least == most else f"≤ {megabytes(most)}"
 
 
-def _from_to(span: Span) -> str:
+def _range_text(span: ByteRange) -> str:
+    """Return a range of bytes in MB: `3.0 to 4.5`, or one number if both ends look the same."""
     least, most = map(megabytes, span)
     return most if least == most else f"{least} to {most}"
 
 
-def _or_dash(count: int) -> str:
-    return megabytes(count) if count else "-"
+def _trained_text(params: list[Param]) -> str:
+    """Return the kinds and blocks of trained params in short: `mlp, out in 0-3`."""
+    kinds, blocks = sorted({str(p.kind) for p in params}), _block_text(params)
+    text = ", ".join(kinds) if len(kinds) <= 4 else f"{len(kinds)} kinds"
+    return f"{text} in {blocks}" if blocks else text or "nothing"
 
 
-def _where(params: list[Param]) -> str:
-    return _spans(sorted({p.block for p in params if p.block is not None})) or "outside"
+def _block_text(params: list[Param]) -> str:
+    """Return the numbers of the params' blocks as ranges; empty if they are outside of blocks."""
+    return _number_ranges(sorted({p.block for p in params if p.block is not None}))
 
 
-def _summary(params: list[Param]) -> str:
-    """Trained params in a few words."""
-    kinds = sorted({str(p.kind) for p in params})
-    blocks = _spans(sorted({p.block for p in params if p.block is not None}))
-    words = ", ".join(kinds) if len(kinds) <= 4 else f"{len(kinds)} kinds"
-    return f"{words} in {blocks}" if blocks else words or "nothing"
-
-
-def _spans(numbers: list[int]) -> str:
-    """Sorted numbers as ranges: 0-3, 7."""
-    spans: list[list[int]] = []
-    for n in numbers:
-        if spans and n == spans[-1][-1] + 1:
-            spans[-1].append(n)
+def _number_ranges(numbers: list[int]) -> str:
+    """Return sorted numbers as ranges: `0-3, 7`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
         else:
-            spans.append([n])
-    return ", ".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans)
+            ranges.append([number])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in ranges)

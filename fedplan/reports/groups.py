@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups: runs that differ by their seed alone, and what to call each group beside the others."""
+"""Group runs that differ only in their seed, and name each group by its settings."""
 
 from __future__ import annotations
 
@@ -8,76 +8,89 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedplan.reports.figures.drawing import printable
-from fedplan.studies.plain import flat
+from fedplan.reports.figures.drawing import replace_control_chars
 from fedplan.studies.schema import Study
+from fedplan.studies.toml_values import flatten_fields
 
-ASIDE: dict[str, Any] = {
-    **dict.fromkeys(("seed", "name", "threads", "device", "deterministic", "patience"), True),
-    "train": {"cache"},
+IGNORED_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("seed", "name", "threads", "device", "deterministic", "timeouts"), True),
+    "train": {"activation_cache_mb"},
 }
-"""What two runs of one group may differ in: the seed, a name, and each machine's own."""
-PLANS = ("method.plan", "method.given")
-"""Fields that say a plan: it is told by its text."""
-SETTINGS = "method.settings."
-"""How fields begin that stand beside the method's own name."""
-UNSAID: tuple[Any, ...] = (None, "", [], {})
-"""Values of a field that say nothing."""
-LONG = 72
-"""Letters of a name; a longer one tells a reader nothing at a glance."""
+"""Fields in which runs of one group may differ: seed, name, and settings of the machine."""
+PLAN_FIELDS = ("method.plan", "method.from_python")
+"""Fields that hold a plan; a name has the plan's text instead."""
+SETTINGS_PREFIX = "method.settings."
+"""The prefix of a method's settings, left out of names."""
+UNSET: tuple[Any, ...] = (None, "", [], {})
+"""Values of a field that is not set."""
+MAX_NAME_LENGTH = 72
+"""The most characters of a group's name."""
 
 T = TypeVar("T")
 Member = tuple[Study, str, Path]
-"""Of a run: its study, the text of its plan, and its folder."""
+"""The study of a run, the text of its plan, and its folder."""
 
 
-def said_of_study(study: Study) -> dict[str, Any]:
-    """All fields of a study by their dotted names, but for those that are no difference."""
-    return flat(study.model_dump(mode="json", exclude=ASIDE))
+def study_fields(study: Study) -> dict[str, Any]:
+    """Return the fields of a study by dotted name, without those of IGNORED_FIELDS."""
+    return flatten_fields(study.model_dump(mode="json", exclude=IGNORED_FIELDS))
 
 
-def differing(studies: Iterable[Study]) -> list[str]:
-    """The fields in which some studies are not all the same."""
-    said = [said_of_study(each) for each in studies]
-    names = dict.fromkeys(name for each in said for name in each)
-    return [name for name in names if any(each.get(name) != said[0].get(name) for each in said)]
+def differing_fields(studies: Iterable[Study]) -> list[str]:
+    """Return the dotted names of the fields in which studies differ, without IGNORED_FIELDS."""
+    fields = [study_fields(each) for each in studies]
+    names = dict.fromkeys(name for each in fields for name in each)
+    return [name for name in names if any(f.get(name) != fields[0].get(name) for f in fields)]
 
 
-def seed_groups(runs: Iterable[T], told: Callable[[T], Member]) -> list[tuple[str, list[T]]]:
-    """Runs by all that they differ in but the seed, in the order in which they came, with names."""
-    held = dict[str, list[T]]()
-    for each in runs:
-        key = json.dumps(said_of_study(told(each)[0]), sort_keys=True)
-        held.setdefault(key, []).append(each)
-    groups = list(held.values())
-    names = _names([told(min(group, key=lambda each: told(each)[0].seed)) for group in groups])
+def group_by_seed(runs: Iterable[T], member: Callable[[T], Member]) -> list[tuple[str, list[T]]]:
+    """Return (name, runs) for each group of runs that differ only in their seed.
+
+    `member` returns the study, plan text and folder of a run. Groups are in the order of their
+    first runs; the names are distinct.
+    """
+    runs_by_fields = dict[str, list[T]]()
+    for run in runs:
+        key = json.dumps(study_fields(member(run)[0]), sort_keys=True)
+        runs_by_fields.setdefault(key, []).append(run)
+    groups = list(runs_by_fields.values())
+    firsts = [member(min(group, key=lambda run: member(run)[0].seed)) for group in groups]
+    names = _names(firsts)
     return list(zip(names, groups, strict=True))
 
 
 def _names(firsts: Sequence[Member]) -> list[str]:
-    """The first way that tells all groups apart in few words: what differs, or where it lies."""
-    fields = differing(study for study, _, _ in firsts)
-    ways: tuple[Callable[[Member], str], ...] = (
-        lambda each: _label(said_of_study(each[0]), each[1], fields) or each[0].name,
+    """Return distinct names of groups, each given by its run of the lowest seed.
+
+    The first of these that is distinct: differing fields, study name, folder name, folder path,
+    study name with a number.
+    """
+    fields = differing_fields(study for study, _, _ in firsts)
+    namings: tuple[Callable[[Member], str], ...] = (
+        lambda each: _label(study_fields(each[0]), each[1], fields) or each[0].name,
         lambda each: each[0].name,
         lambda each: each[2].name.rpartition(",seed=")[0] or each[2].name,
         lambda each: str(each[2]),
     )
-    for way in ways:
-        told = [printable(way(each)) for each in firsts]
-        names = [name if len(name) <= LONG else f"{name[: LONG - 1]}…" for name in told]
+    for naming in namings:
+        texts = [replace_control_chars(naming(each)) for each in firsts]
+        names = [t if len(t) <= MAX_NAME_LENGTH else f"{t[: MAX_NAME_LENGTH - 1]}…" for t in texts]
         if all(names) and len(set(names)) == len(names):
             return names
     return [f"{study.name} ({number})" for number, (study, _, _) in enumerate(firsts, 1)]
 
 
-def _label(said: Mapping[str, Any], plan: str, fields: Sequence[str]) -> str:
-    """A group by what differs: the value alone where that is one field."""
-    values = {**said, **{name: plan for name in PLANS if said.get(name) not in UNSAID}}
+def _label(study: Mapping[str, Any], plan: str, fields: Sequence[str]) -> str:
+    """Return a group's values of the differing fields: only the value if there is one field."""
+    values = {**study, **{name: plan for name in PLAN_FIELDS if study.get(name) not in UNSET}}
     if len(fields) == 1:
         value = values.get(fields[0])
-        return "unsaid" if value in UNSAID else str(value)
-    told = [name for name in fields if values.get(name) not in UNSAID]
-    named = [name for name in ("method.name", *PLANS) if name in told]
-    rest = [f"{name.removeprefix(SETTINGS)}={values[name]}" for name in told if name not in named]
-    return ", ".join([*(str(values[name]) for name in named), *rest])
+        return "not set" if value in UNSET else str(value)
+    present = [name for name in fields if values.get(name) not in UNSET]
+    leading = [name for name in ("method.name", *PLAN_FIELDS) if name in present]
+    rest = [
+        f"{name.removeprefix(SETTINGS_PREFIX)}={values[name]}"
+        for name in present
+        if name not in leading
+    ]
+    return ", ".join([*(str(values[name]) for name in leading), *rest])

@@ -1,125 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Monitoring: a run as machines watch it, over HTTP on this machine: `/metrics` and `/health`."""
+"""Monitor a run from outside: metrics, webhooks and certificate expiry; training is unaffected."""
 
 from __future__ import annotations
 
-import json
+import signal
 import threading
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 from fedplan.errors import FedplanError
-from fedplan.federation.states import RunState, RunStatus, SiteState
-from fedplan.federation.status import Status
+from fedplan.federation.status import StatusReporter
+from fedplan.reports.metrics_server import serve_metrics
+from fedplan.reports.webhooks import CERTIFICATE, Webhooks
 
-HOST = "127.0.0.1"
-"""Only this machine is answered: who watches from elsewhere comes through a proxy of their own."""
-TEXT = "text/plain; version=0.0.4; charset=utf-8"
-"""The type of Prometheus's text format."""
+CERTIFICATES = ("ca.crt", "server.crt")
+"""The certificate files in a federation's folder."""
+EXPIRY_NOTICE = timedelta(days=30)
+"""The time before its expiry at which a certificate is reported."""
+DAY = 86_400.0
+"""Seconds between two checks of the certificates."""
 
-Labels = Mapping[str, str]
-Samples = list[tuple[Labels, float | None]]
+
+@dataclass(frozen=True)
+class MonitoringConfig:
+    """How a run is monitored: the port of its metrics, webhook URLs, and certificates.
+
+    `metrics_port` None serves no metrics. `certificates` is a federation's folder, whose
+    certificates are checked daily; those that expire within 30 days are reported.
+    """
+
+    metrics_port: int | None = None
+    webhooks: tuple[str, ...] = ()
+    certificates: Path | None = None
 
 
 @contextmanager
-def served(status: Status, port: int) -> Generator[int]:
-    """Answer on a port of this machine while the run goes on; 0 takes any that is free."""
+def start_monitoring(folder: Path, config: MonitoringConfig) -> Generator[StatusReporter]:
+    """Yield the status of the run in a folder; serve, send and check as configured meanwhile.
+
+    Inside of the context, in the main thread, SIGTERM ends the run as Ctrl-C does.
+    """
+    hooks = Webhooks(config.webhooks)
+    status = StatusReporter(folder, [hooks] if config.webhooks else [])
+    with _sigterm_as_interrupt(), ExitStack() as stack:
+        stack.callback(hooks.close)
+        if config.metrics_port is not None:
+            stack.enter_context(serve_metrics(status, config.metrics_port))
+        if config.certificates is not None:
+            stack.enter_context(_check_certificates(status, config.certificates))
+        yield status
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Generator[None]:
+    """Make SIGTERM raise KeyboardInterrupt, so that the status shows the stop; main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        server = ThreadingHTTPServer((HOST, port), _handler(status))
-    except OSError as error:
-        raise FedplanError(f"--metrics-port is {port}: {error.strerror}; give another") from error
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def certificate_expiries(folder: Path) -> dict[str, datetime]:
+    """Return when each certificate in a federation's folder expires, without missing files.
+
+    Raises FedplanError if a file cannot be read as a certificate.
+    """
+    from cryptography import x509
+
+    expiries = dict[str, datetime]()
+    for name in CERTIFICATES:
+        file = folder / name
+        try:
+            certificate = x509.load_pem_x509_certificate(file.read_bytes())
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise FedplanError(f"cannot read the certificate {file}: {error}; renew it") from error
+        expiries[name] = certificate.not_valid_after_utc
+    return expiries
+
+
+@contextmanager
+def _check_certificates(status: StatusReporter, folder: Path) -> Generator[None]:
+    """Report expiring certificates now and daily, in a thread, while the context is open."""
+    ended = threading.Event()
+
+    def check() -> None:
+        pause = 1.0  # the run has its id by then
+        while not ended.wait(pause):
+            report_expiries(status, folder)
+            pause = DAY
+
+    thread = threading.Thread(target=check, name="certificates", daemon=True)
     thread.start()
     try:
-        yield server.server_address[1]
+        yield
     finally:
-        server.shutdown()
-        server.server_close()
+        ended.set()
+        thread.join(1.0)
 
 
-def exposition(told: RunStatus, *, healthy: bool) -> str:
-    """A run in Prometheus's text format. Where clients are hidden, no single site is in it."""
-    return "".join(_family(*each) for each in _families(told, healthy=healthy))
-
-
-def _families(told: RunStatus, *, healthy: bool) -> Iterator[tuple[str, str, str, Samples]]:
-    who = {"study": told.study, "run": told.run}
-    states = tuple(RunState)
-    yield "run_info", "gauge", "The run that is driven.", [(who, 1.0)]
-    yield "run_state", "gauge", "1 for the state of the run.", _state({}, told.state, states)
-    yield "healthy", "gauge", "1 while the driver gets further.", [({}, float(healthy))]
-    yield "round", "gauge", "The last round that was closed.", [({}, float(told.round))]
-    yield "rounds", "gauge", "All rounds of the run.", [({}, float(told.rounds))]
-    yield "loss", "gauge", "The loss of the last round.", [({}, told.loss)]
-    scores: Samples = [({"name": name}, value) for name, value in told.scores.items()]
-    yield "score", "gauge", "The last scores by name.", scores
-    yield "round_seconds", "gauge", "Seconds a round, lately.", [({}, told.seconds)]
-    yield "left_seconds", "gauge", "Seconds until the end at that pace.", [({}, told.left)]
-    yield "epsilon_spent", "gauge", "What was spent of privacy.", [({}, told.spent)]
-    yield "epsilon_promised", "gauge", "What was promised of it.", [({}, told.promised)]
-    if not told.hidden:
-        yield from _sites(told)
-
-
-def _sites(told: RunStatus) -> Iterator[tuple[str, str, str, Samples]]:
-    named = [({"site": name}, site) for name, site in told.sites.items()]
-    states = [each for who, site in named for each in _state(who, site.state, tuple(SiteState))]
-    yield "site_state", "gauge", "1 for the state of each site.", states
-    rounds: Samples = [(who, float(site.round)) for who, site in named]
-    yield "site_round", "gauge", "The last round that a site answered.", rounds
-    up: Samples = [(who, float(site.up)) for who, site in named]
-    yield "site_up_bytes_total", "counter", "Bytes of values from a site.", up
-    down: Samples = [(who, float(site.down)) for who, site in named]
-    yield "site_down_bytes_total", "counter", "Bytes of values to a site.", down
-
-
-def _state(who: Labels, now: str, states: tuple[str, ...]) -> Samples:
-    return [({**who, "state": state}, float(state == now)) for state in states]
-
-
-def _family(name: str, kind: str, text: str, samples: Samples) -> str:
-    known = [(labels, value) for labels, value in samples if value is not None]
-    if not known:
-        return ""
-    lines = [f"# HELP fedplan_{name} {text}", f"# TYPE fedplan_{name} {kind}"]
-    lines += [f"fedplan_{name}{_labels(labels)} {value!r}" for labels, value in known]
-    return "\n".join(lines) + "\n"
-
-
-def _labels(labels: Labels) -> str:
-    said = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
-    return f"{{{said}}}" if said else ""
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _handler(status: Status) -> type[BaseHTTPRequestHandler]:
-    class Answers(BaseHTTPRequestHandler):
-        timeout = 10.0
-
-        def do_GET(self) -> None:
-            if self.path == "/metrics":
-                self._answer(200, TEXT, exposition(status.now, healthy=status.healthy))
-            elif self.path == "/health":
-                told, healthy = status.now, status.healthy
-                said = {"healthy": healthy, "state": told.state, "round": told.round}
-                self._answer(200 if healthy else 503, "application/json", json.dumps(said) + "\n")
-            else:
-                self._answer(404, "text/plain", "there are /metrics and /health\n")
-
-        def _answer(self, code: int, kind: str, text: str) -> None:
-            content = text.encode()
-            self.send_response(code)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Keep what is asked out of the terminal of the run."""
-
-    return Answers
+def report_expiries(status: StatusReporter, folder: Path) -> None:
+    """Report each certificate that expires within 30 days, has expired, or cannot be read."""
+    try:
+        expiries = certificate_expiries(folder)
+    except FedplanError as error:
+        status.notify(CERTIFICATE, str(error))
+        return
+    for name, when in expiries.items():
+        left = when - datetime.now(UTC)
+        if left < EXPIRY_NOTICE:
+            expiry = "has expired" if left < timedelta(0) else f"expires in {left.days} days"
+            text = f"{name} {expiry}, on {when:%Y-%m-%d}: renew it (docs/how-to/operate.md)"
+            status.notify(CERTIFICATE, text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress: a run as a person follows it, and stops it."""
+"""Run a study with progress in the terminal: a line per round, and a bar."""
 
 from __future__ import annotations
 
@@ -10,127 +10,142 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from fedplan.federation.callbacks import Closed
-from fedplan.federation.status import Status
-from fedplan.reports.lines import HEADING, line_of, line_of_sites, unit
-from fedplan.reports.operation import Operation, operated
-from fedplan.reports.preview import state
-from fedplan.reports.status import clients
+from fedplan.federation.callbacks import CommittedRound
+from fedplan.federation.status import StatusReporter
+from fedplan.reports.monitoring import MonitoringConfig, start_monitoring
+from fedplan.reports.privacy_statements import write_privacy_statement
+from fedplan.reports.round_lines import HEADING, score_note, simulation_line, sites_line
+from fedplan.reports.status import answered_text
 from fedplan.reports.units import duration, millions
-from fedplan.runners.crews.workers import Workers
+from fedplan.runners.executors.config import PoolConfig
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import Study
 
 
-class _Clients(ProgressColumn):
-    """How many clients of the open round are done, and how long the run has to go at that pace."""
+class _ClientsColumn(ProgressColumn):
+    """The number of clients that have answered in the open round, and the time left of the run."""
 
-    def __init__(self, status: Status) -> None:
+    def __init__(self, status: StatusReporter) -> None:
         super().__init__()
         self.status = status
 
     def render(self, task: Task) -> Text:
-        """What the driver of the run tells right now."""
-        now = self.status.now
-        words = [clients(now)] if now.asked else []
-        words += [f"{duration(now.left)} left"] if now.left is not None else []
-        return Text("  ".join(words))
+        """Return the text for the current status."""
+        now = self.status.current
+        texts = [answered_text(now)] if now.requested else []
+        texts += [f"{duration(now.left)} left"] if now.left is not None else []
+        return Text("  ".join(texts))
 
 
-def follow(
+def run_with_progress(
     study: Study,
     folder: Path,
     *,
     earlier: str = "",
-    operation: Operation | None = None,
-    workers: Workers | None = None,
+    monitoring: MonitoringConfig | None = None,
+    workers: PoolConfig | None = None,
     console: Console | None = None,
 ) -> None:
-    """Run a study, or go on with one, and tell its rounds as they close."""
-    with operated(folder, operation or Operation()) as status:
-        made = Simulation(study, folder, earlier=earlier, status=status, workers=workers)
-        _follow(made, console or Console(highlight=False))
+    """Simulate a study in a run folder, or resume it, and print a line for each round.
+
+    `earlier` is passed to `Simulation`. Ctrl-C prints how to resume and raises SystemExit(130).
+    """
+    with start_monitoring(folder, monitoring or MonitoringConfig()) as status:
+        simulation = Simulation(
+            study, folder, earlier_run=earlier, status=status, pool_config=workers
+        )
+        _show_progress(simulation, console or Console(highlight=False))
 
 
-def bar_of(status: Status, console: Console) -> Progress:
-    """The bar under the rounds, which goes on within one; where nobody looks there is none."""
+def progress_bar(status: StatusReporter, console: Console) -> Progress:
+    """Return the bar of rounds, with the clients of the open one; it is off without a terminal."""
     return Progress(
         TextColumn("round {task.completed}/{task.total}"),
         BarColumn(),
-        _Clients(status),
+        _ClientsColumn(status),
         console=console,
         transient=True,
         disable=not console.is_terminal,
     )
 
 
-def _follow(simulation: Simulation, console: Console) -> None:
+def _show_progress(simulation: Simulation, console: Console) -> None:
+    """Run a simulation, and print its heading, a line for each round and how it ended."""
     study, folder = simulation.study, simulation.folder
-    console.print(f"{_opening(simulation, folder)}\n\n[bold]{HEADING}[/bold]")
+    console.print(f"{_heading(simulation, folder)}\n\n[bold]{HEADING}[/bold]")
     primary = simulation.scoring.primary
-    with bar_of(simulation.status, console) as bar:
-        done = simulation.federation.world.round
-        shown = bar.add_task("", total=study.train.rounds, completed=done)
+    with progress_bar(simulation.status, console) as bar:
+        done = simulation.federation.global_state.round
+        task = bar.add_task("", total=study.train.rounds, completed=done)
         try:
             for closed in simulation.rounds():
-                bar.update(shown, completed=closed.round)
-                console.print(line_of(closed.row, simulation.federation.spent, primary=primary))
+                bar.update(task, completed=closed.round)
+                spent = simulation.federation.epsilon_spent
+                console.print(simulation_line(closed.row, spent, primary=primary))
         except KeyboardInterrupt:
-            done = simulation.federation.world.round
-            again = f"fedplan run --resume {folder}"
-            console.print(f"Stopped in round {done + 1}. Go on: {again}", markup=False)
+            done = simulation.federation.global_state.round
+            resume = f"fedplan run --resume {folder}"
+            console.print(f"Stopped in round {done + 1}. To continue: {resume}", markup=False)
             raise SystemExit(130) from None
     if simulation.stopped:
         console.print(
-            f"Stopped after round {simulation.federation.world.round}: {simulation.stopped}.",
+            f"Stopped after round {simulation.federation.global_state.round}: "
+            f"{simulation.stopped}.",
             markup=False,
         )
     if study.privacy is not None:
-        console.print(state(folder).text(), markup=False, soft_wrap=True)
-    ended = "" if simulation.stopped else "Done. "
-    console.print(f"{ended}Check it: fedplan verify {folder}", markup=False)
+        console.print(write_privacy_statement(folder).text(), markup=False, soft_wrap=True)
+    done = "" if simulation.stopped else "Done. "
+    console.print(f"{done}To check it: fedplan verify {folder}", markup=False)
 
 
-def follow_flower(
+def run_flower_with_progress(
     study: Study,
     folder: Path,
     *,
     server: Path,
-    operation: Operation | None = None,
+    monitoring: MonitoringConfig | None = None,
     console: Console | None = None,
 ) -> None:
-    """Carry a study to the sites of a federation, and tell its rounds as they close."""
-    from fedplan.runners.flower.driver import drive
-    from fedplan.runners.flower.link import link_in
+    """Run a study on the sites of a Flower SuperLink, and print a line for each round.
 
-    console, operation = console or Console(highlight=False), operation or Operation()
+    `server` is the folder of the federation. Ctrl-C prints how to resume, raises SystemExit(130).
+    """
+    from fedplan.runners.flower.superlink import read_superlink
+    from fedplan.runners.flower.superlink_run import run_on_superlink
 
-    console.print(f"{study.name}: study {study.whole[:12]}, in {folder}", markup=False)
+    console, monitoring = console or Console(highlight=False), monitoring or MonitoringConfig()
+
+    console.print(f"{study.name}: study {study.full_digest[:12]}, in {folder}", markup=False)
     try:
-        with operated(folder, operation) as status, bar_of(status, console) as bar:
-            shown = bar.add_task("", total=study.train.rounds)
+        with start_monitoring(folder, monitoring) as status, progress_bar(status, console) as bar:
+            task = bar.add_task("", total=study.train.rounds)
 
-            def tell(closed: Closed) -> None:
-                bar.update(shown, completed=closed.round)
-                console.print(line_of_sites(closed.whole, closed.row, primary=closed.primary))
+            def show_round(closed: CommittedRound) -> None:
+                bar.update(task, completed=closed.round)
+                console.print(sites_line(closed.record, closed.row, primary=closed.primary))
 
-            drive(link_in(server), study, folder, [tell], status)
+            run_on_superlink(read_superlink(server), study, folder, [show_round], status)
     except KeyboardInterrupt:
-        console.print("Stopped. Go on with it: the same command with --resume", markup=False)
+        console.print("Stopped. To continue: run the same command with --resume", markup=False)
         raise SystemExit(130) from None
-    if status.stopped:
-        console.print(f"Stopped after round {status.now.round}: {status.stopped}.", markup=False)
+    if status.stop_text:
+        console.print(
+            f"Stopped after round {status.current.round}: {status.stop_text}.", markup=False
+        )
         return
-    console.print(f"Done. Check it: fedplan verify {folder}", markup=False)
+    console.print(f"Done. To check it: fedplan verify {folder}", markup=False)
 
 
-def _opening(simulation: Simulation, folder: Path) -> str:
-    agreement, rows = simulation.federation.agreement, simulation.shares.train
-    sizes, scoring = sorted(len(held) for held in rows.values()), simulation.scoring
+def _heading(simulation: Simulation, folder: Path) -> str:
+    """Return the first lines of the output, with rich markup: study, plan, sizes and notes."""
+    agreement, scoring = simulation.federation.agreement, simulation.scoring
+    sizes = sorted(map(len, simulation.data.train.values()))
     return (
         f"[bold]{escape(simulation.study.name)}[/bold]  {escape(agreement.method.plan.text)}\n"
-        f"{millions(sum(p.numel for p in agreement.params))} params, {len(rows)} clients with "
-        f"{sizes[0]} to {sizes[-1]} rows, seed {simulation.study.seed}, in {escape(str(folder))}"
-        + "".join(f"\n{escape(note)}" for note in simulation.shares.notes)
-        + f"\n{unit(scoring.primary, scoring.higher)}"
+        f"{millions(sum(p.numel for p in agreement.params))} params, {len(sizes)} clients with "
+        f"{sizes[0]} to {sizes[-1]} examples, seed {simulation.study.seed}, "
+        f"in {escape(str(folder))}"
+        + "".join(f"\n{escape(note)}" for note in simulation.data.notes)
+        + f"\n{score_note(scoring.primary, scoring.higher_is_better)}"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status of a run as an operator sees it: how it goes, which site is in trouble, what to do."""
+"""Show the status of a run and its sites in the terminal; watch, follow and stop a run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedplan.data.own import OWN as OWN_TASK
+from fedplan.data.custom_task import CUSTOM_KIND as OWN_TASK
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.record import RoundRecord
-from fedplan.federation.states import (
+from fedplan.federation.run_states import (
     LIVE,
     RunState,
     RunStatus,
@@ -29,241 +29,278 @@ from fedplan.federation.states import (
     ask_to_stop,
     read_status,
 )
-from fedplan.reports.lines import HEADING, OWN, line_of, line_of_sites, unit
+from fedplan.reports.round_lines import (
+    HEADING,
+    PERSONAL,
+    SCORE_LABELS,
+    score_note,
+    simulation_line,
+    sites_line,
+)
 from fedplan.reports.units import duration, megabytes
-from fedplan.studies.run import WentOn, open_run
+from fedplan.studies.run import RunAdvanced, open_run
 from fedplan.studies.schema import Study
 
-DEAD = "ended without a word"
-"""The state of a run whose driver is gone and has not said why: it was killed, or the machine."""
-UNTOLD = "told by nobody"
-"""The state of a run that nobody drove by a command."""
+DEAD = "died"
+"""The state of a run whose process is gone without a final status: it was killed."""
+UNTOLD = "no status"
+"""The state of an unfinished run without a status file, started from Python."""
 RED = (DEAD, RunState.FAILED, SiteState.FAILED, SiteState.REFUSED)
 YELLOW = (
     *(RunState.STOPPED, SiteState.AWAY, SiteState.APPROVAL),
     *(SiteState.NOT_COME, SiteState.LEFT_OUT),
 )
 GREEN = (RunState.RUNNING, RunState.DONE, SiteState.ANSWERED)
-COLOURS = {
+STATE_STYLES = {
     **dict.fromkeys(RED, "red"),
     **dict.fromkeys(YELLOW, "yellow"),
     **dict.fromkeys(GREEN, "green"),
     SiteState.ASKED: "cyan",
 }
 ORDER = (*RED[2:], *YELLOW[1:], SiteState.ASKED, SiteState.ANSWERED, SiteState.THERE)
-"""Sites in trouble come first."""
-LOOK = 1.0
-"""Seconds between two looks at a run."""
+"""The order of sites by state: sites with problems come first."""
+POLL_SECONDS = 1.0
+"""Seconds between two reads of a run's status."""
 
 
 @dataclass(frozen=True)
-class RunLook:
-    """A run at one moment: what its driver told last, and the round that its folder holds.
+class RunSnapshot:
+    """A run at one moment: the last status of its process, its state, and its last closed round.
 
-    The folder's word goes before the driver's: a driver may have been killed in between.
+    `state` and `round` are checked against the folder, as the process may have been killed after
+    its last status.
     """
 
     folder: Path
-    told: RunStatus
+    status: RunStatus
     state: str
     round: int
 
     @property
     def live(self) -> bool:
-        """Whether somebody drives it, as far as can be seen from here."""
+        """Whether the run is in progress, as far as this machine can see."""
         return self.state in LIVE
 
     def json(self) -> dict[str, Any]:
-        """It as plain values."""
-        return {**self.told.json(), "state": self.state, "round": self.round}
+        """Return the status with the checked state and round as plain values."""
+        return {**self.status.json(), "state": self.state, "round": self.round}
 
     def __rich__(self) -> RenderableType:
-        parts = [self._first(), self._bar(), self._numbers(), Text()]
-        if self.told.sites:
-            parts += [self._count(), self._table(), Text()]
+        parts = [self._headline(), self._bar(), self._numbers(), Text()]
+        if self.status.sites:
+            parts += [self._site_counts(), self._table(), Text()]
         return Group(*parts, *(Text(line, style="bold") for line in self._advice()))
 
-    def _first(self) -> RenderableType:
-        said = Text.assemble(
-            (self.told.study or self.folder.name, "bold"),
+    def _headline(self) -> RenderableType:
+        """Return study, state, round and clients of the open round, then the reason of a stop."""
+        headline = Text.assemble(
+            (self.status.study or self.folder.name, "bold"),
             "  ",
-            (self.state, f"bold {COLOURS.get(self.state, 'cyan')}"),
-            f"  round {self.round} of {self.told.rounds}" if self.told.rounds else "",
-            f"  {clients(self.told)}" if self.live and self.told.asked else "",
+            (self.state, f"bold {STATE_STYLES.get(self.state, 'cyan')}"),
+            f"  round {self.round} of {self.status.rounds}" if self.status.rounds else "",
+            f"  {answered_text(self.status)}" if self.live and self.status.requested else "",
         )
-        if self.told.why:
-            said.append(f"\n{self.told.why}", style=COLOURS.get(self.state, ""))
-        return said
+        if self.status.why:
+            headline.append(f"\n{self.status.why}", style=STATE_STYLES.get(self.state, ""))
+        return headline
 
     def _bar(self) -> Text:
-        done = WIDE * self.round // max(1, self.told.rounds)
-        colour = COLOURS.get(self.state, "cyan")
-        return Text.assemble(("━" * done, colour), ("─" * (WIDE - done), "dim"))
+        """Return a bar of the closed rounds."""
+        done = BAR_WIDTH * self.round // max(1, self.status.rounds)
+        style = STATE_STYLES.get(self.state, "cyan")
+        return Text.assemble(("━" * done, style), ("─" * (BAR_WIDTH - done), "dim"))
 
     def _numbers(self) -> Text:
-        told = self.told
-        words = [f"loss {told.loss:.3f}" if told.loss is not None else ""]
-        words += list(told_scores(told))
-        words += [f"{duration(told.seconds)} a round" if told.seconds is not None else ""]
-        if self.live and told.left is not None:
-            words.append(f"{duration(told.left)} left")
-        if told.promised:
-            words.append(f"epsilon {told.spent or 0.0:.2f} of {told.promised:g}")
-        if told.changed:
-            words.append(f"told {ago(told.changed)}")
-        return Text("   ".join(filter(None, words)))
+        """Return loss, scores, seconds per round, time left, epsilon and age of the status."""
+        status = self.status
+        texts = [f"loss {status.loss:.3f}" if status.loss is not None else ""]
+        texts += list(score_texts(status))
+        texts += [f"{duration(status.seconds)} per round" if status.seconds is not None else ""]
+        if self.live and status.left is not None:
+            texts.append(f"{duration(status.left)} left")
+        if status.promised:
+            texts.append(f"epsilon spent {status.spent or 0.0:.2f} of {status.promised:g}")
+        if status.changed:
+            texts.append(f"updated {time_ago(status.changed)}")
+        return Text("   ".join(filter(None, texts)))
 
-    def _count(self) -> Text:
-        states = Counter(site.state for site in self.told.sites.values())
-        when = "" if self.live else " when last told"
-        said = Text(f"{len(self.told.sites)} sites{when}: ")
-        for place, state in enumerate(sorted(states, key=_place)):
-            said.append(", " if place else "")
-            said.append(f"{states[state]} {state}", style=COLOURS.get(state, ""))
-        return said
+    def _site_counts(self) -> Text:
+        """Return the number of sites in each state."""
+        states = Counter(site.state for site in self.status.sites.values())
+        when = "" if self.live else " at the last update"
+        counts = Text(f"{len(self.status.sites)} sites{when}: ")
+        for place, state in enumerate(sorted(states, key=_state_order)):
+            counts.append(", " if place else "")
+            counts.append(f"{states[state]} {state}", style=STATE_STYLES.get(state, ""))
+        return counts
 
     def _table(self) -> Table:
+        """Return a table with a row per site, sites with problems first."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in ("site", "state", "since", "round", "MB up", "MB down", "last fault"):
-            right = name in ("round", "MB up", "MB down")
-            table.add_column(name, justify="right" if right else "left", no_wrap=True)
-        shown = sorted(self.told.sites.items(), key=lambda each: (_place(each[1].state), each[0]))
-        for name, site in shown[:MOST]:
+        for name in ("site", "state", "since", "round", "upload MB", "download MB", "last error"):
+            right = name in ("round", "upload MB", "download MB")
+            wrap = name == "last error"  # only this column shrinks in a narrow terminal
+            table.add_column(name, justify="right" if right else "left", no_wrap=not wrap)
+        sites = sorted(
+            self.status.sites.items(), key=lambda each: (_state_order(each[1].state), each[0])
+        )
+        for name, site in sites[:MAX_SITES]:
             table.add_row(*_row(name, site))
-        if more := shown[MOST:]:
-            table.add_row(f"and {len(more)} more: --json has all")
+        if more := sites[MAX_SITES:]:
+            table.add_row(f"and {len(more)} more: --json lists all")
         return table
 
     def _advice(self) -> Iterator[str]:
-        """What an operator can do now."""
-        if waiting := [n for n, s in self.told.sites.items() if s.state == SiteState.APPROVAL]:
-            yield f"{', '.join(waiting)}: a person there approves by `fedplan site approve`."
+        """Yield the commands that an operator can run next."""
+        if waiting := [n for n, s in self.status.sites.items() if s.state == SiteState.APPROVAL]:
+            yield f"{', '.join(waiting)}: waiting for `fedplan site approve` at the site."
         if self.live:
-            yield f"Stop it: fedplan stop {self.folder}"
+            yield f"To stop it: fedplan stop {self.folder}"
         elif self.state == RunState.DONE:
-            yield f"Check it: fedplan verify {self.folder}"
+            yield f"To check it: fedplan verify {self.folder}"
         elif self.state in (RunState.STOPPED, RunState.FAILED, DEAD):
-            yield f"Go on: start it again with --resume; why: fedplan logs {self.folder}"
+            yield f"To continue: run it with --resume. For the reason: fedplan logs {self.folder}"
 
 
-MOST, WIDE = 40, 60
-"""Sites that a screen shows, and how wide its bar is."""
+MAX_SITES, BAR_WIDTH = 40, 60
+"""The most sites in the table, and the width of the bar in characters."""
 
 
-def status_of(folder: Path | str) -> RunLook:
-    """A run as it now is. Nothing of it is changed, and nobody is asked."""
+def run_snapshot(folder: Path | str) -> RunSnapshot:
+    """Read the current status of a run from its folder, without changing it or calling the run.
+
+    A run without a status file is done or has no status; one whose process is gone has died.
+    """
     folder = Path(folder)
-    run, told = open_run(folder), read_status(folder)
-    if told is None:
+    run, status = open_run(folder), read_status(folder)
+    if status is None:
         rounds = run.study.train.rounds
         state = RunState.DONE if run.round >= rounds else UNTOLD
-        told = RunStatus(study=run.study.name, rounds=rounds, state=state, round=run.round)
-        return RunLook(folder, _known(told, run.study), state, run.round)
-    gone = told.state in LIVE and told.driver.alive is False
-    return RunLook(folder, _known(told, run.study), DEAD if gone else told.state, run.round)
+        status = RunStatus(study=run.study.name, rounds=rounds, state=state, round=run.round)
+        return RunSnapshot(folder, _with_primary(status, run.study), state, run.round)
+    died = status.state in LIVE and status.driver.alive is False
+    return RunSnapshot(
+        folder, _with_primary(status, run.study), DEAD if died else status.state, run.round
+    )
 
 
-def _known(told: RunStatus, study: Study) -> RunStatus:
-    """A status with the score that the task is known by, which nobody tells before a round."""
-    if told.primary:
-        return told
-    own = study.task.kind == OWN_TASK  # it came from Python, and its study does not say
-    return replace(told, primary="loss" if own else task_class(study.task.kind).primary)
+def _with_primary(status: RunStatus, study: Study) -> RunStatus:
+    """Return a status with the name of the task's main metric, which is unset before a round.
+
+    It is the loss for a task given from Python, whose study does not name a metric.
+    """
+    if status.primary:
+        return status
+    custom = study.task.kind == OWN_TASK
+    return replace(status, primary="loss" if custom else task_class(study.task.kind).primary)
 
 
-def stop_run(folder: Path | str, *, at_once: bool = False) -> RunLook:
-    """Ask a run to stop: after its open round, or without it. It can be resumed with its bits."""
-    found = status_of(folder)
-    if not found.live:
-        raise FedplanError(f"{folder} is not running: it is {found.state}; there is none to stop")
+def stop_run(folder: Path | str, *, at_once: bool = False) -> RunSnapshot:
+    """Request a run to stop after its open round, or `at_once` without it; return its snapshot.
+
+    The run can be resumed with bit-identical results. Raises FedplanError if it is not running.
+    """
+    snapshot = run_snapshot(folder)
+    if not snapshot.live:
+        raise FedplanError(f"{folder} is not running, its state is: {snapshot.state}")
     ask_to_stop(Path(folder), at_once=at_once)
-    return found
+    return snapshot
 
 
-def watch(folder: Path | str) -> Iterator[RunLook]:
-    """A run again and again, until nobody drives it."""
+def watch(folder: Path | str) -> Iterator[RunSnapshot]:
+    """Yield a snapshot of a run every second until it is no longer in progress."""
     while True:
-        yield (found := status_of(folder))
-        if not found.live:
+        yield (snapshot := run_snapshot(folder))
+        if not snapshot.live:
             return
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
 
 
-def attach(folder: Path | str, tell: Callable[[str], None]) -> RunLook:
-    """Tell the rounds of a run as `fedplan run` does, those that closed and then each new one."""
+def follow_run(folder: Path | str, show: Callable[[str], None]) -> RunSnapshot:
+    """Pass the line of each closed round, and of each new one, to `show` until the run ends.
+
+    Returns the last snapshot. The lines are those of `fedplan run`.
+    """
     folder, after = Path(folder), 0
-    if open_run(folder).study.gathered:
-        tell(f"{unit(status_of(folder).told.primary)}\n{HEADING}")
+    if open_run(folder).study.has_central_data:
+        show(f"{score_note(run_snapshot(folder).status.primary)}\n{HEADING}")
     while True:
-        found = status_of(folder)
-        with suppress(WentOn):
-            after = _tell(folder, after, found.told, tell)
-        if not found.live and after >= found.round:
-            return found
-        time.sleep(LOOK)
+        snapshot = run_snapshot(folder)
+        with suppress(RunAdvanced):
+            after = _show_rounds(folder, after, snapshot.status, show)
+        if not snapshot.live and after >= snapshot.round:
+            return snapshot
+        time.sleep(POLL_SECONDS)
 
 
-def _tell(folder: Path, after: int, told: RunStatus, tell: Callable[[str], None]) -> int:
+def _show_rounds(folder: Path, after: int, status: RunStatus, show: Callable[[str], None]) -> int:
+    """Pass the lines of closed rounds past round `after` to `show`; return the last round."""
     run = open_run(folder)
     rows = [row for row in run.metrics if row["round"] > after]
-    wholes = {record.round: record for record in run.records if isinstance(record, RoundRecord)}
+    records = {record.round: record for record in run.records if isinstance(record, RoundRecord)}
     for row in rows:
         number = int(row["round"])
-        spent = told.spent if number == told.round else None
-        if run.study.gathered:
-            tell(line_of(row, spent, primary=told.primary))
+        spent = status.spent if number == status.round else None
+        if run.study.has_central_data:
+            show(simulation_line(row, spent, primary=status.primary))
         else:
-            tell(line_of_sites(wholes[number], row, primary=told.primary))
+            show(sites_line(records[number], row, primary=status.primary))
     return run.round
 
 
 def _row(name: str, site: SiteStatus) -> tuple[RenderableType, ...]:
-    state = Text(site.state, style=COLOURS.get(site.state, ""))
+    """Return the cells of a site in the table of sites."""
+    state = Text(site.state, style=STATE_STYLES.get(site.state, ""))
     return (
         Text(name),
         state,
-        ago(site.since) if site.since else "",
+        time_ago(site.since) if site.since else "",
         str(site.round or "-"),
         megabytes(site.up) if site.up else "-",
         megabytes(site.down) if site.down else "-",
-        Text(_fault(site)),
+        Text(_last_error(site)),
     )
 
 
-def _fault(site: SiteStatus) -> str:
-    """A site's last fault by its code: what that means is in the log."""
+def _last_error(site: SiteStatus) -> str:
+    """Return the code and age of a site's last error, empty if its state shows it already."""
     if not site.fault or site.fault == site.state:
         return ""
-    return f"{site.fault.partition(' (')[0]}, {ago(site.fault_at)}"
+    return f"{site.fault.partition(' (')[0]}, {time_ago(site.fault_at)}"
 
 
-def clients(told: RunStatus) -> str:
-    """How many clients of the open round are done."""
-    return f"{told.answered} of {told.asked} clients"
+def answered_text(status: RunStatus) -> str:
+    """Return how many clients of the open round have answered: `2 of 3 clients`."""
+    return f"{status.answered} of {status.requested} clients"
 
 
-def told_scores(told: RunStatus) -> Iterator[str]:
-    """The last scores by whose they are, all of them the one that the task is known by."""
-    for kind in ("world", "sites.world", "sites.own"):
-        if (value := told.scores.get(f"{kind}.{told.primary}")) is not None:
-            yield f"{kind} {told.primary} {value:.3f}"
-    for kind in OWN:
-        mean, worst = (told.scores.get(f"{kind}{word}") for word in ("mean", "worst"))
+def score_texts(status: RunStatus) -> Iterator[str]:
+    """Yield the last scores of the task's main metric: global, personal mean and worst client."""
+    for prefix, label in SCORE_LABELS.items():
+        if (value := status.scores.get(f"{prefix}.{status.primary}")) is not None:
+            yield f"{label.format(status.primary)} {value:.3f}"
+    for prefix in PERSONAL:
+        mean, worst = (
+            status.scores.get(f"{prefix}{status.primary}{end}") for end in ("", "_worst")
+        )
         if mean is not None and worst is not None:
-            yield f"own {told.primary} {mean:.3f}, worst {worst:.3f}"
+            yield f"personal {status.primary} {mean:.3f}, worst client {worst:.3f}"
 
 
-def _place(state: str) -> int:
+def _state_order(state: str) -> int:
+    """Return the place of a site's state in the table; unknown states come last."""
     return ORDER.index(state) if state in ORDER else len(ORDER)
 
 
-def ago(when: str) -> str:
-    """How long ago a time was."""
+def time_ago(when: str) -> str:
+    """Return the time since an ISO time: `4 s ago`."""
     seconds = (datetime.now(UTC) - datetime.fromisoformat(when)).total_seconds()
     return f"{duration(max(0.0, seconds))} ago"
 
 
-def screen() -> Console:
-    """A console as wide as the table needs, where there is no terminal that says its width."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=max(100, found.width))
+def make_console() -> Console:
+    """Return a console for status tables, at least 100 wide if the output is no terminal."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        return console
+    return Console(highlight=False, width=max(100, console.width))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What carries the rounds: one process, a worker at a site, Flower."""
+"""Runners of a federation: a simulation on one machine, and sites connected by Flower."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fedplan.runners.faults import Faults
@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Faults", "Federation", "Simulation"]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__, {"faults": "Faults", "local": "Federation", "simulation": "Simulation"}
 )

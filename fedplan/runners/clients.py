@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of a simulation: each is made when it is asked for, and let go after its turn."""
+"""Clients of a simulation, made on access and not kept."""
 
 from __future__ import annotations
 
@@ -11,106 +11,111 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client, guard_of
-from fedplan.federation.exams import Exam
-from fedplan.federation.origin import Base
-from fedplan.federation.world import World
-from fedplan.privacy.guard import CHARGES, ClientGuard
-from fedplan.storage.journal import Journal, home_of
-from fedplan.tensors.named import Digests, Tensors
-from fedplan.training.features import Features
+from fedplan.federation.client import Client, make_example_guard
+from fedplan.federation.eval_sets import EvalSet
+from fedplan.federation.global_state import GlobalState
+from fedplan.federation.initial_model import InitialModel
+from fedplan.privacy.guard import CHARGES_FILE, ClientGuard
+from fedplan.storage.journal import Journal, client_state_folder
+from fedplan.tensors.named import DigestCache, Tensors
+from fedplan.training.activation_cache import ActivationCache
 
 
 @dataclass
 class Clients(MutableMapping[str, Client]):
-    """All clients by name, none of which is there before somebody asks for it.
+    """Lazy mapping from name to Client: each access makes a new Client, except for `pinned` ones.
 
-    What a client has seen of the world is the world's own tensors, as far as they are still the
-    ones that it has: so no older world stays alive, and a million names cost no more than their
-    rows. Who is put here by hand stays. `marks` are digests of what the model starts with, as
-    `base` has them, and `rows_marks` those of clients' rows, where they are known.
+    A client's received values alias the tensors of the present global state, so no older state
+    stays in memory. `start` are the model's initial values, `model_digests` their digests,
+    `initial_model` digests of the whole model. `global_state` returns the server's present state.
+    `examples_digests` has the digests of clients' examples, where they are known. Setting an item
+    pins a Client.
     """
 
     agreement: Agreement
     model: nn.Module
-    rows: dict[str, Examples]
+    examples: dict[str, Examples]
     loss: Loss
     folder: Path
     start: dict[str, Tensor]
-    marks: dict[str, str]
-    digests: Digests
-    world: Callable[[], World]
+    model_digests: dict[str, str]
+    digests: DigestCache
+    global_state: Callable[[], GlobalState]
     traits: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
-    exams: Mapping[str, Exam | None] = field(default_factory=dict[str, "Exam | None"])
-    rows_marks: Mapping[str, str] = field(default_factory=dict[str, str])
-    replies: bool = False
+    eval_sets: Mapping[str, EvalSet | None] = field(default_factory=dict[str, "EvalSet | None"])
+    examples_digests: Mapping[str, str] = field(default_factory=dict[str, str])
+    keep_replies: bool = False
     deterministic: bool = Client.deterministic
-    base: Base | None = None
-    features: Features | None = None
-    kept: dict[str, Client] = field(default_factory=dict[str, Client])
+    initial_model: InitialModel | None = None
+    activation_cache: ActivationCache | None = None
+    pinned: dict[str, Client] = field(default_factory=dict[str, Client])
 
     def __getitem__(self, name: str) -> Client:
-        """The client of that name, as the world knows it."""
-        if name in self.kept:
-            return self.kept[name]
-        world = self.world()
-        known = world.known_by(name)
-        held = {key: number for key, number in known.items() if number == world.versions[key]}
-        return self.made(name, {key: world.values[key] for key in held}, held)
+        """Make the client, with the values of the present global state that it already has."""
+        if name in self.pinned:
+            return self.pinned[name]
+        global_state = self.global_state()
+        client_versions = global_state.versions_of(name).items()
+        current = {key: n for key, n in client_versions if n == global_state.versions[key]}
+        return self.make_client(name, {key: global_state.values[key] for key in current}, current)
 
-    def made(self, name: str, seen: Tensors, held: Mapping[str, int]) -> Client:
-        """A client that has seen these values, of these versions."""
-        rows = self.rows[name]
-        mark = self.rows_marks.get(name)
+    def make_client(self, name: str, values: Tensors, versions: Mapping[str, int]) -> Client:
+        """Make a client that has received these global values, of these versions."""
+        examples = self.examples[name]
+        digest = self.examples_digests.get(name)
         return Client(
             name=name,
-            rows=rows,
+            examples=examples,
             journal=self.journal(name),
             model=self.model,
             start=self.start,
-            marks=self.marks,
+            start_digests=self.model_digests,
             loss=self.loss,
             traits=dict(self.traits.get(name, {})),
-            seen=dict(seen),
-            held=dict(held),
+            received=dict(values),
+            received_versions=dict(versions),
             digests=self.digests,
-            guard=guard_of(self.agreement, self._budget(name)),
+            guard=make_example_guard(self.agreement, self._budget_folder(name)),
             deterministic=self.deterministic,
-            exam=self.exams.get(name),
-            marked=(rows, mark) if mark else None,
-            base=self.base,
-            features=self.features,
+            eval_set=self.eval_sets.get(name),
+            cached_digest=(examples, digest) if digest else None,
+            initial_model=self.initial_model,
+            activation_cache=self.activation_cache,
         )
 
     def journal(self, name: str) -> Journal:
-        """What a client keeps."""
-        if name in self.kept:
-            return self.kept[name].journal
-        return Journal(home_of(self.folder, name), replies=self.replies)
+        """Return a client's journal."""
+        if name in self.pinned:
+            return self.pinned[name].journal
+        return Journal(client_state_folder(self.folder, name), keep_replies=self.keep_replies)
 
-    def _budget(self, name: str) -> Path:
-        return self.folder / "privacy" / home_of(self.folder, name).name
+    def _budget_folder(self, name: str) -> Path:
+        return self.folder / "privacy" / client_state_folder(self.folder, name).name
 
-    def spent(self) -> float | None:
-        """The epsilon of the client that has spent most, if each hides its own rows."""
+    def epsilon_spent(self) -> float | None:
+        """Return the largest epsilon spent by a client; None without example-level DP."""
         guarantee = self.agreement.guarantee
         if guarantee is None or guarantee.unit != "example":
             return None
-        paid = (self._budget(n) for n in self if (self._budget(n) / CHARGES).exists())
-        return max((ClientGuard(guarantee, folder).spent for folder in paid), default=0.0)
+        folders = (
+            self._budget_folder(n) for n in self if (self._budget_folder(n) / CHARGES_FILE).exists()
+        )
+        return max(
+            (ClientGuard(guarantee, folder).epsilon_spent for folder in folders), default=0.0
+        )
 
     def __setitem__(self, name: str, client: Client) -> None:
-        self.kept[name], self.rows[name] = client, client.rows
+        self.pinned[name], self.examples[name] = client, client.examples
 
     def __delitem__(self, name: str) -> None:
-        del self.rows[name]
-        self.kept.pop(name, None)
+        del self.examples[name]
+        self.pinned.pop(name, None)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.rows)
+        return iter(self.examples)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.examples)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.rows
+        return name in self.examples

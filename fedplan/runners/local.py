@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The local runner: a whole federation on one machine, and whoever plays its clients."""
+"""A federation on one machine: the server, its clients, and the executor that runs them."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.callbacks import Closed
+from fedplan.federation.callbacks import CommittedRound
 from fedplan.federation.client import Client
+from fedplan.federation.eval_sets import EvalSet
 from fedplan.federation.evaluation import Scores
-from fedplan.federation.exams import Exam
-from fedplan.federation.origin import Base, base_of
+from fedplan.federation.global_state import GlobalState, personal_values
+from fedplan.federation.initial_model import InitialModel, digest_initial_model
 from fedplan.federation.participation import Participation
-from fedplan.federation.rounds import Tally
+from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
-from fedplan.federation.status import Status
-from fedplan.federation.world import World, personal_values
+from fedplan.federation.status import StatusReporter
 from fedplan.language.turn import Turn
-from fedplan.models.values import take
+from fedplan.models.values import get_values
 from fedplan.runners.clients import Clients
-from fedplan.runners.crews.crew import Crew, OneProcess
+from fedplan.runners.executors.executor import Executor, SerialExecutor
 from fedplan.runners.faults import Faults
-from fedplan.tensors.devices import settled
-from fedplan.training.features import Features
+from fedplan.tensors.devices import move_model
+from fedplan.training.activation_cache import ActivationCache
 
 
 class Federation:
-    """A server and its clients on one machine; `marks` are the digests of the clients' rows.
+    """A server and its clients on one machine.
 
-    `names` are all who may take part; those without rows never answer. `exams` are what clients'
-    models are tested on. `faults` says who drops out
-    and who is late. The model is moved to the `device`, if one is said; all values stay in host
-    memory. `status` is told of each client's turn. `hire` says who plays the turns; without it this
-    process does, one after the other. `start` and `base` are what the model starts with, where
-    somebody has them already. `features` keeps frozen outputs for all clients.
+    `examples` are the training examples by client; `examples_digests` their digests. `names` are
+    all clients of the roster; those without examples never reply. `eval_sets` are the clients'
+    evaluation sets, `traits` their traits. `faults` simulates dropouts and late replies. The model
+    is moved to `device`; values stay in host memory. `make_executor` makes the executor of clients'
+    work, by default a SerialExecutor. `start` and `initial_model` are the model's initial values
+    and digests, computed if not given. `keep_replies` stores replies in the clients' journals,
+    `activation_cache` is shared by all clients. The constructor opens or resumes the run in
+    `folder`.
     """
 
     def __init__(
         self,
         agreement: Agreement,
         model: nn.Module,
-        rows: Mapping[str, Examples],
+        examples: Mapping[str, Examples],
         loss: Loss,
         folder: Path,
         *,
@@ -55,23 +57,23 @@ class Federation:
         faults: Faults | None = None,
         traits: Mapping[str, Mapping[str, str]] | None = None,
         names: Iterable[str] = (),
-        replies: bool = False,
-        marks: Mapping[str, str] | None = None,
+        keep_replies: bool = False,
+        examples_digests: Mapping[str, str] | None = None,
         device: torch.device | None = None,
         deterministic: bool = Client.deterministic,
-        exams: Mapping[str, Exam | None] | None = None,
-        status: Status | None = None,
-        hire: Callable[[Server, Clients, Status], Crew] | None = None,
+        eval_sets: Mapping[str, EvalSet | None] | None = None,
+        status: StatusReporter | None = None,
+        make_executor: Callable[[Server, Clients, StatusReporter], Executor] | None = None,
         start: Mapping[str, Tensor] | None = None,
-        base: Base | None = None,
-        features: Features | None = None,
+        initial_model: InitialModel | None = None,
+        activation_cache: ActivationCache | None = None,
     ) -> None:
-        self.status = status or Status()
-        start = take(model, agreement.trainable) if start is None else start
-        base = base or base_of(model, agreement.params, start)
-        self.model = settled(model.eval(), device) if device else model.eval()
+        self.status = status or StatusReporter()
+        start = get_values(model, agreement.trainable) if start is None else start
+        initial_model = initial_model or digest_initial_model(model, agreement.params, start)
+        self.model = move_model(model.eval(), device) if device else model.eval()
         self.faults = faults or Faults()
-        roster = {name: dict((traits or {}).get(name, {})) for name in names or rows}
+        roster = {name: dict((traits or {}).get(name, {})) for name in names or examples}
         self.server = server = Server(
             agreement,
             start,
@@ -79,90 +81,99 @@ class Federation:
             rounds=rounds,
             roster=roster,
             participation=participation,
-            marks=base.marks,
-            rows=marks,
+            start_digests=initial_model.short_digests,
+            examples_digests=examples_digests,
         )
         del start
         self.clients = Clients(
             agreement=self.server.agreement,
             model=self.model,
-            rows=dict(rows),
+            examples=dict(examples),
             loss=loss,
             folder=folder,
             start=self.server.start,
-            marks=self.server.marks,
+            model_digests=self.server.start_digests,
             digests=self.server.digests,
-            # Not of `self`: a cycle would hold the folder after the federation is let go.
-            world=lambda: server.world,
+            # Not `self.server`: a reference cycle would keep the folder locked after deletion.
+            global_state=lambda: server.global_state,
             traits=roster,
-            exams=exams or {},
-            rows_marks=marks or {},
-            replies=replies,
+            eval_sets=eval_sets or {},
+            examples_digests=examples_digests or {},
+            keep_replies=keep_replies,
             deterministic=deterministic,
-            base=base.placed(self.model, self.agreement.resting),
-            features=features,
+            initial_model=initial_model.with_checksums(self.model, self.agreement.frozen),
+            activation_cache=activation_cache,
         )
-        hired = hire or OneProcess
-        self.crew: Crew = hired(self.server, self.clients, self.status)
+        make_executor = make_executor or SerialExecutor
+        self.executor: Executor = make_executor(self.server, self.clients, self.status)
 
     @property
     def agreement(self) -> Agreement:
-        """What all have agreed on."""
+        """Agreement of server and clients."""
         return self.server.agreement
 
     @property
-    def world(self) -> World:
-        """The federation's values as they now are."""
-        return self.server.world
+    def global_state(self) -> GlobalState:
+        """Present global state: values and versions of the shared params."""
+        return self.server.global_state
 
-    def round(self) -> Tally:
-        """Play the next round up to its end; `commit` makes it last."""
-        tally = self.server.begin()
-        late = self.faults.play(self.server, tally)
-        self.ask(tally)
-        absent = tally.cohort.keys() - self.clients.keys()
-        tally.rejected |= {name: "no answer" for name in absent}
-        there = [name for name in tally.cohort if name in self.clients]
-        self.status.opened(len(there))
-        self.crew.play(tally, there, late)
-        self.server.end(tally)
-        return tally
+    def run_round(self) -> RoundState:
+        """Run the next round and aggregate it; `commit` then makes it permanent."""
+        round_state = self.server.begin_round()
+        late = self.faults.apply(self.server, round_state)
+        self.poll_clients(round_state)
+        absent = round_state.cohort.keys() - self.clients.keys()
+        round_state.rejected |= {name: "no answer" for name in absent}
+        present = [name for name in round_state.cohort if name in self.clients]
+        self.status.open_round(len(present))
+        self.executor.run_turns(round_state, present, late)
+        self.server.close_round(round_state)
+        return round_state
 
     def evaluate(self) -> tuple[dict[str, Scores], dict[str, str]]:
-        """What each client says of the models of the last round; who says nothing, and why."""
-        there = [name for name in self.server.roster if name in self.clients]
-        said, silent = self.crew.scored(there)
+        """Evaluate the models of the last round at the clients.
+
+        Returns the scores by client, and the reason by client without scores.
+        """
+        present = [name for name in self.server.roster if name in self.clients]
+        scores, failures = self.executor.evaluate_clients(present)
         absent = [name for name in self.server.roster if name not in self.clients]
-        return said, silent | dict.fromkeys(absent, "no answer")
+        return scores, failures | dict.fromkeys(absent, "no answer")
 
     def commit(
         self,
-        tally: Tally,
+        round_state: RoundState,
         scores: Mapping[str, Any] | None = None,
         signs: Mapping[str, Any] | None = None,
-    ) -> Closed:
-        """Write a round down for good."""
-        return self.server.commit(tally, scores, signs)
+    ) -> CommittedRound:
+        """Write a round to ledger, metrics and checkpoint; see Server.commit for the arguments."""
+        return self.server.commit(round_state, scores, signs)
 
-    def ask(self, tally: Tally) -> None:
-        """Where all choose together, hear first what each one would choose."""
-        voters = self.server.voters(tally)
+    def poll_clients(self, round_state: RoundState) -> None:
+        """Collect the clients' layer scores and set the joint choice, if the plan has one."""
+        voters = self.server.voters(round_state)
         if voters is not None:
-            there = [name for name in voters if name in self.clients]
-            self.server.choose(tally, self.crew.polled(tally, there))
+            present = [name for name in voters if name in self.clients]
+            self.server.choose_blocks(
+                round_state, self.executor.poll_layer_scores(round_state, present)
+            )
 
     @property
-    def spent(self) -> float | None:
-        """The epsilon of whoever has spent most, if anything is hidden."""
+    def epsilon_spent(self) -> float | None:
+        """Epsilon spent: the run's, or the largest of a client; None without DP."""
         guard = self.server.aggregation.guard
-        return guard.spent if guard else self.clients.spent()
+        return guard.epsilon_spent if guard else self.clients.epsilon_spent()
 
-    def world_values(self) -> dict[str, Tensor]:
-        """The federation's model: its values, and the start's for what each client keeps."""
-        return self.server.world_values()
+    def global_values(self) -> dict[str, Tensor]:
+        """Return the global model's values, with initial values for personal params."""
+        return self.server.global_values()
 
     def personal_values(self, name: str) -> dict[str, Tensor]:
-        """One client's model: its own values over the federation's."""
-        home, _ = self.clients.journal(name).home()
-        turn = Turn(self.world.round, name, self.world.phase, self.server.roster[name])
-        return personal_values(self.agreement, self.world, self.server.start, turn, home)
+        """Return a client's personal model: its personal values over the global ones."""
+        client_state, _ = self.clients.journal(name).client_state()
+        turn = Turn(
+            self.global_state.round, name, self.global_state.phase, self.server.roster[name]
+        )
+        return personal_values(
+            self.agreement, self.global_state, self.server.start, turn, client_state
+        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites: what a site says of itself, in a file that nobody else writes."""
+"""A site's configuration file, site.toml."""
 
 from __future__ import annotations
 
@@ -10,74 +10,77 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.names import client_names
-from fedplan.studies.plain import read_toml
+from fedplan.storage.names import validate_client_names
+from fedplan.studies.field_types import DeviceName
 from fedplan.studies.schema import ConfigError
 from fedplan.studies.sections import Section
-from fedplan.studies.words import DeviceName
+from fedplan.studies.toml_values import parse_toml
 
 SITE = "site.toml"
-"""In a site's folder: what it says of itself."""
+"""Name of the configuration file in a site's folder."""
 
 
-def _a_name(said: str) -> str:
-    client_names([said])
-    return said
+def _validate_name(name: str) -> str:
+    validate_client_names([name])
+    return name
 
 
 class ServerSection(Section):
-    """The server that a site is of, and the keys by which each knows the other.
+    """The site's server, and the keys that authenticate both.
 
-    Without `ca` and `node` the line is open, which is for one machine alone.
+    Without `ca` and `node_key` the connection is unencrypted, for tests on one machine only.
     """
 
     address: str
-    """Where the server is reached, as host:port."""
+    """Address of the server, as host:port."""
     ca: str = ""
-    """The certificate by which the server is known."""
-    node: str = ""
-    """The key by which the server knows the site."""
+    """File with the CA certificate that authenticates the server."""
+    node_key: str = ""
+    """File with the private node key that authenticates the site."""
 
 
 class Site(Section):
-    """A site: its name, its rows, where it keeps things, and what it lets a study do."""
+    """A site: its name, data, folders, and the code that studies may import."""
 
-    name: Annotated[str, AfterValidator(_a_name)]
-    """The name that the site's key was registered with."""
+    name: Annotated[str, AfterValidator(_validate_name)]
+    """The name under which the site's node key is registered."""
     data: str = ""
-    """The file or folder with its rows, or what its own reader is given."""
-    home: str = "home"
-    """The folder of what it keeps."""
-    dataset: str = "rows"
-    """The name of the rows that its limits are of, over all studies."""
-    key: str = ""
-    """The file that seals its home; without it nothing is sealed."""
-    rows: str = ""
-    """A reader of the site's own, as file.py:function."""
+    """File or folder of its examples, or the argument of its own reader."""
+    state: str = "state"
+    """Folder of its client state, logs and privacy account."""
+    dataset: str = "examples"
+    """Name of the data set whose privacy limits hold over all studies."""
+    encryption_key: str = ""
+    """Key file that encrypts its state folder; without it nothing is encrypted."""
+    reader: str = ""
+    """The site's own reader of its data, as file.py:function."""
     device: DeviceName | Literal[""] = ""
-    """Where models compute; it goes before the study's word."""
-    allow: list[str] = Field(default_factory=list[str])
-    """Packages that a study may name code of."""
+    """Device of the models, in place of the study's device."""
+    allow_packages: list[str] = Field(default_factory=list[str])
+    """Packages from which a study may import code."""
     traits: dict[str, str] = Field(default_factory=dict[str, str])
-    """What the site says of itself, for by(...) and trait(...) in a plan."""
-    peers: str = ""
-    """The folder with the node key of every site, as NAME.pub, for masked sums."""
+    """Traits of the site, for by(...) and trait(...) in a plan."""
+    peer_keys: str = ""
+    """Folder with the public node key of every site, as NAME.pub, for secure aggregation."""
     policy: str = "policy.toml"
-    """The file of its policy."""
+    """File of its policy."""
     server: ServerSection | None = None
-    """The server that it is of, and the keys by which each knows the other."""
+    """Its server, and the keys that authenticate both."""
 
     @property
-    def seal(self) -> Encryption | None:
-        """What seals all that tells of the site's rows, if it has a key."""
-        return Encryption.from_file(Path(self.key)) if self.key else None
+    def encryption(self) -> Encryption | None:
+        """Encryption of everything derived from the site's examples; None without a key."""
+        return Encryption.from_file(Path(self.encryption_key)) if self.encryption_key else None
 
 
 def read_site(folder: Path) -> Site:
-    """The site of a folder; relative paths in its file start there."""
+    """Read a site from its folder or file; relative paths become relative to that folder.
+
+    Raises ConfigError if the file is missing or invalid.
+    """
     file = folder / SITE if folder.is_dir() else folder
     try:
-        return _placed(site_of(read_toml(file.read_text(encoding="utf-8"))), file.parent)
+        return _resolve_paths(parse_site(parse_toml(file.read_text(encoding="utf-8"))), file.parent)
     except FileNotFoundError as error:
         raise ConfigError(
             f"{folder} holds no {SITE}: name the site's folder by --site, as `fedplan new "
@@ -87,23 +90,25 @@ def read_site(folder: Path) -> Site:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
-def site_of(said: Mapping[str, object]) -> Site:
-    """A site from plain values; each fault is named by its field."""
+def parse_site(fields: Mapping[str, object]) -> Site:
+    """Validate the fields of site.toml; ConfigError lists each invalid field."""
     try:
-        return Site.model_validate(dict(said))
+        return Site.model_validate(dict(fields))
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise ConfigError("the site's words do not fit:\n  " + "\n  ".join(faults)) from error
+        raise ConfigError("invalid site file:\n  " + "\n  ".join(faults)) from error
 
 
-def _placed(site: Site, base: Path) -> Site:
-    def placed(said: str) -> str:
-        return str(base.resolve() / said) if said else ""
+def _resolve_paths(site: Site, base: Path) -> Site:
+    """Return the site with its relative paths resolved against a folder."""
+
+    def resolve(path: str) -> str:
+        return str(base.resolve() / path) if path else ""
 
     server = site.server
     if server is not None:
-        found = {"ca": placed(server.ca), "node": placed(server.node)}
-        server = server.model_copy(update=found)
-    names = ("data", "home", "key", "rows", "policy", "peers")
-    change = {name: placed(getattr(site, name)) for name in names}
-    return site.model_copy(update={**change, "server": server})
+        files = {"ca": resolve(server.ca), "node_key": resolve(server.node_key)}
+        server = server.model_copy(update=files)
+    names = ("data", "state", "encryption_key", "reader", "policy", "peer_keys")
+    paths = {name: resolve(getattr(site, name)) for name in names}
+    return site.model_copy(update={**paths, "server": server})

@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a site decides: its policy, what it approves, and what it answers."""
+"""The site's side of a federation: its policy, its approvals of studies, and its gateway."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fedplan.sites.approvals import Approval, Approvals
     from fedplan.sites.inbox import Inbox
-    from fedplan.sites.notice import Notice, shown
-    from fedplan.sites.policy import Policy, judged, read_policy
+    from fedplan.sites.policy import Policy, policy_violations, read_policy
+    from fedplan.sites.review import StudyReview, review_study
 
 __all__ = [
     "Approval",
     "Approvals",
     "Inbox",
-    "Notice",
     "Policy",
-    "judged",
+    "StudyReview",
+    "policy_violations",
     "read_policy",
-    "shown",
+    "review_study",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "approvals": "Approval Approvals",
         "inbox": "Inbox",
-        "notice": "Notice shown",
-        "policy": "Policy judged read_policy",
+        "policy": "Policy policy_violations read_policy",
+        "review": "StudyReview review_study",
     },
 )

@@ -1,300 +1,347 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Approvals: who said yes or no to which study, as a chain, and whether that holds today."""
+"""Approvals of a site: decisions on offered studies, in a hash-chained file, and their validity."""
 
 from __future__ import annotations
 
 import os
 import pwd
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedplan.errors import FedplanError
-from fedplan.federation.account import private_folder
-from fedplan.federation.messages import Refused
+from fedplan.federation.account import make_private_folder
+from fedplan.federation.messages import RequestRefused
 from fedplan.language.turn import Turn
-from fedplan.models.teaching import untaught
-from fedplan.naming import allowing
+from fedplan.models.layer_maps import restore_layer_maps
+from fedplan.naming import allow_imports
 from fedplan.sites.inbox import Inbox, Offer
-from fedplan.sites.notice import Notice, shown
-from fedplan.sites.policy import RULE, Policy, judged, picked, read_policy
-from fedplan.storage.chain import ChainFile, Head, read_chain
+from fedplan.sites.policy import (
+    RULE_APPROVER,
+    Policy,
+    example_filters,
+    policy_violations,
+    read_policy,
+    site_in_study,
+)
+from fedplan.sites.review import StudyReview, review_study
+from fedplan.storage.chain import ChainFile, ChainHead, read_chain
+from fedplan.studies.experiment import outline_agreement
 from fedplan.studies.schema import Study
-from fedplan.studies.stage import outline_of
 
-APPROVALS = "approvals.jsonl"
-"""In a home: what was said to each study, by whom."""
+APPROVALS_FILE = "approvals.jsonl"
+"""File of all decisions on studies, inside the site's state folder."""
 OFFERED, APPROVED, REFUSED, WITHDRAWN = "offered", "approved", "refused", "withdrawn"
-BEGUN, REJOINED = "begun", "rejoined"
-ASIDE = (OFFERED, BEGUN, REJOINED)
-"""Words that decide nothing."""
-_KEPT = 256
-"""Judgements that are remembered."""
+STARTED, REJOINED = "begun", "rejoined"
+UNDECIDED = (OFFERED, STARTED, REJOINED)
+"""Words of entries that are no decision on a study."""
+_MAX_CACHED = 256
+"""Policy checks of studies that are cached."""
 
 
 @dataclass(frozen=True)
 class Approval:
-    """That a study was approved: by whom, when, and under which policy."""
+    """A valid approval: the study's digest, the user who approved, when, and the policy's digest.
 
-    study: str
+    `approver` is RULE_APPROVER if the policy approved without a person.
+    """
+
+    study_digest: str
     approver: str
     time: str
     policy: str
 
 
 class Approvals:
-    """What a site says to the studies that it is offered.
+    """A site's decisions on the studies that servers offer.
 
-    An approval is of one study by every word in it, and holds only while the policy in `file`
-    admits that study and who approved it: the file is read anew whenever it has changed. `site` is
-    the site as plans see it, by its name and its traits.
+    An approval covers one exact study, by its full digest. It is valid only while the policy in
+    `policy_file` allows the study and its approver; the file is read again on every use. `site` is
+    the site's name and traits, by which plans may depend on the client. Code that a study names may
+    be imported from the packages in `allow` only.
     """
 
     def __init__(
-        self, home: Path, file: Path, *, site: Turn | None = None, allow: Sequence[str] = ()
+        self,
+        state_folder: Path,
+        policy_file: Path,
+        *,
+        site: Turn | None = None,
+        allow: Sequence[str] = (),
     ) -> None:
-        self.inbox, self._file, self._site, self._allow = Inbox(home, allow), file, site, allow
-        self._home, self._chain = home, ChainFile(home / APPROVALS)
-        self._said: tuple[Head, list[dict[str, Any]]] = Head(), []
-        self._judged = dict[tuple[str, str], list[str]]()
+        self.inbox = Inbox(state_folder, allow)
+        self._policy_file, self._site, self._allow = policy_file, site, allow
+        self._state_folder, self._chain = state_folder, ChainFile(state_folder / APPROVALS_FILE)
+        self._cached_entries: tuple[ChainHead, list[dict[str, Any]]] = ChainHead(), []
+        self._cached_violations = dict[tuple[str, str], list[str]]()
 
     @property
     def policy(self) -> Policy:
-        """The policy, as its file has it now."""
-        return read_policy(self._file)
+        """The policy as its file is now; raises ConfigError if it cannot be read."""
+        return read_policy(self._policy_file)
 
     @property
-    def head(self) -> Head:
-        """How far the chain of approvals goes."""
+    def head(self) -> ChainHead:
+        """Length and hash of the file of approvals."""
         return self._chain.head
 
-    def admit(self, study: Study, server: str = "", run: str = "") -> str:
-        """Who approved of a study; if nobody has, or not any more, an error with its code.
+    def require_approval(self, study: Study, server: str = "", run: str = "") -> str:
+        """Record the study as offered, and return its approver; raise RequestRefused without one.
 
-        An approval is of one run: the first that asks. Another one takes another word.
+        An approval is valid for one run: the first `run` that asks is recorded, and any other run
+        of the study needs a new approval. The error's code says why the study is refused: `policy`,
+        `refused-here` or `not-approved`.
         """
-        self.offer(study, server=server)
-        if (found := self.of(study)) is not None and self._is_for(study, run, server):
-            return found.approver
-        whole, against = self._whole(study)[:12], self.against(study)
-        if against:
-            raise Refused(f"the study {whole} is against the policy: {'; '.join(against)}").coded(
-                "policy"
+        self.record_offer(study, server=server)
+        approval = self.find_approval(study)
+        if approval is not None and self._claim_approval(study, run, server):
+            return approval.approver
+        digest, violations = self._digest(study)[:12], self.violations(study)
+        if violations:
+            raise RequestRefused(
+                f"the study {digest} violates this site's policy: {'; '.join(violations)}"
+            ).with_code("policy")
+        if self.last_decision(self._digest(study)) == REFUSED:
+            raise RequestRefused(f"the study {digest} was refused at this site").with_code(
+                "refused-here"
             )
-        if self.word(self._whole(study)) == REFUSED:
-            raise Refused(f"the study {whole} was refused here").coded("refused-here")
-        raise Refused(
-            f"the study {whole} waits for approval: fedplan site show {whole}, then approve or "
-            "refuse"
-        ).coded("not-approved")
+        raise RequestRefused(
+            f"the study {digest} waits for approval: read it with `fedplan site show {digest}`, "
+            "then run `fedplan site approve` or `fedplan site refuse`"
+        ).with_code("not-approved")
 
-    def of(self, study: Study) -> Approval | None:
-        """The approval of a study, if it has one that holds."""
-        whole = self._whole(study)
-        line = self._last(whole)
-        if line is None or line["word"] != APPROVED or self.against(study):
+    def find_approval(self, study: Study) -> Approval | None:
+        """Return the approval of a study if it is valid under the present policy, else None."""
+        digest = self._digest(study)
+        entry = self._last_decision_entry(digest)
+        if entry is None or entry["word"] != APPROVED or self.violations(study):
             return None
-        policy, approver = self.policy, line["approver"]
-        holds = policy.by_rule if approver == RULE else policy.lets_approve(approver)
-        return Approval(whole, approver, line["time"], line["policy"]) if holds else None
+        policy, approver = self.policy, entry["approver"]
+        valid = policy.auto_approve if approver == RULE_APPROVER else policy.may_approve(approver)
+        return Approval(digest, approver, entry["time"], entry["policy"]) if valid else None
 
-    def offer(self, study: Study, *, server: str = "") -> None:
-        """Take in a study that a server offers: once, whatever it is called.
+    def record_offer(self, study: Study, *, server: str = "") -> None:
+        """Put an offered study into the inbox, and record the offer once.
 
-        One within the policy is approved by rule where the policy says so, and nobody said no.
+        Also approves the study by rule, if the policy approves without a person and allows the
+        study, no person has decided on it, and it does not filter the site's examples.
         """
-        whole = self._whole(study)
-        lines = [line for line in self._lines() if line["study"] == whole]
-        # What was offered stands in the chain once; a file that was taken away comes back.
-        said = {line["study"] for line in self._lines() if line["word"] not in ASIDE}
-        self.inbox.put(study, server=server, said=said)
-        if not lines:
-            self._say(OFFERED, study, "", server=server)
-        rule = self.policy.by_rule and not any(_is_persons(line) for line in lines)
-        rule = rule and not picked(study)
-        if rule and self.of(study) is None and not self.against(study):
-            self._say(APPROVED, study, RULE, server=server)
+        digest = self._digest(study)
+        entries = [entry for entry in self._entries() if entry["study"] == digest]
+        # The offer is recorded once; a deleted file of the inbox is written again.
+        decided = {entry["study"] for entry in self._entries() if entry["word"] not in UNDECIDED}
+        self.inbox.add(study, server=server, decided=decided)
+        if not entries:
+            self._append(OFFERED, study, "", server=server)
+        by_rule = self.policy.auto_approve and not any(map(_is_decided_by_person, entries))
+        by_rule = by_rule and not example_filters(study)
+        if by_rule and self.find_approval(study) is None and not self.violations(study):
+            self._append(APPROVED, study, RULE_APPROVER, server=server)
 
-    def _is_for(self, study: Study, run: str, server: str) -> bool:
-        """Whether what was last said to a study is of this run, or of none yet: then it is."""
-        begun = self._begun(self._whole(study))
-        if run and not begun:
-            self._say(BEGUN, study, "", server=server, run=run)
-        return not run or not begun or begun == run
+    def _claim_approval(self, study: Study, run: str, server: str) -> bool:
+        """Whether the study's last approval is valid for a run; records the first run that asks."""
+        started_run = self._started_run(self._digest(study))
+        if run and not started_run:
+            self._append(STARTED, study, "", server=server, run=run)
+        return not run or not started_run or started_run == run
 
-    def _begun(self, whole: str) -> str:
-        """The run that the last approval of a study is of; nothing if none has begun."""
-        found = ""
-        for line in self._lines():
-            if line["study"] == whole and line["word"] in (APPROVED, BEGUN):
-                found = str(line.get("run", ""))
-        return found
+    def _started_run(self, digest: str) -> str:
+        """Return the run that uses the last approval of a study; "" if none has started."""
+        run = ""
+        for entry in self._entries():
+            if entry["study"] == digest and entry["word"] in (APPROVED, STARTED):
+                run = str(entry.get("run", ""))
+        return run
 
     def approve(self, prefix: str) -> Approval:
-        """Say yes to the study whose digest begins so, as the user who runs this."""
-        offer = self.inbox.read(self.inbox.find(prefix))
-        self._require_approver()
-        if against := self.against(offer.study):
-            raise FedplanError(
-                f"the study {offer.whole[:12]} is against the policy: {'; '.join(against)}; change "
-                f"{self._file}, if that is meant"
-            )
-        found = self.of(offer.study)
-        if found is None or found.approver == RULE or self._begun(offer.whole):
-            self._say(APPROVED, offer.study, user(), server=offer.server)
-        found = self.of(offer.study)
-        assert found is not None
-        return found
+        """Record the current user's approval of the study whose digest starts with `prefix`.
 
-    def refuse(self, prefix: str, why: str = "") -> None:
-        """Say no to the study whose digest begins so."""
-        offer = self.inbox.read(self.inbox.find(prefix))
+        Raises FedplanError if the study is not found, the user is no approver, or the policy does
+        not allow the study.
+        """
+        offer = self.inbox.read_offer(self.inbox.find_digest(prefix))
         self._require_approver()
-        self._say(REFUSED, offer.study, user(), server=offer.server, why=why)
+        if violations := self.violations(offer.study):
+            raise FedplanError(
+                f"the study {offer.digest[:12]} violates this site's policy: "
+                f"{'; '.join(violations)}; to allow it, change {self._policy_file}"
+            )
+        approval = self.find_approval(offer.study)
+        if (
+            approval is None
+            or approval.approver == RULE_APPROVER
+            or self._started_run(offer.digest)
+        ):
+            self._append(APPROVED, offer.study, current_user(), server=offer.server)
+        approval = self.find_approval(offer.study)
+        assert approval is not None
+        return approval
+
+    def refuse(self, prefix: str, reason: str = "") -> None:
+        """Record the current user's refusal of the study whose digest starts with `prefix`.
+
+        Raises FedplanError if the study is not found, or the user is no approver.
+        """
+        offer = self.inbox.read_offer(self.inbox.find_digest(prefix))
+        self._require_approver()
+        self._append(REFUSED, offer.study, current_user(), server=offer.server, reason=reason)
 
     def withdraw(self, prefix: str) -> None:
-        """Take back a yes: nothing is answered from then on, until there is another."""
-        offer = self.inbox.read(self.inbox.find(prefix))
+        """Record that the current user withdraws an approval; `prefix` starts the study's digest.
+
+        Raises FedplanError if the study is not found or not approved, or the user is no approver.
+        """
+        offer = self.inbox.read_offer(self.inbox.find_digest(prefix))
         self._require_approver()
-        if self.word(offer.whole) != APPROVED:
+        if self.last_decision(offer.digest) != APPROVED:
             raise FedplanError(
-                f"the study {offer.whole[:12]} is not approved: there is nothing to withdraw"
+                f"the study {offer.digest[:12]} is not approved, so there is nothing to withdraw"
             )
-        self._say(WITHDRAWN, offer.study, user(), server=offer.server)
+        self._append(WITHDRAWN, offer.study, current_user(), server=offer.server)
 
-    def rejoined(self, run: str, study: Study) -> None:
-        """Write down that a person lets a run go on from a home that was put back."""
+    def record_rejoin(self, run: str, study: Study) -> None:
+        """Record that the current user lets a run continue from a restored state folder.
+
+        Raises FedplanError if the user is no approver.
+        """
         self._require_approver()
-        self._say(REJOINED, study, user(), server="", run=run)
+        self._append(REJOINED, study, current_user(), server="", run=run)
 
-    def word(self, whole: str) -> str:
-        """What was last said to a study: offered, approved, refused or withdrawn."""
-        line = self._last(whole)
-        return str(line["word"]) if line else OFFERED
+    def last_decision(self, digest: str) -> str:
+        """Return the last decision on a study: offered, approved, refused or withdrawn."""
+        entry = self._last_decision_entry(digest)
+        return str(entry["word"]) if entry else OFFERED
 
-    def state(self, study: Study) -> str:
-        """How it stands with a study, in words."""
-        if (found := self.of(study)) is not None:
-            begun = self._begun(found.study)
-            return f"approved by {found.approver}" + (f" for run {begun}" if begun else "")
-        if self.against(study):
-            return "against the policy"
-        word = self.word(self._whole(study))
-        return "waits for approval" if word in (OFFERED, APPROVED) else word
+    def status_text(self, study: Study) -> str:
+        """Describe the status of a study in a few words, as "approved by ada for run 0123"."""
+        if (approval := self.find_approval(study)) is not None:
+            run = self._started_run(approval.study_digest)
+            return f"approved by {approval.approver}" + (f" for run {run}" if run else "")
+        if self.violations(study):
+            return "violates the policy"
+        decision = self.last_decision(self._digest(study))
+        return "waits for approval" if decision in (OFFERED, APPROVED) else decision
 
-    def listed(self, whole: str) -> dict[str, str]:
-        """A study in the inbox as a row of a list."""
+    def inbox_row(self, digest: str) -> dict[str, str]:
+        """Return a study of the inbox as a table row: study, time, name, server and state.
+
+        The state of a study that cannot be read is the error message.
+        """
         try:
-            offer = self.inbox.read(whole)
+            offer = self.inbox.read_offer(digest)
         except FedplanError as error:
-            return {"study": whole, "time": "", "name": "?", "server": "", "state": str(error)}
-        said = {"study": whole, "time": offer.time, "name": offer.study.name}
-        return {**said, "server": offer.server, "state": self.state(offer.study)}
+            return {"study": digest, "time": "", "name": "?", "server": "", "state": str(error)}
+        row = {"study": digest, "time": offer.time, "name": offer.study.name}
+        return {**row, "server": offer.server, "state": self.status_text(offer.study)}
 
-    def shown(self, prefix: str) -> Notice:
-        """What the study whose digest begins so would let leave."""
-        study = self.inbox.read(self.inbox.find(prefix)).study
+    def review(self, prefix: str) -> StudyReview:
+        """Return the review, for an approver, of the study whose digest starts with `prefix`.
+
+        Raises FedplanError if the study is not found or cannot be read.
+        """
+        study = self.inbox.read_offer(self.inbox.find_digest(prefix)).study
         last = self.last_approved(study)
-        with allowing(self._allow):
-            return shown(
+        with allow_imports(self._allow):
+            return review_study(
                 study,
                 last.study if last else None,
-                site=self._in(study),
+                site=site_in_study(study, self._site),
                 policy=self.policy,
-                against=self.against(study),
+                violations=self.violations(study),
             )
 
     def last_approved(self, study: Study) -> Offer | None:
-        """The study that was approved last before this one: of its name, or else any."""
-        found = list(self._approved_before(self._whole(study)))
-        named = [offer for offer in found if offer.study.name == study.name]
-        return next(iter(named or found), None)
+        """Return the last approved other study, preferably one of the same name; None without."""
+        offers = list(self._approved_offers(self._digest(study)))
+        same_name = [offer for offer in offers if offer.study.name == study.name]
+        return next(iter(same_name or offers), None)
 
-    def _approved_before(self, whole: str) -> Iterator[Offer]:
-        for line in reversed(self._lines()):
-            if line["word"] == APPROVED and line["study"] != whole:
+    def _approved_offers(self, other_than: str) -> Iterator[Offer]:
+        """Yield the offers of all approved studies but the one of this digest, latest first."""
+        for entry in reversed(self._entries()):
+            if entry["word"] == APPROVED and entry["study"] != other_than:
                 try:
-                    yield self.inbox.read(line["study"])
+                    yield self.inbox.read_offer(entry["study"])
                 except FedplanError:
-                    continue  # its file was taken away, or its code has changed since
+                    continue  # its file was deleted, or its code has changed since
 
-    def against(self, study: Study) -> list[str]:
-        """What of a study is against the policy, in sentences."""
+    def violations(self, study: Study) -> list[str]:
+        """Return a sentence for each way in which a study violates the present policy (cached)."""
         policy = self.policy
-        key = self._whole(study), policy.digest
-        if key not in self._judged:
-            if len(self._judged) >= _KEPT:
-                self._judged.clear()
-            self._judged[key] = self._judge(policy, study)
-        return self._judged[key]
+        key = self._digest(study), policy.digest
+        if key not in self._cached_violations:
+            if len(self._cached_violations) >= _MAX_CACHED:
+                self._cached_violations.clear()
+            self._cached_violations[key] = self._check_policy(policy, study)
+        return self._cached_violations[key]
 
-    def _judge(self, policy: Policy, study: Study) -> list[str]:
+    def _check_policy(self, policy: Policy, study: Study) -> list[str]:
+        """Return the study's violations of a policy; a study that cannot be checked is one."""
         try:
-            with allowing(self._allow), untaught():
-                return judged(policy, study, outline_of(study), self._in(study))
+            with allow_imports(self._allow), restore_layer_maps():
+                site = site_in_study(study, self._site)
+                return policy_violations(policy, study, outline_agreement(study), site)
         except FedplanError as error:
-            return [f"it cannot be judged: {error}"]
+            return [f"the study cannot be checked: {error}"]
 
-    def _whole(self, study: Study) -> str:
-        """The digest of a study; to find the code that it names is to import it."""
-        with allowing(self._allow):
-            return study.whole
-
-    def _in(self, study: Study) -> Turn | None:
-        """The site as the plan of a study sees it: the study may say traits of it too."""
-        if self._site is None:
-            return None
-        said = study.clients.traits.get(self._site.client, {})
-        return replace(self._site, traits={**said, **self._site.traits})
+    def _digest(self, study: Study) -> str:
+        """Return the full digest of a study; imports the code that the study names."""
+        with allow_imports(self._allow):
+            return study.full_digest
 
     def _require_approver(self) -> None:
         policy = self.policy
-        if not policy.lets_approve(user()):
+        if not policy.may_approve(current_user()):
             raise FedplanError(
-                f"{user()} is none of the approvers of {self._file}: {', '.join(policy.approvers)}"
+                f"{current_user()} may not decide on studies: the approvers in "
+                f"{self._policy_file} are {', '.join(policy.approvers)}"
             )
 
-    def _last(self, whole: str) -> dict[str, Any] | None:
-        """The last line in which somebody decided about a study."""
-        said = (line for line in reversed(self._lines()) if line["study"] == whole)
-        return next((line for line in said if line["word"] not in ASIDE), None)
+    def _last_decision_entry(self, digest: str) -> dict[str, Any] | None:
+        """Return the last entry of the file that is a decision on a study."""
+        entries = (entry for entry in reversed(self._entries()) if entry["study"] == digest)
+        return next((entry for entry in entries if entry["word"] not in UNDECIDED), None)
 
-    def _lines(self) -> list[dict[str, Any]]:
-        """All that was said; read and proved anew if another process has said more."""
+    def _entries(self) -> list[dict[str, Any]]:
+        """Return all entries; reads and verifies the file again if its head has changed."""
         head = self._chain.head
-        if head != self._said[0]:
-            self._said = head, read_chain(self._chain.file)
-        return self._said[1]
+        if head != self._cached_entries[0]:
+            self._cached_entries = head, read_chain(self._chain.file)
+        return self._cached_entries[1]
 
-    def _say(
+    def _append(
         self,
         word: str,
         study: Study,
         approver: str,
         *,
         server: str,
-        why: str = "",
+        reason: str = "",
         run: str = "",
     ) -> None:
-        private_folder(self._home)
+        """Append an entry about a study to the file; `word` is OFFERED, APPROVED and so on."""
+        make_private_folder(self._state_folder)
         self._chain.append(
             {
                 "word": word,
-                "study": self._whole(study),
+                "study": self._digest(study),
                 "name": study.name,
                 "approver": approver,
                 "policy": self.policy.digest,
-                "against": self.against(study),
+                "against": self.violations(study),
                 "server": server,
-                "why": why,
+                "why": reason,
                 "run": run,
             }
         )
 
 
-def user() -> str:
-    """The user of this process, by its number: an environment may say any name."""
+def current_user() -> str:
+    """Return the name of the user who runs this process, or "uid 1000" without a name.
+
+    The name follows from the user id, since environment variables can be set to any name.
+    """
     number = os.getuid()
     try:
         return pwd.getpwuid(number).pw_name
@@ -302,5 +349,5 @@ def user() -> str:
         return f"uid {number}"
 
 
-def _is_persons(line: dict[str, Any]) -> bool:
-    return line["word"] not in ASIDE and line["approver"] != RULE
+def _is_decided_by_person(entry: dict[str, Any]) -> bool:
+    return entry["word"] not in UNDECIDED and entry["approver"] != RULE_APPROVER

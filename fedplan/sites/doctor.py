@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor of a site: what is ready, what is not, and what to do about it."""
+"""Self-checks of a site: whether it can take part in a federation, and how to fix problems."""
 
 from __future__ import annotations
 
@@ -16,290 +16,326 @@ from rich.table import Table
 from rich.text import Text
 
 from fedplan.errors import FedplanError, StoreError
-from fedplan.federation.versions import own_versions
-from fedplan.naming import allowing
+from fedplan.federation.compatibility import local_versions
+from fedplan.naming import allow_imports
 from fedplan.runners.site import ServerSection, Site
-from fedplan.runners.worker import table_of
+from fedplan.runners.site_runtime import load_site_table
 from fedplan.sites.approvals import Approvals
-from fedplan.sites.desk import approvals_of
+from fedplan.sites.gateway import site_approvals
 from fedplan.sites.policy import read_policy
-from fedplan.sites.reached import proxy_to, reach_server
-from fedplan.storage.locks import alone
+from fedplan.sites.tls_probe import find_proxy, probe_server
+from fedplan.storage.locks import locked_folder
+from fedplan.studies.federated_data import load_federated_data
 from fedplan.studies.schema import Study
-from fedplan.studies.shares import shares_of
-from fedplan.tensors.devices import AUTO, device_named
+from fedplan.tensors.devices import AUTO, resolve_device
 
-State = Literal["ok", "warn", "fail"]
-STYLES: dict[State, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-OTHERS = 0o077
-SOON, LITTLE, FULL = 30, 5 * 2**30, 2**28
-"""Days of a certificate, and bytes of a disk, that are few; with fewer than the last, it stops."""
-APART, TOO_FAR = 2.0, 5.0
-"""Seconds between two clocks: Flower refuses what comes more than five from the future."""
+CheckState = Literal["ok", "warn", "fail"]
+STYLES: dict[CheckState, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+OTHER_USERS = 0o077
+"""Permission bits of all users but the owner."""
+FEW_DAYS = 30
+"""A certificate that expires in fewer days gives a warning."""
+LITTLE_SPACE, NO_SPACE = 5 * 2**30, 2**28
+"""Free bytes of a disk below which the check warns, and fails."""
+CLOCK_WARNING, CLOCK_FAILURE = 2.0, 5.0
+"""Seconds of clock difference above which the check warns, and fails as Flower would."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, how it is, and what to do if it is not well."""
+    """Result of one check: its name, state and message, and a remedy unless the state is ok."""
 
     name: str
-    state: State
-    said: str
+    state: CheckState
+    message: str
     remedy: str = ""
 
     def json(self) -> dict[str, str]:
-        """It as plain values."""
-        return {"name": self.name, "state": self.state, "said": self.said, "remedy": self.remedy}
+        """Return the finding as plain values."""
+        return {
+            "name": self.name,
+            "state": self.state,
+            "message": self.message,
+            "remedy": self.remedy,
+        }
 
 
-class Examiner(Protocol):
-    """Looks at one side of a site; an error of ours that it raises is a finding too."""
+class SiteCheck(Protocol):
+    """Yields findings about a site; a FedplanError or OSError that it raises is a failure."""
 
     def __call__(self, site: Site, /) -> Iterator[Finding]: ...
 
 
-def examine(site: Site) -> list[Finding]:
-    """All that can be found out about a site without changing anything, here or at its server."""
-    return [finding for name, look in EXAMINERS for finding in _looked(name, look, site)]
+def check_site(site: Site) -> list[Finding]:
+    """Run all checks of a site, and return their findings.
+
+    Connects to the server and reads the site's data, but changes nothing at either. Raises no
+    FedplanError or OSError: such an error is a finding.
+    """
+    return [finding for name, check in CHECKS for finding in _run_check(name, check, site)]
 
 
-def _looked(name: str, look: Examiner, site: Site) -> Iterator[Finding]:
+def _run_check(name: str, check: SiteCheck, site: Site) -> Iterator[Finding]:
     try:
-        yield from look(site)
+        yield from check(site)
     except (FedplanError, OSError) as error:
         yield Finding(name, "fail", str(error))
 
 
-def _policy(site: Site) -> Iterator[Finding]:
+def _check_policy(site: Site) -> Iterator[Finding]:
     file = Path(site.policy)
     if not file.exists():
-        yield Finding(
-            "policy", "fail", f"{file} is not there", "write it: every study waits for a person"
-        )
+        remedy = "write it; with an empty file, each study needs the approval of a person"
+        yield Finding("policy", "fail", f"{file} does not exist", remedy)
         return
-    policy = read_policy(file)
-    how = "studies within it need no person" if policy.by_rule else "each study waits for a person"
-    yield Finding("policy", "ok", f"{file.name} is read; {how}")
+    approval = (
+        "studies that it allows are approved automatically"
+        if read_policy(file).auto_approve
+        else "each study needs the approval of a person"
+    )
+    yield Finding("policy", "ok", f"{file.name} is valid; {approval}")
 
 
-def _keys(site: Site) -> Iterator[Finding]:
+def _check_keys(site: Site) -> Iterator[Finding]:
     server = site.server
-    said = {"home.key": site.key, "node": server.node if server else ""}
-    for what, place in said.items():
-        if not place:
-            yield Finding(f"key {what}", "warn", f"site.toml names no {what}", _WITHOUT[what])
-            continue
-        yield _key(what, Path(place))
+    key_files = {"state.key": site.encryption_key, "node": server.node_key if server else ""}
+    for name, file in key_files.items():
+        if file:
+            yield _check_key_file(name, Path(file))
+        else:
+            yield Finding(f"key {name}", "warn", f"site.toml names no {name}", _WITHOUT_KEY[name])
 
 
-_WITHOUT = {
-    "home.key": 'what is kept here is not sealed: say key = "home.key", then fedplan site keys',
-    "node": "anybody may come as this site: that is for one machine alone",
+_WITHOUT_KEY = {
+    "state.key": "the files of this site are not encrypted: set encryption_key to "
+    '"state.key" in site.toml, then run `fedplan site keys`',
+    "node": "any machine may pose as this site: use this for tests on one machine only",
 }
 
 
-def _key(what: str, file: Path) -> Finding:
+def _check_key_file(name: str, file: Path) -> Finding:
+    """Check that a key file exists, and that its owner alone can read it."""
     if not file.is_file():
-        return Finding(f"key {what}", "fail", f"{file} is not there", "fedplan site keys")
-    if file.stat().st_mode & OTHERS:
-        remedy = f"chmod 600 {file}; if others have seen it, make another"
-        return Finding(f"key {what}", "fail", f"others may read {file}", remedy)
+        return Finding(f"key {name}", "fail", f"{file} does not exist", "run `fedplan site keys`")
+    if file.stat().st_mode & OTHER_USERS:
+        remedy = f"run `chmod 600 {file}`; if others may have read the key, make a new one"
+        return Finding(f"key {name}", "fail", f"other users can read {file}", remedy)
     if not os.access(file, os.R_OK):
-        remedy = "run this as the user who serves the site"
-        return Finding(f"key {what}", "fail", f"{file} cannot be read", remedy)
-    return Finding(f"key {what}", "ok", f"{file.name} is read by its owner alone")
+        remedy = "run this command as the user who serves the site"
+        return Finding(f"key {name}", "fail", f"{file} cannot be read", remedy)
+    return Finding(f"key {name}", "ok", f"only its owner can read {file.name}")
 
 
-def _server(site: Site) -> Iterator[Finding]:
+def _check_server(site: Site) -> Iterator[Finding]:
+    """Check the connection to the server: proxy, certificate, clock and registration."""
     server = site.server
     if server is None:
-        remedy = '[server] with its address, ca = "ca.crt" and node = "node"'
+        remedy = 'add [server] with address, ca = "ca.crt" and node_key = "node"'
         yield Finding("server", "fail", "site.toml names no server", remedy)
         return
-    yield _proxy(server)
+    yield _check_proxy(server)
     if server.ca and not Path(server.ca).is_file():
-        remedy = "ask the server's operator for it"
-        yield Finding("server", "fail", f"{server.ca} is not there", remedy)
+        remedy = "ask the server's operator for this file"
+        yield Finding("server", "fail", f"{server.ca} does not exist", remedy)
         return
     try:
-        found = reach_server(server)
+        probe = probe_server(server)
     except FedplanError as error:
-        yield Finding("server", "fail", f"{server.address}: {error}", _why(str(error)))
+        remedy = _connection_remedy(str(error))
+        yield Finding("server", "fail", f"{server.address}: {error}", remedy)
         return
-    yield _certificate(server, found.days)
-    yield _clock(found.ahead)
-    if server.ca and server.node and Path(server.node).is_file():
-        yield _registered(site, server)
+    yield _check_certificate(server, probe.certificate_days)
+    yield _check_clock(probe.clock_ahead)
+    if server.ca and server.node_key and Path(server.node_key).is_file():
+        yield _check_registration(site, server)
 
 
-def _why(said: str) -> str:
-    """What to do about a line that does not open."""
-    if "certificate" in said.lower():
+def _connection_remedy(error_message: str) -> str:
+    """Return a remedy for a failed connection, by the text of its error."""
+    if "certificate" in error_message.lower():
         return (
-            "is ca.crt of this server, and does its certificate name this address? ask its operator"
+            "check with the server's operator that ca.crt belongs to this server, and that the "
+            "server's certificate contains this address"
         )
-    if "Name or service" in said or "resolution" in said:
-        return "the name is not known here: see the address in site.toml, and the DNS"
-    return "is the server running, and does the firewall let this machine out to it?"
+    if "Name or service" in error_message or "resolution" in error_message:
+        return "the host name is unknown: check the address in site.toml, and the DNS"
+    return "check that the server is running, and that the firewall lets this machine connect"
 
 
-def _proxy(server: ServerSection) -> Finding:
-    proxy = proxy_to(server)
+def _check_proxy(server: ServerSection) -> Finding:
+    proxy = find_proxy(server)
     if proxy is None:
-        return Finding("proxy", "ok", "no proxy stands on the way to the server")
-    where = f"{proxy.hostname}:{proxy.port or 80}"
-    remedy = f"if it is not meant: NO_PROXY={server.address.rpartition(':')[0]} in environment.sh"
-    return Finding("proxy", "warn", f"requests to the server go by way of {where}", remedy)
+        return Finding("proxy", "ok", "the connection to the server uses no proxy")
+    host = server.address.rpartition(":")[0]
+    remedy = f"if this is not intended, set NO_PROXY={host} in environment.sh"
+    message = f"the connection to the server uses the proxy {proxy.hostname}:{proxy.port or 80}"
+    return Finding("proxy", "warn", message, remedy)
 
 
-def _certificate(server: ServerSection, days: int | None) -> Finding:
+def _check_certificate(server: ServerSection, days: int | None) -> Finding:
+    """Check the days until the server's certificate expires; None means no TLS."""
     if days is None:
-        remedy = "that is for one machine alone: say ca and node"
-        return Finding("server", "warn", f"{server.address} answers, without TLS", remedy)
-    said = f"{server.address} answers; its certificate is good for {days} days"
-    if days < SOON:
-        return Finding("server", "warn", said, "tell the server's operator: it must be made anew")
-    return Finding("server", "ok", said)
+        remedy = "use this for tests on one machine only; otherwise set ca and node_key in [server]"
+        return Finding("server", "warn", f"{server.address} answers without TLS", remedy)
+    message = f"{server.address} answers; its certificate is valid for {days} days"
+    if days < FEW_DAYS:
+        remedy = "ask the server's operator to renew the certificate"
+        return Finding("server", "warn", message, remedy)
+    return Finding("server", "ok", message)
 
 
-def _clock(ahead: float | None) -> Finding:
+def _check_clock(ahead: float | None) -> Finding:
+    """Check this machine's clock; `ahead` is in seconds, None if the server sends no time."""
     if ahead is None:
-        return Finding("clock", "warn", "the server does not tell its time")
-    off = abs(ahead)
-    said = f"{off:.0f} s {'before' if ahead > 0 else 'after'} the server's" if off else _SAME
-    remedy = "set this machine's clock, or the server's: timedatectl set-ntp true"
-    if off > TOO_FAR:
-        return Finding("clock", "fail", said, remedy)
-    return Finding("clock", "warn", said, remedy) if off > APART else Finding("clock", "ok", said)
+        return Finding("clock", "warn", "the server does not send its time")
+    seconds = abs(ahead)
+    message = (
+        f"{seconds:.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's clock"
+        if seconds
+        else "agrees with the server's clock"
+    )
+    remedy = "synchronize this machine's clock, or the server's: timedatectl set-ntp true"
+    if seconds > CLOCK_WARNING:
+        return Finding("clock", "fail" if seconds > CLOCK_FAILURE else "warn", message, remedy)
+    return Finding("clock", "ok", message)
 
 
-_SAME = "the same as the server's, as far as it can be told"
+def _check_registration(site: Site, server: ServerSection) -> Finding:
+    from fedplan.runners.flower.key_check import is_key_registered
 
-
-def _registered(site: Site, server: ServerSection) -> Finding:
-    from fedplan.runners.flower.known import is_known
-
-    if is_known(server):
+    if is_key_registered(server):
         return Finding("registered", "ok", "the server knows this site's key")
-    remedy = f"send its operator node.pub: fedplan server register {site.name} node.pub"
+    remedy = (
+        "send node.pub to the server's operator, who runs "
+        f"`fedplan server register {site.name} node.pub`"
+    )
     return Finding("registered", "fail", "the server does not know this site's key", remedy)
 
 
-def _home(site: Site) -> Iterator[Finding]:
-    home = Path(site.home)
-    there = next(place for place in (home, *home.parents) if place.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
-        remedy = f"run this as the user who serves the site, or chown {there}"
-        yield Finding("home", "fail", f"{there} cannot be written", remedy)
-    elif home.exists() and home.stat().st_mode & OTHERS:
-        yield Finding("home", "warn", f"others may enter {home}", f"chmod 700 {home}")
+def _check_state_folder(site: Site) -> Iterator[Finding]:
+    """Check permissions and free space of the state folder (`state`), or of its first parent."""
+    folder = Path(site.state)
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        remedy = f"run this command as the user who serves the site, or run `chown` on {existing}"
+        yield Finding("state", "fail", f"{existing} is not writable", remedy)
+    elif folder.exists() and folder.stat().st_mode & OTHER_USERS:
+        message = f"other users can open {folder}"
+        yield Finding("state", "warn", message, f"chmod 700 {folder}")
     else:
-        yield Finding("home", "ok", _served(home))
-    yield _disk(there)
+        yield Finding("state", "ok", _serving_text(folder))
+    yield _check_disk(existing)
 
 
-def _served(home: Path) -> str:
-    if not home.exists():
-        return f"{home} is made when the site is first served"
+def _serving_text(folder: Path) -> str:
+    """Describe whether a process serves the site of a state folder, by the folder's lock."""
+    if not folder.exists():
+        return f"{folder} will be created when the site is first served"
     try:
-        with alone(home):
-            return f"{home}; nobody serves the site now"
+        with locked_folder(folder):
+            return f"{folder}; the site is not being served now"
     except StoreError:
-        return f"{home}; a process serves the site"
+        return f"{folder}; the site is being served"
 
 
-def _disk(there: Path) -> Finding:
-    free = shutil.disk_usage(there).free
-    said, remedy = f"{free / 2**30:.1f} GiB are free for the home", f"make room on {there}"
-    if free < FULL:
-        return Finding("disk", "fail", said, remedy)
-    return Finding("disk", "warn", said, remedy) if free < LITTLE else Finding("disk", "ok", said)
+def _check_disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free
+    message, remedy = f"{free / 2**30:.1f} GiB free", f"free some space on the disk of {folder}"
+    if free < LITTLE_SPACE:
+        return Finding("disk", "fail" if free < NO_SPACE else "warn", message, remedy)
+    return Finding("disk", "ok", message)
 
 
-def _versions(site: Site) -> Iterator[Finding]:
-    found = dict(own_versions())
-    wire, python = found.pop("wire"), ".".join(map(str, sys.version_info[:3]))
-    lacking = [name for name, version in found.items() if not version]
-    said = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    said = f"{said}, Python {python}, messages {wire}"
-    if lacking:
-        remedy = "pip install 'fedplan[flower]'"
-        yield Finding("versions", "fail", f"{said}; there is no {', '.join(lacking)}", remedy)
+def _check_versions(site: Site) -> Iterator[Finding]:
+    """Report the versions of the packages, of Python and of the message format."""
+    versions = dict(local_versions())
+    message_format, python = versions.pop("wire"), ".".join(map(str, sys.version_info[:3]))
+    missing = [name for name, version in versions.items() if not version]
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    message = f"{installed}, Python {python}, message format {message_format}"
+    if missing:
+        message = f"{message}; not installed: {', '.join(missing)}"
+        yield Finding("versions", "fail", message, "pip install 'fedplan[flower]'")
     else:
-        yield Finding("versions", "ok", said)
+        yield Finding("versions", "ok", message)
 
 
-def _device(site: Site) -> Iterator[Finding]:
-    device = device_named(site.device or AUTO)
-    said = f"{device} trains" if site.device else f"{device} trains, unless a study says another"
-    yield Finding("device", "ok", said)
+def _check_device(site: Site) -> Iterator[Finding]:
+    device = resolve_device(site.device or AUTO)
+    default = "" if site.device else ", unless a study sets another device"
+    yield Finding("device", "ok", f"trains on {device}{default}")
 
 
-def _data(site: Site) -> Iterator[Finding]:
-    """The rows by each study that is approved; with none, whether there is something to read."""
+def _check_data(site: Site) -> Iterator[Finding]:
+    """Check the site's data with each approved study; without one, only that the file exists."""
     if not site.data:
-        yield Finding("data", "fail", "site.toml names no data", "say data, a table of this site's")
+        remedy = "set data to this site's table"
+        yield Finding("data", "fail", "site.toml names no data", remedy)
         return
-    if not site.rows and not Path(site.data).exists():
-        yield Finding("data", "fail", f"{site.data} is not there", "see data in site.toml")
+    if not site.reader and not Path(site.data).exists():
+        yield Finding("data", "fail", f"{site.data} does not exist", "check data in site.toml")
         return
-    approvals = approvals_of(site)
-    studies = list(_approved(approvals))
+    studies = list(_approved_studies(site_approvals(site)))
     if not studies:
-        yield Finding("data", "ok", f"{site.data} is there; no study is approved to read it by")
+        message = f"{site.data} exists; it is not read, because no study is approved"
+        yield Finding("data", "ok", message)
     for study in studies:
-        yield _read(site, study)
+        yield _check_data_for(site, study)
 
 
-def _approved(approvals: Approvals) -> Iterator[Study]:
-    for whole in approvals.inbox.wholes():
-        study = approvals.inbox.read(whole).study
-        if approvals.of(study) is not None:
+def _approved_studies(approvals: Approvals) -> Iterator[Study]:
+    for digest in approvals.inbox.digests():
+        study = approvals.inbox.read_offer(digest).study
+        if approvals.find_approval(study) is not None:
             yield study
 
 
-def _read(site: Site, study: Study) -> Finding:
-    """Whether a study can take the rows, by taking them: its columns, labels and tokenizer."""
+def _check_data_for(site: Site, study: Study) -> Finding:
+    """Check that the site's data can be loaded for a study: columns, labels and tokenizer."""
     name = f"data for {study.name}"
     if study.clients.names and site.name not in study.clients.names:
-        remedy = "ask the server's operator what this site is called"
-        return Finding(name, "fail", f"{site.name} is none of its clients", remedy)
+        remedy = "ask the server's operator for the name of this site"
+        return Finding(name, "fail", f"{site.name} is not one of the study's clients", remedy)
     try:
-        with allowing(site.allow):
-            rows = shares_of(study, (site.name, table_of(site, study))).train[site.name]
+        with allow_imports(site.allow_packages):
+            table = load_site_table(site, study)
+            examples = load_federated_data(study, (site.name, table)).train[site.name]
     except FedplanError as error:
-        return Finding(name, "fail", str(error), "see data and rows in site.toml")
-    return Finding(name, "ok", f"{len(rows)} examples to train on")
+        return Finding(name, "fail", str(error), "check data and reader in site.toml")
+    return Finding(name, "ok", f"{len(examples)} examples to train on")
 
 
-EXAMINERS: tuple[tuple[str, Examiner], ...] = (
-    ("policy", _policy),
-    ("keys", _keys),
-    ("server", _server),
-    ("home", _home),
-    ("versions", _versions),
-    ("device", _device),
-    ("data", _data),
+CHECKS: tuple[tuple[str, SiteCheck], ...] = (
+    ("policy", _check_policy),
+    ("keys", _check_keys),
+    ("server", _check_server),
+    ("state", _check_state_folder),
+    ("versions", _check_versions),
+    ("device", _check_device),
+    ("data", _check_data),
 )
+"""All checks in the order of the table; the name is used if a check raises."""
 
 
-def screen(site: Site, findings: Sequence[Finding]) -> RenderableType:
-    """The findings as a person reads them."""
+def doctor_table(site: Site, findings: Sequence[Finding]) -> RenderableType:
+    """Return the findings as a table for rich, with a heading and a summary line."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for each in findings:
-        said = Text(each.said)
-        if each.remedy and each.state != "ok":
-            said.append(f"\n→ {each.remedy}", style="bold" if each.state == "fail" else "")
-        table.add_row(Text(each.state, style=STYLES[each.state]), each.name, said)
-    return Group(Text(f"The site {site.name}\n", style="bold"), table, Text(_summed(findings)))
+    for finding in findings:
+        text = Text(finding.message)
+        if finding.remedy and finding.state != "ok":
+            text.append(f"\n→ {finding.remedy}", style="bold" if finding.state == "fail" else "")
+        table.add_row(Text(finding.state, style=STYLES[finding.state]), finding.name, text)
+    return Group(Text(f"Site {site.name}\n", style="bold"), table, Text(_summary_line(findings)))
 
 
-def _summed(findings: Sequence[Finding]) -> str:
-    fails, warns = (sum(each.state == state for each in findings) for state in ("fail", "warn"))
-    more = f" {warns} to look at." if warns else ""
-    if fails:
-        return f"\n{fails} to mend before it can take part.{more}"
-    return f"\nIt can take part.{more}"
+def _summary_line(findings: Sequence[Finding]) -> str:
+    failures, warnings = (
+        sum(finding.state == state for finding in findings) for state in ("fail", "warn")
+    )
+    warned = f" Warnings: {warnings}." if warnings else ""
+    if failures:
+        return f"\nThis site cannot take part yet. Failed checks: {failures}.{warned}"
+    return f"\nThis site can take part.{warned}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inboxes: the studies that were offered to a site, each as it came, by its whole digest."""
+"""Inbox of a site: the studies that servers have offered, one file per study, named by digest."""
 
 from __future__ import annotations
 
@@ -10,93 +10,113 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fedplan.errors import FedplanError
-from fedplan.federation.account import private_folder
-from fedplan.federation.messages import Refused
-from fedplan.naming import allowing
-from fedplan.storage.files import put_file
-from fedplan.studies.schema import Study, study_of
+from fedplan.federation.account import make_private_folder
+from fedplan.federation.messages import RequestRefused
+from fedplan.naming import allow_imports
+from fedplan.storage.files import write_atomic
+from fedplan.studies.schema import Study, study_from_dict
 
-INBOX = "inbox"
-"""In a home: the studies that were offered."""
-MOST, LARGEST = 200, 1 << 20
-"""Studies that an inbox holds, and the bytes of one: a server may offer without end."""
+INBOX_FOLDER = "inbox"
+"""Folder of the offered studies, inside the site's state folder."""
+MAX_STUDIES, MAX_STUDY_BYTES = 200, 1 << 20
+"""Limits on the number of studies and on the bytes of one, since a server may offer any number."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A study as it came: when, and the digest of the certificate of the server it came from."""
+    """A study as a server offered it.
 
-    whole: str
+    `digest` is the study's full digest, `time` the time of arrival in UTC (ISO 8601), and `server`
+    the digest of the server's TLS certificate, or "".
+    """
+
+    digest: str
     study: Study
     time: str
     server: str = ""
 
 
 class Inbox:
-    """The inbox of a home. `allow` are packages that a study may name code of."""
+    """The offered studies in a site's state folder.
 
-    def __init__(self, home: Path, allow: Sequence[str] = ()) -> None:
-        self.folder, self.allow = home / INBOX, tuple(allow)
+    Code that a study names may be imported from the packages in `allow` only.
+    """
 
-    def wholes(self) -> list[str]:
-        """The digests of all studies that were offered, the oldest first."""
-        found = self.folder.glob("*.json") if self.folder.exists() else ()
-        return [file.stem for file in sorted(found, key=lambda file: file.stat().st_mtime_ns)]
+    def __init__(self, state_folder: Path, allow: Sequence[str] = ()) -> None:
+        self.folder, self.allow = state_folder / INBOX_FOLDER, tuple(allow)
 
-    def put(self, study: Study, *, server: str = "", said: Container[str] = ()) -> bool:
-        """Keep a study as it came; whether it is new here.
+    def digests(self) -> list[str]:
+        """Return the digests of all offered studies, oldest first."""
+        files = self.folder.glob("*.json") if self.folder.exists() else ()
+        return [file.stem for file in sorted(files, key=lambda file: file.stat().st_mtime_ns)]
 
-        A full inbox lets go of the oldest that nobody has `said` anything to.
+    def add(self, study: Study, *, server: str = "", decided: Container[str] = ()) -> bool:
+        """Write a study to the inbox, and return True; return False if it is there already.
+
+        A full inbox first deletes its oldest study whose digest is not in `decided`. Raises
+        RequestRefused if the study is too large, or if the inbox is full of decided studies.
         """
-        with allowing(self.allow):
-            file = self._file(study.whole)
+        with allow_imports(self.allow):
+            file = self._file(study.full_digest)
         if file.exists():
             return False
         time = datetime.now(UTC).isoformat(timespec="seconds")
         offer = {"study": study.model_dump(mode="json"), "time": time, "server": server}
         text = json.dumps(offer, indent=1, sort_keys=True) + "\n"
-        there = self.wholes()
-        idle = [whole for whole in there if whole not in said]
-        if len(text) > LARGEST or (len(there) >= MOST and not idle):
-            raise Refused(
-                f"{self.folder} takes {MOST} studies of {LARGEST} bytes at the most: take away "
-                "those that nobody needs"
-            ).coded("not-approved")
-        if len(there) >= MOST:
-            self._file(idle[0]).unlink(missing_ok=True)
-        private_folder(self.folder)
-        put_file(file, text, mode=0o600)
+        present = self.digests()
+        removable = [digest for digest in present if digest not in decided]
+        if len(text) > MAX_STUDY_BYTES or (len(present) >= MAX_STUDIES and not removable):
+            raise RequestRefused(
+                f"the inbox {self.folder} holds at most {MAX_STUDIES} studies of at most "
+                f"{MAX_STUDY_BYTES} bytes each: delete files of studies that are no longer needed"
+            ).with_code("not-approved")
+        if len(present) >= MAX_STUDIES:
+            self._file(removable[0]).unlink(missing_ok=True)
+        make_private_folder(self.folder)
+        write_atomic(file, text, mode=0o600)
         return True
 
-    def read(self, whole: str) -> Offer:
-        """A study as it came, if it is what its digest says."""
-        file = self._file(whole)
+    def read_offer(self, digest: str) -> Offer:
+        """Return the offered study with this full digest.
+
+        Raises FedplanError if the file cannot be read, or if its study now has another digest.
+        """
+        file = self._file(digest)
         try:
-            said = json.loads(file.read_text(encoding="utf-8"))
-            with allowing(self.allow):
-                study = study_of(said["study"])
-                same = study.whole == whole
-            found = Offer(whole, study, str(said["time"]), str(said["server"]))
+            fields = json.loads(file.read_text(encoding="utf-8"))
+            with allow_imports(self.allow):
+                study = study_from_dict(fields["study"])
+                unchanged = study.full_digest == digest
+            offer = Offer(digest, study, str(fields["time"]), str(fields["server"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FedplanError(f"{file} cannot be read: {error}; have it offered again") from error
-        if not same:
             raise FedplanError(
-                f"{file} is no longer the study that came, or the code that it names has changed: "
-                "remove the file, and have it offered again"
-            )
-        return found
-
-    def find(self, prefix: str) -> str:
-        """The digest of the one study that begins so."""
-        found = [whole for whole in self.wholes() if prefix and whole.startswith(prefix)]
-        if not found:
+                f"{file} cannot be read: {error}; ask the server to offer the study again"
+            ) from error
+        if not unchanged:
             raise FedplanError(
-                f"no study {prefix!r} was offered here: `fedplan site inbox` lists those that were"
+                f"{file} is no longer the study that was offered, or the code that the study names "
+                "has changed: delete the file, and ask the server to offer the study again"
             )
-        if len(found) > 1:
-            some = ", ".join(whole[:16] for whole in found[:4])
-            raise FedplanError(f"{prefix!r} begins {len(found)} studies: say more of {some}")
-        return found[0]
+        return offer
 
-    def _file(self, whole: str) -> Path:
-        return self.folder / f"{whole}.json"
+    def find_digest(self, prefix: str) -> str:
+        """Return the full digest of the one offered study whose digest starts with `prefix`.
+
+        Raises FedplanError if no study matches, or more than one.
+        """
+        matches = [digest for digest in self.digests() if prefix and digest.startswith(prefix)]
+        if not matches:
+            raise FedplanError(
+                f"no offered study has a digest that starts with {prefix!r}: `fedplan site inbox` "
+                "lists the offered studies"
+            )
+        if len(matches) > 1:
+            examples = ", ".join(digest[:16] for digest in matches[:4])
+            raise FedplanError(
+                f"{len(matches)} studies have a digest that starts with {prefix!r}: give more "
+                f"characters, as in {examples}"
+            )
+        return matches[0]
+
+    def _file(self, digest: str) -> Path:
+        return self.folder / f"{digest}.json"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks of an installation: the wheels of what is installed here, each with its hash.
+"""Lock file of an installation: exact versions and wheel hashes of the installed packages.
 
-Of an installed package the hash of its wheel is not kept: the wheel is had again by its version,
-from the index that pip is set to, or from `wheels/` if it lies there already.
+pip does not keep the hash of an installed package's wheel, so each wheel is downloaded again from
+the index that pip uses, unless it is in the folder `wheels/` already.
 """
 
 from __future__ import annotations
@@ -17,94 +17,107 @@ from pathlib import Path
 
 from fedplan.errors import FedplanError
 
-LOCK, WHEELS = "requirements.lock", "wheels"
-"""In a site's folder: what is installed, and the wheels of it."""
-WHOLE = "fedplan[flower,privacy]"
-"""What a site needs: what it takes part by, and what hides its rows."""
-HEAD = """# What fedplan ran with on Python {python}, by hashes, for machines of this kind.
-# Install it: pip install --no-index --find-links wheels --require-hashes -r {lock}
+LOCK_FILE, WHEELS_FOLDER = "requirements.lock", "wheels"
+"""Inside a site's folder: the lock file, and the wheels that it lists."""
+SITE_REQUIREMENT = "fedplan[flower,privacy]"
+"""The requirement of a site: fedplan with its network and privacy extras."""
+LOCK_HEADER = """# Packages that fedplan ran with on Python {python}, with hashes for this platform.
+# Install: pip install --no-index --find-links wheels --require-hashes -r {lock}
 """
 
 
-def write_lock(folder: Path, asked: str = WHOLE) -> Path:
-    """Write the lock of what a requirement has installed here, with the wheels beside it."""
-    wheels = folder / WHEELS
+def write_requirements_lock(folder: Path, requirement: str = SITE_REQUIREMENT) -> Path:
+    """Write the lock file of an installed requirement with all its dependencies; return its path.
+
+    Downloads missing wheels with pip into `folder/wheels`. Raises FedplanError if a package is not
+    installed, or pip finds no wheel of its version.
+    """
+    wheels = folder / WHEELS_FOLDER
     wheels.mkdir(exist_ok=True)
-    versions = installed_for(asked)
-    _gather(wheels, versions)
-    if lacking := _lacking(wheels, versions):
+    versions = installed_versions(requirement)
+    _download_missing(wheels, versions)
+    if missing := _missing_wheels(wheels, versions):
         raise FedplanError(
-            f"pip finds no wheel of {', '.join(lacking)} for this machine: put it into {wheels}, "
-            "or set pip to an index that has it, and call this again"
+            f"pip finds no wheel of {', '.join(missing)} for this machine: put the wheel into "
+            f"{wheels}, or set pip to an index that has it, and run this command again"
         )
-    head = HEAD.format(python=".".join(map(str, sys.version_info[:2])), lock=LOCK)
-    lines = [_line(wheels, name, version) for name, version in versions.items()]
-    (folder / LOCK).write_text(head + "".join(lines), encoding="utf-8")
-    return folder / LOCK
+    header = LOCK_HEADER.format(python=".".join(map(str, sys.version_info[:2])), lock=LOCK_FILE)
+    lines = [_lock_line(wheels, name, version) for name, version in versions.items()]
+    (folder / LOCK_FILE).write_text(header + "".join(lines), encoding="utf-8")
+    return folder / LOCK_FILE
 
 
-def installed_for(asked: str) -> dict[str, str]:
-    """The versions of a requirement, and of all that it requires here, by name."""
+def installed_versions(requirement: str) -> dict[str, str]:
+    """Return the installed version of a requirement and of all its dependencies, sorted by name.
+
+    Raises FedplanError if one of them is not installed.
+    """
     from packaging.requirements import Requirement
 
-    found, seen = dict[str, str](), set[tuple[str, str]]()
-    left = [Requirement(asked)]
-    while left:
-        each = left.pop()
-        for extra in ("", *sorted(each.extras)):
-            if (key := (_plain(each.name), extra)) in seen:
+    versions, visited = dict[str, str](), set[tuple[str, str]]()
+    queue = [Requirement(requirement)]
+    while queue:
+        current = queue.pop()
+        for extra in ("", *sorted(current.extras)):
+            if (key := (_normalize_name(current.name), extra)) in visited:
                 continue
-            seen.add(key)
-            held = _distribution(each.name)
-            found[key[0]] = held.version
-            said = [Requirement(text) for text in held.requires or ()]
-            left += [r for r in said if r.marker is None or r.marker.evaluate({"extra": extra})]
-    return dict(sorted(found.items()))
+            visited.add(key)
+            distribution = _distribution(current.name)
+            versions[key[0]] = distribution.version
+            required = [Requirement(text) for text in distribution.requires or ()]
+            queue += [
+                r for r in required if r.marker is None or r.marker.evaluate({"extra": extra})
+            ]
+    return dict(sorted(versions.items()))
 
 
 def _distribution(name: str) -> Distribution:
     try:
         return Distribution.from_name(name)
     except PackageNotFoundError as error:
-        raise FedplanError(f"{name} is not installed here: pip install {name}") from error
+        raise FedplanError(f"{name} is not installed: run `pip install {name}`") from error
 
 
-def _gather(wheels: Path, versions: Mapping[str, str]) -> None:
-    """Have pip fetch what is lacking: all at once, and by themselves if one of them is nowhere."""
-    if lacking := _lacking(wheels, versions):
-        _download(wheels, lacking)
-    for each in _lacking(wheels, versions):
-        _download(wheels, [each])
+def _download_missing(wheels: Path, versions: Mapping[str, str]) -> None:
+    """Download the missing wheels with pip: all at once, then one by one the ones still missing."""
+    if missing := _missing_wheels(wheels, versions):
+        _download(wheels, missing)
+    for requirement in _missing_wheels(wheels, versions):
+        _download(wheels, [requirement])
 
 
-def _download(wheels: Path, asked: Sequence[str]) -> None:
-    words = ["download", "--no-deps", "--only-binary", ":all:", "--quiet", "--dest", str(wheels)]
-    command = [sys.executable, "-m", "pip", *words, *asked]
+def _download(wheels: Path, requirements: Sequence[str]) -> None:
+    options = ["download", "--no-deps", "--only-binary", ":all:", "--quiet", "--dest", str(wheels)]
+    command = [sys.executable, "-m", "pip", *options, *requirements]
     subprocess.run(command, check=False, capture_output=True)  # noqa: S603
 
 
-def _lacking(wheels: Path, versions: Mapping[str, str]) -> list[str]:
-    return [f"{n}=={version}" for n, version in versions.items() if not _wheel(wheels, n, version)]
+def _missing_wheels(wheels: Path, versions: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name}=={version}"
+        for name, version in versions.items()
+        if not _find_wheel(wheels, name, version)
+    ]
 
 
-def _line(wheels: Path, name: str, version: str) -> str:
-    file = _wheel(wheels, name, version)
+def _lock_line(wheels: Path, name: str, version: str) -> str:
+    """Return the line of a package in the lock file, with the SHA-256 of its wheel."""
+    file = _find_wheel(wheels, name, version)
     assert file is not None
     with file.open("rb") as opened:
-        return (
-            f"{name}=={version} --hash=sha256:{hashlib.file_digest(opened, 'sha256').hexdigest()}\n"
-        )
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return f"{name}=={version} --hash=sha256:{digest}\n"
 
 
-def _wheel(wheels: Path, name: str, version: str) -> Path | None:
-    """The wheel of a version in a folder."""
+def _find_wheel(wheels: Path, name: str, version: str) -> Path | None:
+    """Return the wheel of a version in a folder; None if there is none."""
     for file in sorted(wheels.glob("*.whl")):
-        held, _, rest = file.stem.partition("-")
-        if _plain(held) == name and rest.startswith(f"{version}-"):
+        package, _, tags = file.stem.partition("-")
+        if _normalize_name(package) == name and tags.startswith(f"{version}-"):
             return file
     return None
 
 
-def _plain(name: str) -> str:
-    """A package's name as an index knows it."""
+def _normalize_name(name: str) -> str:
+    """Return a package name as PyPI normalizes it: lower case with single dashes."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies: what a site lets happen, whatever a server asks, in a file that nobody else writes."""
+"""Policy of a site: the limits that hold for every study, read from the site's policy.toml."""
 
 from __future__ import annotations
 
@@ -14,352 +14,381 @@ from pydantic import AfterValidator, Field, ValidationError
 from fedplan.errors import FedplanError
 from fedplan.federation.account import Limits
 from fedplan.federation.agreement import Agreement
-from fedplan.language.crowds import kinds_of, phases_in
-from fedplan.language.horizon import MANY, rounds_ahead
+from fedplan.language.client_classes import client_classes, phase_names
 from fedplan.language.parser import parse_part
 from fedplan.language.parts import Part
 from fedplan.language.plan import Role
-from fedplan.language.resolution import permitted, touched
+from fedplan.language.resolution import params_with_roles, permitted_roles
+from fedplan.language.schedule import MAX_ROUNDS_CHECKED, rounds_to_check
 from fedplan.language.turn import Turn
 from fedplan.models.params import Kind, Param, Params
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.reports.forecasts import forecast
 from fedplan.reports.units import megabytes
-from fedplan.studies.plain import odd, read_toml
+from fedplan.studies.field_types import Count, as_value_error
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import Section
-from fedplan.studies.words import Count, as_fault
+from fedplan.studies.toml_values import parse_toml, unserializable_reason
 
 POLICY = "policy.toml"
-"""In a site's folder: what it lets happen."""
-RULE = "rule"
-"""Who approved, where no person had to."""
+"""Name of the policy file in a site's folder."""
+RULE_APPROVER = "rule"
+"""Recorded as the approver of a study that the policy approved without a person."""
 
 
-def _a_part(said: str) -> str:
-    with as_fault():
-        parse_part(said)
-    return said
+def _check_part(text: str) -> str:
+    with as_value_error():
+        parse_part(text)
+    return text
 
 
-PartText = Annotated[str, AfterValidator(_a_part)]
+PartText = Annotated[str, AfterValidator(_check_part)]
 
 
 class LimitsSection(Section):
-    """Where a site stops, of each dataset and over all studies; 0 is no limit."""
+    """Limits on each dataset of the site, over all studies; 0 is no limit."""
 
     rounds: Count = Limits.rounds
-    """The most turns that are answered; 0 is no limit."""
+    """The most rounds that are answered; 0 is no limit."""
     bytes: Annotated[int, Field(ge=0)] = Limits.bytes
     """The most bytes that leave; 0 is no limit."""
     epsilon: Annotated[float, Field(ge=0)] = Limits.epsilon
     """The most epsilon that is spent; 0 is no limit."""
     delta: Annotated[float, Field(gt=0, lt=1)] = Limits.delta
-    """The delta that the epsilon is counted at."""
+    """The delta at which epsilon is computed."""
 
 
-class DemandSection(Section):
-    """What a study must hide, and how well at least."""
+class RequiredPrivacySection(Section):
+    """The differential privacy that a study must promise."""
 
     unit: Unit
-    """What a study must hide: a client or an example."""
+    """The unit that a study must protect: client or example."""
     epsilon: Annotated[float, Field(gt=0)]
-    """The most epsilon that a study may promise."""
+    """The largest epsilon that a study may promise."""
     delta: Annotated[float, Field(gt=0, lt=1)] = Limits.delta
-    """The largest delta that a study may promise it at."""
+    """The largest delta that a study may promise."""
 
 
 class Policy(Section):
-    """What a site lets happen. A study against it runs in no case; one within it is approved by a
-    person, or with `by_rule` by nobody.
+    """The rules of a site for all studies.
+
+    A study that violates the policy never runs. A study that the policy allows needs the approval
+    of a person, or of nobody with `auto_approve`.
     """
 
-    by_rule: bool = False
-    """Whether a study within this policy needs no person."""
+    auto_approve: bool = False
+    """Whether studies that the policy allows are approved without a person."""
     never_share: list[PartText] = Field(default_factory=list[str])
-    """Parts of the plan language whose values never leave."""
+    """Parts of the model, in the plan language, whose values never leave."""
     metrics: list[str] = Field(default_factory=list[str])
-    """The scores of the site's rows that may leave, the loss among them."""
-    least_rows: Count = 20
-    """From how many rows on a score may leave."""
-    weight: bool = True
-    """Whether a study may tell how many rows there are."""
-    require_masked: Count = 0
-    """Of how many sites a sum must be that the server sees; 0 lets it see this site's update."""
+    """Metrics of the site's examples that may leave, including the training loss."""
+    min_examples: Count = 20
+    """The fewest test examples with which metrics may leave."""
+    reveal_example_count: bool = True
+    """Whether a study may reveal the site's number of examples."""
+    min_sites_in_sum: Count = 0
+    """The fewest sites in a sum that the server sees; 0 lets it see this site's update."""
     colluders: Count = 0
-    """How many other sites may tell the server all they have: masks and noise must still hold."""
+    """How many other sites may collude with the server without breaking masks and noise."""
     approvers: list[str] = Field(default_factory=list[str])
-    """The users who may approve; if there are none, whoever can write the site's home."""
+    """Users who may approve; empty: everyone who can write the site's state folder."""
     limits: LimitsSection = LimitsSection()
-    """Where the site stops, whatever was approved."""
-    require_privacy: DemandSection | None = None
-    """What a study must hide, and how well; without it, nothing."""
+    """Limits that hold for all approved studies together."""
+    require_privacy: RequiredPrivacySection | None = None
+    """The differential privacy that a study must promise; without it, none."""
 
     @property
     def digest(self) -> str:
-        """Tells two policies apart."""
+        """SHA-256 of all fields."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
     @property
-    def bounds(self) -> Limits:
-        """The limits as an account takes them."""
+    def account_limits(self) -> Limits:
+        """The limits as the site's account takes them."""
         return Limits(**self.limits.model_dump())
 
-    def lets_approve(self, user: str) -> bool:
+    def may_approve(self, user: str) -> bool:
         """Whether a user may approve studies."""
         return not self.approvers or user in self.approvers
 
-    def lines(self) -> list[str]:
-        """It in words."""
-        return list(_words(self))
+    def summary_lines(self) -> list[str]:
+        """Return the policy as sentences for a person."""
+        return list(_summary(self))
 
 
 def read_policy(file: Path) -> Policy:
-    """The policy of a file. There is none without one: silence would let anything happen."""
+    """Return the policy in a file.
+
+    Raises ConfigError if the file is missing, cannot be read, or is invalid. A missing file is no
+    empty policy, since that would allow every study.
+    """
     try:
-        return policy_of(read_toml(file.read_text(encoding="utf-8")))
+        return policy_from_dict(parse_toml(file.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{file} is not there: write what this site lets happen; an empty file has every study "
-            "wait for a person"
+            f"{file} does not exist: write this site's policy; with an empty file, every study "
+            "waits for the approval of a person"
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
-def policy_of(said: Mapping[str, object]) -> Policy:
-    """A policy from plain values; each fault is named by its field."""
-    faults = [f"{name}: {fault}" for name, held in said.items() if (fault := odd(held))]
+def policy_from_dict(fields: Mapping[str, object]) -> Policy:
+    """Return a policy from plain values; raise ConfigError with a line for each invalid field."""
+    reasons = {name: unserializable_reason(value) for name, value in fields.items()}
+    faults = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     try:
         if not faults:
-            return Policy.model_validate(dict(said))
+            return Policy.model_validate(dict(fields))
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-    raise ConfigError("the policy does not fit:\n  " + "\n  ".join(faults))
+    raise ConfigError("invalid policy:\n  " + "\n  ".join(faults))
 
 
-def judged(
+def policy_violations(
     policy: Policy, study: Study, agreement: Agreement, site: Turn | None = None
 ) -> list[str]:
-    """What of a study is against a policy, in sentences; nothing if it is within it.
+    """Return a sentence for each way in which a study violates a policy; none if it is allowed.
 
-    `site` is the site as plans see it, by its name and its traits; without it, any client is meant.
+    `agreement` is the study's outline. `site` is the site's name and traits; without it, the study
+    must be allowed for every client.
     """
-    site = seen_in(study, site)
+    site = site_in_study(study, site)
     return [
-        *_never_shared(policy, study, agreement, site),
-        *_past_limits(policy.limits, study, agreement),
-        *_unhidden(policy, study, agreement),
-        *_unmasked(policy, study, agreement),
+        *_never_share_violations(policy, study, agreement, site),
+        *_limit_violations(policy.limits, study, agreement),
+        *_privacy_violations(policy, study, agreement),
+        *_secagg_violations(policy, study, agreement),
     ]
 
 
-def seen_in(study: Study, site: Turn | None) -> Turn | None:
-    """A site as the plan of a study sees it: with what the study says of it, and its own words."""
+def site_in_study(study: Study, site: Turn | None) -> Turn | None:
+    """Return a site with the traits that a study gives it added; the site's own traits win."""
     if site is None:
         return None
     return replace(site, traits={**study.clients.traits.get(site.client, {}), **site.traits})
 
 
-def shared_in(agreement: Agreement, rounds: int, site: Turn | None = None) -> dict[Param, Turn]:
-    """What may leave in a run, each param with the first turn that shares it.
+def shareable_params(
+    agreement: Agreement, rounds: int, site: Turn | None = None
+) -> dict[Param, Turn]:
+    """Return the params that may leave in a run, each with the first turn that may share it.
 
-    Every phase is taken to come in every round: a server says which it is.
+    Without `site`, all client classes are checked. Every phase is checked in every round, since the
+    server decides the phase. If the rounds cannot be enumerated, every param that the plan ever
+    shares is returned, with an empty Turn.
     """
-    plan, params, found = agreement.method.plan, agreement.params, dict[Param, Turn]()
-    numbers = _rounds(agreement, rounds)
+    plan, params, first_turns = agreement.method.plan, agreement.params, dict[Param, Turn]()
+    numbers = _rounds_to_check(agreement, rounds)
     if numbers is None:
-        return dict.fromkeys(touched(plan, params, Role.SHARE), Turn())
-    kinds = [turn for _, turn in kinds_of(plan, None)] if site is None else [site]
-    said = set[object]()
+        return dict.fromkeys(params_with_roles(plan, params, Role.SHARE), Turn())
+    clients = [turn for _, turn in client_classes(plan, None)] if site is None else [site]
+    checked = set[object]()
     for number in numbers:
-        for phase in ("", *phases_in(plan)):
-            for turn in (replace(kind, round=number, phase=phase) for kind in kinds):
-                if (steps := plan.settle(turn)) in said:
+        for phase in ("", *phase_names(plan)):
+            for turn in (replace(client, round=number, phase=phase) for client in clients):
+                if (steps := plan.active_steps(turn)) in checked:
                     continue
-                said.add(steps)
-                roles = permitted(plan, params, turn)
+                checked.add(steps)
+                roles = permitted_roles(plan, params, turn)
                 for param in (p for p in params if roles[p] is Role.SHARE):
-                    found.setdefault(param, turn)
-    return found
+                    first_turns.setdefault(param, turn)
+    return first_turns
 
 
-def _rounds(agreement: Agreement, rounds: int) -> list[int] | None:
-    """The rounds to look at; none if a plan may say anything at any time."""
-    if rounds <= MANY:
+def _rounds_to_check(agreement: Agreement, rounds: int) -> list[int] | None:
+    """Return the rounds in which a plan may change; None if a long plan may change at any time."""
+    if rounds <= MAX_ROUNDS_CHECKED:
         return list(range(1, rounds + 1))
-    ahead = rounds_ahead(agreement.method.plan)
-    return None if ahead is None else sorted(number for number, _ in ahead)
+    changes = rounds_to_check(agreement.method.plan)
+    return None if changes is None else sorted(number for number, _ in changes)
 
 
-def _never_shared(
+def _never_share_violations(
     policy: Policy, study: Study, agreement: Agreement, site: Turn | None
 ) -> Iterator[str]:
-    shared = shared_in(agreement, study.train.rounds, site) if policy.never_share else {}
+    """Yield a sentence for each part in `never_share` that the study shares, or may share."""
+    shareable = shareable_params(agreement, study.train.rounds, site) if policy.never_share else {}
     for text in policy.never_share:
         part = parse_part(text)
-        leaving = {p: turn for p, turn in shared.items() if _is_of(part, p, agreement.params)}
-        doubted = [p for p in shared if p not in leaving and part.doubtful(p)]
-        if leaving:
-            first = min(leaving.values(), key=lambda turn: turn.round)
+        shared = {
+            p: turn for p, turn in shareable.items() if _is_in_part(part, p, agreement.params)
+        }
+        uncertain = [p for p in shareable if p not in shared and part.is_uncertain(p)]
+        if shared:
+            first = min(shared.values(), key=lambda turn: turn.round)
             yield (
-                f"{text} never leaves this site (never_share), and the plan shares "
-                f"{_some([p.key for p in leaving])}{_when(first)}"
+                f"never_share: {text} must never leave this site, but the plan shares "
+                f"{_first_names([p.key for p in shared])}{_turn_text(first)}"
             )
-        if doubted:
+        if uncertain:
             yield (
-                f"{text} never leaves this site (never_share), and nobody knows whether "
-                f"{_some([p.key for p in doubted])} is of it: the study may say model.like"
+                f"never_share: {text} must never leave this site, but it is not known whether "
+                f"{_first_names([p.key for p in uncertain])} belongs to it; the study can set "
+                "model.layer_map_like to make it known"
             )
 
 
-def _is_of(part: Part, param: Param, params: Params) -> bool:
-    """Whether a param is of a part, by any of its names: an embedding may be the head too.
+def _is_in_part(part: Part, param: Param, params: Params) -> bool:
+    """Whether a param belongs to a part, by itself, by its tied names, or as an adapter.
 
-    An adapter is of what it changes as well: with a public base, it is the trained layer.
+    A tied name counts as a head, since an embedding may be the head too. An adapter also belongs to
+    the parts of the layers that it adapts: with a public base model, it is the trained layer.
     """
-    others = [replace(param, name=name, kind=Kind.HEAD) for name in param.tied]
+    related = [replace(param, name=name, kind=Kind.HEAD) for name in param.tied]
     if param.kind is Kind.ADAPTER:
-        others += [each for each in params if _is_host(each, param)]
-    return any(part.holds(each) for each in (param, *others))
+        related += [each for each in params if _is_adapted_by(each, param)]
+    return any(part.holds(each) for each in (param, *related))
 
 
-def _is_host(param: Param, adapter: Param) -> bool:
+def _is_adapted_by(param: Param, adapter: Param) -> bool:
     module = param.name.rpartition(".")[0].removesuffix(".base_layer")
     return param.kind is not Kind.ADAPTER and adapter.name.startswith(f"{module}.")
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     return ", ".join(names[:2]) + more
 
 
-def _when(turn: Turn) -> str:
+def _turn_text(turn: Turn) -> str:
     phase = f' in phase "{turn.phase}"' if turn.phase else ""
     return f" from round {turn.round} on{phase}" if turn.round else " in some round"
 
 
-def _past_limits(limits: LimitsSection, study: Study, agreement: Agreement) -> Iterator[str]:
+def _limit_violations(limits: LimitsSection, study: Study, agreement: Agreement) -> Iterator[str]:
+    """Yield a sentence for each limit that the whole run of a study would exceed."""
     rounds, guarantee = study.train.rounds, agreement.guarantee
     if limits.rounds and rounds > limits.rounds:
-        yield f"it has {rounds} rounds, and limits.rounds is {limits.rounds}"
-    if limits.bytes and (least := _least_up(agreement, rounds)) > limits.bytes:
+        yield f"limits.rounds is {limits.rounds}, but the study has {rounds} rounds"
+    if limits.bytes and (upload := _least_upload(agreement, rounds)) > limits.bytes:
         yield (
-            f"{megabytes(least)} MB leave at the least, and limits.bytes is "
-            f"{megabytes(limits.bytes)} MB"
+            f"limits.bytes is {megabytes(limits.bytes)} MB, but the study sends at least "
+            f"{megabytes(upload)} MB"
         )
-    hidden = agreement.in_shares or (guarantee is not None and guarantee.unit == "example")
-    if limits.epsilon and not hidden:
-        yield f"it hides no examples, and limits.epsilon is {limits.epsilon:g}"
+    protected = agreement.distributed_dp or (guarantee is not None and guarantee.unit == "example")
+    if limits.epsilon and not protected:
+        yield (
+            f"limits.epsilon is {limits.epsilon:g}, but the study has no differential privacy that "
+            "protects this site's examples from the server"
+        )
     elif limits.epsilon and guarantee is not None:
-        spent = replace(guarantee, delta=limits.delta).forecast(rounds)
-        if spent > limits.epsilon:
+        epsilon = replace(guarantee, delta=limits.delta).forecast_epsilon(rounds)
+        if epsilon > limits.epsilon:
             yield (
-                f"it spends epsilon {spent:.3g} at delta {limits.delta:g}, and limits.epsilon is "
-                f"{limits.epsilon:g}"
+                f"limits.epsilon is {limits.epsilon:g}, but the study spends epsilon "
+                f"{epsilon:.3g} at delta {limits.delta:g}"
             )
 
 
-def _least_up(agreement: Agreement, rounds: int) -> int:
-    """The bytes that surely leave over all rounds; of very many, those of the first."""
-    found = forecast(
-        agreement.method.plan, agreement.params, rounds=min(rounds, MANY), fare=agreement.fare
+def _least_upload(agreement: Agreement, rounds: int) -> int:
+    """Return the fewest bytes that a client uploads in a run, of at most MAX_ROUNDS_CHECKED."""
+    run = forecast(
+        agreement.method.plan,
+        agreement.params,
+        rounds=min(rounds, MAX_ROUNDS_CHECKED),
+        wire_cost=agreement.wire_cost,
     )
-    return min(sum(least for least, _ in view.ups) for view in found.views)
+    return min(sum(least for least, _ in client.uploads) for client in run.clients)
 
 
-def _unhidden(policy: Policy, study: Study, agreement: Agreement) -> Iterator[str]:
+def _privacy_violations(policy: Policy, study: Study, agreement: Agreement) -> Iterator[str]:
+    """Yield a sentence if a study reveals the number of examples, or has too little privacy."""
     guarantee = agreement.guarantee
-    told = not agreement.masking.alike
+    reveals_count = not agreement.secagg.equal_weights
     if guarantee is not None:
-        told = guarantee.cap and not agreement.in_shares
-    if not policy.weight and told and agreement.masking.active:
+        reveals_count = guarantee.max_weight and not agreement.distributed_dp
+    if not policy.reveal_example_count and reveals_count and agreement.secagg.active:
         yield (
-            "the sum of rows is told of each part, and weight is false: two parts that differ by "
-            "this site, or two rounds, tell its rows; a study with [privacy], or with "
-            "aggregation.alike, does not"
+            "reveal_example_count is false, but the study reveals the sum of the sites' numbers of "
+            "examples for each part of the model: two such sums that differ by this site reveal "
+            "its number; a study with [privacy], or with aggregation.equal_weights, does not"
         )
-    elif not policy.weight and told:
+    elif not policy.reveal_example_count and reveals_count:
         yield (
-            "each update tells how many rows there are, and weight is false: a study with "
-            "[privacy] does not tell it"
+            "reveal_example_count is false, but each update of the study reveals this site's "
+            "number of examples; a study with [privacy] does not"
         )
-    asked, said = policy.require_privacy, study.privacy
-    if asked is None:
+    required, promised = policy.require_privacy, study.privacy
+    if required is None:
         return
-    if said is None or said.unit != asked.unit:
-        hides = f"it hides each {said.unit}" if said else "it promises no privacy"
-        yield f"{hides}, and require_privacy.unit is {asked.unit!r}"
-    elif said.epsilon > asked.epsilon or said.delta > asked.delta:
+    if promised is None or promised.unit != required.unit:
+        promise = f"protects each {promised.unit}" if promised else "has no differential privacy"
+        yield f"require_privacy.unit is {required.unit!r}, but the study {promise}"
+    elif promised.epsilon > required.epsilon or promised.delta > required.delta:
         yield (
-            f"it promises epsilon {said.epsilon:g} at delta {said.delta:g}, and require_privacy "
-            f"asks for {asked.epsilon:g} at {asked.delta:g}"
+            f"require_privacy asks for epsilon {required.epsilon:g} at delta {required.delta:g}, "
+            f"but the study promises epsilon {promised.epsilon:g} at delta {promised.delta:g}"
         )
 
 
-def _unmasked(policy: Policy, study: Study, agreement: Agreement) -> Iterator[str]:
-    least, masking = policy.require_masked, agreement.masking
-    if not masking.active:
-        for name, value in (("require_masked", least), ("colluders", policy.colluders)):
+def _secagg_violations(policy: Policy, study: Study, agreement: Agreement) -> Iterator[str]:
+    """Yield a sentence for each requirement on secure aggregation that a study does not meet."""
+    required, secagg = policy.min_sites_in_sum, agreement.secagg
+    if not secagg.active:
+        for name, value in (("min_sites_in_sum", required), ("colluders", policy.colluders)):
             if value:
-                yield f"the server would see this site's update, and {name} is {value}"
+                yield (
+                    f"{name} is {value}, but the study has no secure aggregation: the server would "
+                    "see this site's update"
+                )
         return
-    if masking.colluders < policy.colluders:
+    if secagg.colluders < policy.colluders:
         yield (
-            f"aggregation.colluders is {masking.colluders}, and this site's colluders is "
-            f"{policy.colluders}"
+            f"colluders is {policy.colluders}, but the study's aggregation.colluders is "
+            f"{secagg.colluders}"
         )
-    if least:
+    if required:
         names = study.clients.names
-        asked = max(1, round(study.clients.share * len(names))) if names else 0
+        sampled = max(1, round(study.clients.fraction * len(names))) if names else 0
         try:
-            opens = masking.threshold or (masking.least(asked) if asked else 0)
+            threshold = secagg.threshold or (secagg.resolve_threshold(sampled) if sampled else 0)
         except FedplanError as error:
             yield str(error)
             return
-        fewest = min(masking.floor, opens)
-        if fewest < least:
+        fewest = min(secagg.min_contributors, threshold)
+        if fewest < required:
             yield (
-                f"a sum of {fewest} sites may be opened (aggregation.threshold, floor), and "
-                f"require_masked is {least}"
+                f"min_sites_in_sum is {required}, but the server may see a sum of only {fewest} "
+                "sites in this study (aggregation.threshold and floor)"
             )
 
 
-def picked(study: Study) -> list[str]:
-    """The words by which a study picks some of a site's rows: a rule approves of none of them."""
+def example_filters(study: Study) -> list[str]:
+    """Return the fields by which a study selects some of a site's examples, as `name = value`.
+
+    A study with such a field is not approved by rule.
+    """
     data = study.data
-    said = {"data.only": data.only, "data.train": data.train, "data.limit": data.limit}
-    return [f"{name} = {value}" for name, value in said.items() if value]
+    values = {name: getattr(data, name) for name in ("filter", "train_filter", "max_examples")}
+    return [f"data.{name} = {value}" for name, value in values.items() if value]
 
 
-def _words(policy: Policy) -> Iterator[str]:
-    who = ", ".join(policy.approvers) or "whoever can write the site's home"
+def _summary(policy: Policy) -> Iterator[str]:
+    """Yield the sentences of `Policy.summary_lines`."""
+    approvers = ", ".join(policy.approvers) or "anyone who can write the site's state folder"
     yield (
-        "A study within this policy is approved by rule."
-        if policy.by_rule
-        else f"A study within this policy waits for a person: {who}."
+        "Studies that this policy allows are approved automatically."
+        if policy.auto_approve
+        else f"Each study needs the approval of a person: {approvers}."
     )
-    parts = ", ".join(policy.never_share)
-    yield f"These parts never leave: {parts}." if parts else "No part is barred from leaving."
-    scores = ", ".join(policy.metrics)
-    yield (
-        f"Scores that may leave, from {policy.least_rows} rows on: {scores}."
-        if scores
-        else "No score of its rows leaves, and no loss."
-    )
-    yield f"How many rows there are {'may leave' if policy.weight else 'never leaves'}."
-    if policy.require_masked:
-        yield f"The server sees no update, but sums of {policy.require_masked} sites or more."
+    yield f"Parts of the model that never leave: {', '.join(policy.never_share) or 'none'}."
+    metrics = f"from {policy.min_examples} examples on: {', '.join(policy.metrics)}"
+    yield f"Metrics that may leave, {metrics}." if policy.metrics else "No metrics or losses leave."
+    count = "may leave" if policy.reveal_example_count else "never leaves"
+    yield f"The number of examples {count}."
+    if policy.min_sites_in_sum:
+        yield f"The server may see only sums of updates of {policy.min_sites_in_sum} sites or more."
     if policy.colluders:
         yield (
-            "The server sees no update, even if it is told all that "
-            f"{policy.colluders} of the other sites have."
+            f"The server must not see this site's update, even if {policy.colluders} of the other "
+            "sites give it all their data."
         )
-    said = {name: value for name, value in policy.limits.model_dump().items() if name != "delta"}
-    limits = ", ".join(f"{name} {value:g}" for name, value in said.items() if value)
-    yield f"Limits of each dataset, over all studies: {limits or 'none'}."
-    if (asked := policy.require_privacy) is not None:
+    fields = {name: value for name, value in policy.limits.model_dump().items() if name != "delta"}
+    limits = ", ".join(f"{name} {value:g}" for name, value in fields.items() if value)
+    yield f"Limits for each dataset, over all studies: {limits or 'none'}."
+    if (required := policy.require_privacy) is not None:
         yield (
-            f"A study must hide each {asked.unit}: epsilon {asked.epsilon:g} at delta "
-            f"{asked.delta:g}, or less."
+            f"A study must protect each {required.unit} by differential privacy with at most "
+            f"epsilon {required.epsilon:g} at delta {required.delta:g}."
         )

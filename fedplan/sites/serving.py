@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serving: a site takes part, with its node beside it, until it is ended."""
+"""Serve a site: start its Flower node and answer the server's requests until stopped."""
 
 from __future__ import annotations
 
@@ -9,51 +9,59 @@ import threading
 from pathlib import Path
 
 from fedplan.errors import FedplanError
-from fedplan.runners.flower.executor import serve
-from fedplan.runners.flower.node import noded
+from fedplan.runners.flower.superexec import serve_tasks
+from fedplan.runners.flower.supernode import run_supernode
 from fedplan.runners.site import Site, read_site
-from fedplan.sites.desk import Desk, approvals_of
-from fedplan.sites.reached import certificate_mark
-from fedplan.storage.locks import claimed
+from fedplan.sites.gateway import SiteGateway, site_approvals
+from fedplan.sites.tls_probe import certificate_digest
+from fedplan.storage.locks import acquire_folder_lock
 
 
 def serve_site(folder: Path) -> None:
-    """Serve the site of a folder until TERM or INT."""
-    site, over = read_site(folder), threading.Event()
-    os.umask(0o077)
-    # What stands on this machine is not asked for by way of a proxy.
-    said = [os.environ[name] for name in ("NO_PROXY", "no_proxy") if os.environ.get(name)]
-    for name in ("NO_PROXY", "no_proxy"):  # where both are there, libraries take either
-        os.environ[name] = ",".join(dict.fromkeys((*said, "127.0.0.1")))
+    """Serve the site described in a folder until SIGTERM or SIGINT.
 
-    def end(number: int, frame: object) -> None:
-        # From another thread: this one may be within the event's own lock.
-        threading.Thread(target=over.set).start()
+    Sets the process's umask, signal handlers and NO_PROXY, and locks the site's state folder.
+    """
+    site, stopped = read_site(folder), threading.Event()
+    os.umask(0o077)
+    # Connections to this machine must not go through a proxy.
+    proxy_exceptions = [
+        os.environ[name] for name in ("NO_PROXY", "no_proxy") if os.environ.get(name)
+    ]
+    for name in ("NO_PROXY", "no_proxy"):  # if both are set, libraries read either
+        os.environ[name] = ",".join(dict.fromkeys((*proxy_exceptions, "127.0.0.1")))
+
+    def stop(number: int, frame: object) -> None:
+        # In another thread, since this one may hold the event's lock.
+        threading.Thread(target=stopped.set).start()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
-    home = Path(site.home)
-    home.mkdir(parents=True, exist_ok=True)
-    claim = claimed(home)
-    desk = desk_of(site)
-    desk.log.note("site begun", site=site.name)
-    with noded(site, over) as door:
-        serve(door, desk.answer, over)
-    desk.egress.settle()
-    desk.log.note("site ended", site=site.name)
-    del claim
+        signal.signal(number, stop)
+    state_folder = Path(site.state)
+    state_folder.mkdir(parents=True, exist_ok=True)
+    lock = acquire_folder_lock(state_folder)
+    gateway = make_gateway(site)
+    gateway.log.note("site begun", site=site.name)
+    with run_supernode(site, stopped) as api:
+        serve_tasks(api, gateway.answer, stopped)
+    gateway.egress.flush()
+    gateway.log.note("site ended", site=site.name)
+    del lock
 
 
-def desk_of(site: Site) -> Desk:
-    """The desk of a site, by its policy."""
-    return Desk(site, approvals_of(site), lambda: certificate_of(site))
+def make_gateway(site: Site) -> SiteGateway:
+    """Return a gateway for a site, with the approvals in its state folder."""
+    return SiteGateway(site, site_approvals(site), lambda: server_certificate_digest(site))
 
 
-def certificate_of(site: Site) -> str:
-    """The digest of the certificate that the server shows now; nothing if it shows none."""
+def server_certificate_digest(site: Site) -> str:
+    """Return the SHA-256 of the certificate that the site's server presents now.
+
+    Returns "" without a server, without TLS, and if the server cannot be reached.
+    """
     if site.server is None or not site.server.ca:
         return ""
     try:
-        return certificate_mark(site.server)
+        return certificate_digest(site.server)
     except FedplanError:
         return ""

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What survives a kill, a full disk and a flipped bit."""
+"""Files that survive a kill, a full disk and a flipped bit: checkpoints, journals, chains, logs."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fedplan.storage.encryption import Encryption
     from fedplan.storage.journal import Journal
-    from fedplan.storage.lines import Lines
+    from fedplan.storage.json_lines import JsonLinesFile
     from fedplan.storage.logs import Log, follow_log, read_log
     from fedplan.storage.store import Store
 
-__all__ = ["Encryption", "Journal", "Lines", "Log", "Store", "follow_log", "read_log"]
+__all__ = ["Encryption", "Journal", "JsonLinesFile", "Log", "Store", "follow_log", "read_log"]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "encryption": "Encryption",
         "journal": "Journal",
-        "lines": "Lines",
+        "json_lines": "JsonLinesFile",
         "logs": "Log follow_log read_log",
         "store": "Store",
     },

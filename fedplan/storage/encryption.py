@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encryption: AES-256-GCM with a key from a file, for what a client keeps on its disk.
+"""AES-256-GCM encryption with a key from a file, for a client's data on disk.
 
-Every sealing draws a salt and derives a key of its own from it (HKDF-SHA256), so that the chunks'
-nonces may simply count. Each chunk is bound to its number, to whether it is the last, and to the
-words that say what was sealed: a chunk that is lost, moved or from elsewhere does not open.
+Each message derives a key of its own from a random salt (HKDF-SHA256), so chunk nonces can be
+counters. The associated data of a chunk is its number, whether it is the last one, and a label of
+the content: a chunk that was dropped, reordered or copied from another message fails to decrypt.
 """
 
 from __future__ import annotations
@@ -24,33 +24,37 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 CHUNK = 64 << 20
-"""Bytes that are sealed at a time; what was sealed says its own."""
+"""Plaintext bytes per chunk for new messages; a message stores its chunk size in its header."""
 
 _MAGIC = b"fedplan sealed 1"
 _HEADER = struct.Struct(">16sI32s")
-"""The magic, the bytes of a chunk, the salt."""
+"""Magic, chunk size in bytes, salt."""
 _LARGEST_CHUNK = 1 << 30
 _TAG = 16
 _KEY_FILE = re.compile(rb"[0-9a-fA-F]{64}\n?")
 
 
 class Encryption:
-    """A key of 32 bytes, and what it closes and opens.
+    """Encrypts and decrypts bytes with one 32-byte key.
 
-    `about` says what the data is, such as "tensors 7": it opens only under the same words. `name`
-    tells the key from others, and may be seen by all.
+    `label` names the content, such as "tensors 7"; decryption needs the same label. `key_id`
+    identifies the key and is not secret.
     """
 
     def __init__(self, key: bytes) -> None:
+        """Raise StoreError if the key does not have 32 bytes."""
         if len(key) != 32:
             raise StoreError(f"the key has {len(key)} bytes: make one of 32 with new_key_file()")
         self._key = key
-        self.name = _derived(key, b"", b"fedplan: name of the key")[:8].hex()
+        self.key_id = _derive_key(key, b"", b"fedplan: name of the key")[:8].hex()
 
     @classmethod
     def from_file(cls, path: Path) -> Encryption:
-        """The seal of a key file: 32 bytes or 64 hex digits, that only its owner may read."""
-        content = _secret(path)
+        """Read a key file of 32 raw bytes or 64 hex digits.
+
+        Raises StoreError if the file cannot be read, holds no key, or other users may read it.
+        """
+        content = _read_secret(path)
         if len(content) == 32:
             return cls(content)
         if not _KEY_FILE.fullmatch(content):
@@ -60,61 +64,62 @@ class Encryption:
             )
         return cls(bytes.fromhex(content.decode()))
 
-    def close(self, data: bytes, about: str) -> bytes:
-        """The data, sealed."""
-        return b"".join(self.pieces(data, about))
+    def encrypt(self, data: bytes, label: str) -> bytes:
+        """Encrypt data under a label; the result includes the header with salt and chunk size."""
+        return b"".join(self.encrypt_chunks(data, label))
 
-    def pieces(self, data: bytes, about: str) -> Iterator[bytes]:
-        """What `close` returns, piece by piece: for what is too large to be held twice."""
+    def encrypt_chunks(self, data: bytes, label: str) -> Iterator[bytes]:
+        """Yield the result of `encrypt` piece by piece, so that it need not fit in memory."""
         size, salt = CHUNK, os.urandom(32)
         header = _HEADER.pack(_MAGIC, size, salt)
         yield header
         cipher, view = self._cipher(salt), memoryview(data)
-        for place in _places(len(data), size):
-            chunk = view[place.start : place.start + size]
-            yield cipher.encrypt(place.nonce, chunk, header + place.bound(about))
+        for chunk in _chunks(len(data), size):
+            plaintext = view[chunk.start : chunk.start + size]
+            yield cipher.encrypt(chunk.nonce, plaintext, header + chunk.associated_data(label))
 
-    def open(self, data: bytes, about: str) -> bytes:
-        """The data that was sealed under these words. Any damage is a StoreError."""
+    def decrypt(self, data: bytes, label: str) -> bytes:
+        """Return the plaintext of `encrypt`. Raises StoreError on damage, wrong label or key."""
         header, body = data[: _HEADER.size], memoryview(data)[_HEADER.size :]
-        size, salt = _read(header, about)
+        size, salt = _parse_header(header, label)
         cipher, step = self._cipher(salt), size + _TAG
         from cryptography.exceptions import InvalidTag
 
         try:
             return b"".join(
                 cipher.decrypt(
-                    place.nonce,
-                    body[place.start : place.start + step],
-                    header + place.bound(about),
+                    chunk.nonce,
+                    body[chunk.start : chunk.start + step],
+                    header + chunk.associated_data(label),
                 )
-                for place in _places(len(body), step)
+                for chunk in _chunks(len(body), step)
             )
         except InvalidTag as error:
             raise StoreError(
-                f"the {about} does not open: it is damaged, or was sealed as something else or "
-                f"with another key than {self.name}; put a copy of it back, or give that key"
+                f"the {label} cannot be decrypted: it is damaged, or was encrypted as something "
+                f"else or with another key than {self.key_id}; restore it from a copy, or give "
+                "that key"
             ) from error
 
     def _cipher(self, salt: bytes) -> AESGCM:
-        with _installed():
+        with _require_cryptography():
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-        return AESGCM(_derived(self._key, salt, b"fedplan: sealed data"))
+        return AESGCM(_derive_key(self._key, salt, b"fedplan: sealed data"))
 
 
-def _read(header: bytes, about: str) -> tuple[int, bytes]:
-    """The bytes of a chunk, and the salt."""
+def _parse_header(header: bytes, label: str) -> tuple[int, bytes]:
+    """Return chunk size and salt of an encrypted message; StoreError if the header is invalid."""
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise StoreError(f"the {about} is not sealed, or damaged: put a copy of it back")
+        raise StoreError(f"the {label} is not encrypted, or damaged: restore it from a copy")
     _, size, salt = _HEADER.unpack(header)
     if not 0 < size <= _LARGEST_CHUNK:
-        raise StoreError(f"the {about} is damaged (chunks of {size}): put a copy of it back")
+        raise StoreError(f"the {label} is damaged (chunks of {size}): restore it from a copy")
     return size, salt
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a chunk stands."""
+class _Chunk:
+    """Number of a chunk, its first byte, and whether it is the last."""
 
     number: int
     start: int
@@ -124,27 +129,31 @@ class _Place:
     def nonce(self) -> bytes:
         return self.number.to_bytes(12, "big")
 
-    def bound(self, about: str) -> bytes:
-        return struct.pack(">Q?", self.number, self.last) + about.encode()
+    def associated_data(self, label: str) -> bytes:
+        return struct.pack(">Q?", self.number, self.last) + label.encode()
 
 
-def _places(length: int, size: int) -> Iterator[_Place]:
-    # Nothing is one chunk, too: else its loss would not be seen.
+def _chunks(length: int, size: int) -> Iterator[_Chunk]:
+    # Empty data is one empty chunk, so that its removal is detected.
     for number, start in enumerate(range(0, max(length, 1), size)):
-        yield _Place(number, start, start + size >= length)
+        yield _Chunk(number, start, start + size >= length)
 
 
 def new_key_file(path: Path) -> None:
-    """Make a key file that only its owner may read. Who loses it loses what it seals."""
+    """Write a new random key to a file with mode 600, and sync it to disk.
+
+    Raises StoreError if the file exists or cannot be written. Without the key file the data
+    encrypted with it is lost.
+    """
     try:
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise StoreError(f"no key file was made: {error}; name a new file in a folder") from error
     try:
-        with os.fdopen(opened, "wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             file.write(os.urandom(32).hex().encode() + b"\n")
             file.flush()
-            os.fsync(opened)
+            os.fsync(descriptor)
         _sync(path.parent)
     except OSError as error:
         with suppress(OSError):
@@ -152,13 +161,16 @@ def new_key_file(path: Path) -> None:
         raise StoreError(f"no key file was made: {error}; free space or mend the disk") from error
 
 
-def _secret(path: Path) -> bytes:
-    """The first bytes of a plain file that nobody but its owner may read."""
+def _read_secret(path: Path) -> bytes:
+    """Return the first 100 bytes of a regular file.
+
+    Raises StoreError if it cannot be read, is not a regular file, or others have access to it.
+    """
     try:
-        with open(path, "rb", opener=_unblocked) as file:
+        with open(path, "rb", opener=_open_nonblocking) as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
-                raise StoreError(f"{path} is no plain file: name a key file")
+                raise StoreError(f"{path} is not a regular file: name a key file")
             if mode & 0o077:
                 raise StoreError(
                     f"others may read the key in {path} (mode {mode & 0o777:04o}): "
@@ -169,31 +181,32 @@ def _secret(path: Path) -> bytes:
         raise StoreError(f"the key cannot be read: {error}; name a key file of yours") from error
 
 
-def _unblocked(file: str, flags: int) -> int:
-    """Open a file, and do not wait for a writer if it is a pipe."""
+def _open_nonblocking(file: str, flags: int) -> int:
+    """Open a file without blocking, so that a named pipe does not wait for a writer."""
     return os.open(file, flags | os.O_NONBLOCK)
 
 
-def _derived(key: bytes, salt: bytes, use: bytes) -> bytes:
-    with _installed():
+def _derive_key(key: bytes, salt: bytes, purpose: bytes) -> bytes:
+    with _require_cryptography():
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-    return HKDF(SHA256(), 32, salt, use).derive(key)
+    return HKDF(SHA256(), 32, salt, purpose).derive(key)
 
 
 @contextmanager
-def _installed() -> Generator[None]:
+def _require_cryptography() -> Generator[None]:
+    """Turn an ImportError of the body into a FedplanError with the install command."""
     try:
         yield
     except ImportError as error:
         raise FedplanError(
-            "to seal takes the package cryptography: pip install 'fedplan[flower]'"
+            "encryption needs the package cryptography: pip install 'fedplan[flower]'"
         ) from error
 
 
 def _sync(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)

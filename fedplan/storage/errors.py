@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a disk refuses, told as an error that names the remedy."""
+"""Disk errors as StoreError with a remedy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fedplan.errors import StoreError
 
 
 @contextmanager
-def explained(what: str, remedy: str) -> Generator[None]:
-    """Tell a failure of the disk as a StoreError."""
+def wrap_disk_errors(problem: str, remedy: str) -> Generator[None]:
+    """Raise an OSError or SafetensorError of the body as StoreError "problem: error; remedy"."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise StoreError(f"{what}: {error}; {remedy}") from error
+        raise StoreError(f"{problem}: {error}; {remedy}") from error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failpoints: named points of durable code where a test can kill the process or fail the disk.
+"""Failpoints: named places in the code where a test can kill the process or raise a disk error.
 
-`FEDPLAN_FAILPOINT=store.manifest_renamed:kill@3` kills this process the third time that it reaches
-that point. Without the variable a point does nothing.
+`FEDPLAN_FAILPOINT=store.manifest_renamed:kill@3` kills this process the third time it reaches that
+point. Without the variable failpoints do nothing.
 """
 
 from __future__ import annotations
@@ -31,40 +31,48 @@ POINTS = (
     "round.before_commit",
     "round.committed",
 )
-"""Every point there is; code that adds a point adds its name here."""
+"""Names of all failpoints."""
 
 _FAULTS = {"raise": errno.EIO, "enospc": errno.ENOSPC}
 _SYNTAX = re.compile(r"(?P<name>[a-z_.]+):(?P<action>kill|raise|enospc)@(?P<time>[1-9][0-9]{0,8})")
 _reached = Counter[str]()
 
 
-def reach(name: str) -> None:
-    """Say that this point is reached, and fail here if the variable asks for it."""
+def failpoint(name: str) -> None:
+    """Kill this process or raise OSError here if the environment variable arms this point.
+
+    Counts how often the point was reached. Raises FedplanError if `name` is not in POINTS, or if
+    the variable is malformed.
+    """
     if name not in POINTS:
         raise FedplanError(f"there is no failpoint {name!r}: add it to failpoints.POINTS")
-    asked = os.environ.get(VARIABLE)
-    if not asked:
+    setting = os.environ.get(VARIABLE)
+    if not setting:
         return
-    point, action, time = _parsed(asked)
+    point, action, time = _parse_setting(setting)
     _reached[name] += 1
     if point == name and _reached[name] == time:
         _fail(name, action)
 
 
-def forget() -> None:
-    """Count from nothing again, for tests that arm several points in one process."""
+def reset_failpoints() -> None:
+    """Set all counts to zero, for tests that arm several points in one process."""
     _reached.clear()
 
 
 @cache
-def _parsed(asked: str) -> tuple[str, str, int]:
-    found = _SYNTAX.fullmatch(asked)
-    if found is None or found["name"] not in POINTS:
+def _parse_setting(setting: str) -> tuple[str, str, int]:
+    """Return point, action and count of a setting such as `store.begun:kill@1`.
+
+    Raises FedplanError if it is malformed or names an unknown point.
+    """
+    match = _SYNTAX.fullmatch(setting)
+    if match is None or match["name"] not in POINTS:
         raise FedplanError(
-            f"{VARIABLE} is {asked!r}: write a point, an action and a time, such as "
+            f"{VARIABLE} is {setting!r}: write a point, an action and a time, such as "
             f"{POINTS[0]}:kill@1; actions are kill, raise and enospc, points {', '.join(POINTS)}"
         )
-    return found["name"], found["action"], int(found["time"])
+    return match["name"], match["action"], int(match["time"])
 
 
 def _fail(name: str, action: str) -> None:

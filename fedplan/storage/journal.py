@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Journals: a client's memory on its own disk, what it keeps and what it answered."""
+"""A client's journal on disk: its state and its replies, committed together."""
 
 from __future__ import annotations
 
@@ -9,124 +9,142 @@ from pathlib import Path
 from torch import Tensor
 
 from fedplan.errors import StoreError
+from fedplan.storage.checkpoints import SkippedCheckpoint
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.errors import explained
-from fedplan.storage.failpoints import reach
-from fedplan.storage.generations import Skipped
-from fedplan.storage.names import folder_named
-from fedplan.storage.store import Meta, Read, Store, Tensors
-from fedplan.storage.tensor_file import NONE, Names
+from fedplan.storage.errors import wrap_disk_errors
+from fedplan.storage.failpoints import failpoint
+from fedplan.storage.names import safe_folder_name
+from fedplan.storage.store import Meta, Store, TensorsAndMeta
+from fedplan.storage.tensor_file import NameFilter, no_tensors
+from fedplan.tensors.named import Tensors
 
 FIRST = 1
-"""The number of a journal's first commit: before a later one there must have been another."""
+"""Number of the first commit of a journal; `initialize` writes the number before it."""
 
 
-def home_of(run: Path, client: str) -> Path:
-    """Where a run keeps a client's journal: one folder, whatever the client is called.
+def client_state_folder(run: Path, client: str) -> Path:
+    """Return the folder of a client's journal in a run, valid for any client name.
 
-    Two digests of its name stand above it, so that of a million homes no folder holds thousands.
+    Two levels of digest prefixes keep folders small when a run has a million clients.
     """
     shard = hashlib.sha256(client.encode("utf-8", "surrogatepass")).hexdigest()
-    return run / "homes" / shard[:2] / shard[2:4] / folder_named(client)
+    return run / "clients" / shard[:2] / shard[2:4] / safe_folder_name(client)
 
 
 class Journal:
-    """A client's memory: what it keeps and what it answered, committed together.
+    """A client's state and its replies, committed together in a store of two checkpoints.
 
-    Before a client works on a request it asks `answered`; what stands there it sends again. Without
-    `replies` only what it keeps is written: the same request is then worked out again, from what
-    was kept before it. With a `seal` nothing of it can be read from the disk. Who is only `reading`
-    changes nothing on it.
+    A client calls `reply_for` before it works on a request, and sends a stored reply again. With
+    `keep_replies=False` only the state is stored, and a repeated request is computed again from
+    the state before it. `encryption` encrypts all content; `read_only` changes nothing on disk.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
-        replies: bool = True,
-        seal: Encryption | None = None,
-        reading: bool = False,
+        keep_replies: bool = True,
+        encryption: Encryption | None = None,
+        read_only: bool = False,
     ) -> None:
-        self._store = Store(folder, seal=seal, reading=reading)
-        self._folder, self._replies, self.seal = folder, replies, seal
+        self._store = Store(folder, encryption=encryption, read_only=read_only)
+        self._folder, self._keep_replies, self.encryption = folder, keep_replies, encryption
 
     @property
     def folder(self) -> Path:
-        """Where it lies, once there is something to keep."""
+        """Folder of the journal; it may not exist yet."""
         return self._folder
 
-    def made(self) -> Path:
-        """Its folder, made if nothing was put into it yet."""
-        return self._store.made()
+    def make_folder(self) -> Path:
+        """Create the folder if it is missing, and return it."""
+        return self._store.make_folder()
 
     @property
-    def skipped(self) -> list[Skipped]:
-        """The generations that the last look passed over, and why."""
+    def skipped(self) -> list[SkippedCheckpoint]:
+        """Checkpoints that the last read skipped, and why."""
         return self._store.skipped
 
-    def faults(self) -> list[str]:
-        """What is damaged or lost of it, in words."""
-        return self._store.faults()
+    def find_damage(self) -> list[str]:
+        """Describe every checkpoint that is damaged or missing; empty if all are intact."""
+        return self._store.find_damage()
 
-    def last(self, before: str = "") -> str:
-        """The last request that was answered: now, or before another one. Nothing at first."""
-        found = self._store.find(lambda meta: meta.get("request") != before, NONE)
-        return str(found.meta["request"] or "") if found else ""
+    def last_request(self, before: str = "") -> str:
+        """Return the last committed request other than `before`; empty if there is none."""
+        checkpoint = self._store.find(lambda meta: meta.get("request") != before, no_tensors)
+        return str(checkpoint.meta["request"] or "") if checkpoint else ""
 
-    def answered(self, request: str) -> Read | None:
-        """The reply that was committed for this very request, if it was one of the last two."""
-        if not self._replies:
+    def reply_for(self, request: str) -> TensorsAndMeta | None:
+        """Return tensors and meta of the reply committed for a request.
+
+        None if there is none, if it is not one of the last two, or without `keep_replies`.
+        """
+        if not self._keep_replies:
             return None
-        found = self._store.find(lambda meta: meta.get("request") == request, _named("reply/"))
-        return found and (_under("reply/", found.tensors), found.meta["reply"])
+        checkpoint = self._store.find(
+            lambda meta: meta.get("request") == request, _prefixed("reply/")
+        )
+        return checkpoint and (
+            _strip_prefix("reply/", checkpoint.tensors),
+            checkpoint.meta["reply"],
+        )
 
-    def home(self, before: str = "") -> Read:
-        """What the client keeps, and its notes: now, or before a request. Empty at first."""
-        found = self._store.find(lambda meta: meta.get("request") != before, _named("home/"))
-        if found:
-            return _under("home/", found.tensors), found.meta["notes"]
-        begun = any(each.number < FIRST for each in self.skipped)
-        if begun or max(self._store.standing(), default=0) > FIRST:
+    def client_state(self, before: str = "") -> TensorsAndMeta:
+        """Return the client's tensors and notes, as of now or before the request `before`.
+
+        Both are empty for a client without a commit. Raises StoreError if the state is lost.
+        """
+        checkpoint = self._store.find(
+            lambda meta: meta.get("request") != before, _prefixed("home/")
+        )
+        if checkpoint:
+            return _strip_prefix("home/", checkpoint.tensors), checkpoint.meta["notes"]
+        initialized = any(each.number < FIRST for each in self.skipped)
+        if initialized or max(self._store.valid_numbers(), default=0) > FIRST:
             raise StoreError(
-                f"what was kept before request {before!r} is lost from {self._folder} "
-                f"({'; '.join(map(str, self.skipped)) or 'no older generation'}): put a copy of "
-                "the folder back, or remove it to begin anew"
+                f"the client state before request {before!r} is lost from {self._folder} "
+                f"({'; '.join(map(str, self.skipped)) or 'no older checkpoint'}): restore the "
+                "folder from a backup, or remove it to begin anew"
             )
         return {}, {}
 
-    def begin(self, home: Tensors) -> None:
-        """Keep this before the first request, unless there is something already."""
+    def initialize(self, client_state: Tensors) -> None:
+        """Store a state to start the first request from, unless the journal has a checkpoint."""
         if self._store.numbers():
             return
-        tensors = {f"home/{name}": tensor for name, tensor in home.items()}
+        tensors = {f"home/{name}": tensor for name, tensor in client_state.items()}
         self._store.write(tensors, {"request": None, "notes": {}, "reply": {}}, number=FIRST - 1)
 
     def commit(
-        self, request: str, home: Tensors, notes: Meta, reply: Tensors, reply_meta: Meta
+        self, request: str, client_state: Tensors, notes: Meta, reply: Tensors, reply_meta: Meta
     ) -> None:
-        """Write both or neither. After a StoreError, `answered` tells which."""
-        if self.answered(request):
-            raise StoreError(f"request {request!r} was answered: send answered() of it again")
-        tensors = {f"home/{name}": tensor for name, tensor in home.items()}
-        if self._replies:
+        """Write the new state, its notes and the reply to a request, atomically.
+
+        Raises StoreError if a reply to this request is stored, or if the disk fails; in the latter
+        case `reply_for` tells whether the commit happened.
+        """
+        if self.reply_for(request):
+            raise StoreError(f"request {request!r} was answered: send reply_for() of it again")
+        tensors = {f"home/{name}": tensor for name, tensor in client_state.items()}
+        if self._keep_replies:
             tensors |= {f"reply/{name}": tensor for name, tensor in reply.items()}
         meta = {"request": request, "notes": dict(notes), "reply": dict(reply_meta)}
-        with explained(f"request {request!r} was not finished in {self._folder}", "ask answered()"):
-            reach("journal.before_commit")
-            self._store.write(tensors, meta, number=self._number(request))
-            reach("journal.after_commit")
+        problem = f"request {request!r} was not finished in {self._folder}"
+        with wrap_disk_errors(problem, "call reply_for()"):
+            failpoint("journal.before_commit")
+            self._store.write(tensors, meta, number=self._commit_number(request))
+            failpoint("journal.after_commit")
 
-    def _number(self, request: str) -> int:
-        """The next number, or that of the same request if it is committed again."""
-        # Reading comes first: it finds out which generations still stand.
-        last = self._store.find(lambda _: True, NONE) if not self._replies else None
-        newest = max(self._store.standing(), default=FIRST - 1)
+    def _commit_number(self, request: str) -> int:
+        """Return the next checkpoint number, or the newest one if it is of the same request."""
+        # Reading comes first: it finds out which checkpoints are valid.
+        last = self._store.find(lambda _: True, no_tensors) if not self._keep_replies else None
+        newest = max(self._store.valid_numbers(), default=FIRST - 1)
         return newest if last and last.meta.get("request") == request else newest + 1
 
 
-def _named(prefix: str) -> Names:
+def _prefixed(prefix: str) -> NameFilter:
     return lambda name: name.startswith(prefix)
 
 
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _strip_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

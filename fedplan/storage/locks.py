@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks: a folder that one process at a time may write to."""
+"""Locks on folders and files, so that one process at a time writes to them."""
 
 from __future__ import annotations
 
@@ -15,95 +15,111 @@ from weakref import WeakValueDictionary
 from fedplan.errors import StoreError
 
 
-def _place(folder: Path) -> tuple[int, int]:
-    found = folder.stat()
-    return found.st_dev, found.st_ino
+def _device_and_inode(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
-class Claim:
-    """A folder held open and locked until the last Store that shares the claim is gone."""
+class FolderLock:
+    """Exclusive lock on a folder, held until the last reference to this object is gone."""
 
     def __init__(self, folder: Path) -> None:
-        self.lock = _locked(folder)
-        weakref.finalize(self, os.close, self.lock)
+        self.descriptor = _open_locked(folder)
+        weakref.finalize(self, os.close, self.descriptor)
 
 
-_claimed: WeakValueDictionary[tuple[int, int], Claim] = WeakValueDictionary()
-"""The claims of this process, by device and inode."""
+_process_locks: WeakValueDictionary[tuple[int, int], FolderLock] = WeakValueDictionary()
+"""Locks that this process holds, by device and inode."""
 
 
-def claimed(folder: Path) -> Claim:
-    """A claim to a folder, shared by all in this process that ask for one."""
-    place = _place(folder)
-    claim = _claimed.get(place) or Claim(folder)
-    _claimed[place] = claim
-    return claim
+def acquire_folder_lock(folder: Path) -> FolderLock:
+    """Lock a folder against other processes; callers in this process share one lock.
+
+    Raises StoreError if another process holds it.
+    """
+    place = _device_and_inode(folder)
+    lock = _process_locks.get(place) or FolderLock(folder)
+    _process_locks[place] = lock
+    return lock
 
 
-def synced(folder: Path) -> None:
-    """Put on disk which files a folder has."""
-    opened = os.open(folder, os.O_RDONLY)
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's list of files to disk (fsync)."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 @contextmanager
-def alone(folder: Path, *, strictly: bool = False, wait: float = 0.0) -> Generator[None]:
-    """Keep other processes from writing to a folder; what this one has claimed stays claimed.
+def locked_folder(
+    folder: Path, *, require_locks: bool = False, timeout: float = 0.0
+) -> Generator[None]:
+    """Lock a folder for the body; a FolderLock of this process counts as locked.
 
-    A disk without locks is taken as it is, unless this is to be done `strictly`. Who writes for a
-    moment only is worth so many seconds' `wait`.
+    Waits up to `timeout` seconds, then raises StoreError. A file system without locks is accepted,
+    unless `require_locks`: then it is a StoreError.
     """
-    held = _claimed.get(_place(folder))
-    lock = _locked(folder, strictly=strictly, wait=wait) if held is None else os.dup(held.lock)
+    lock = _process_locks.get(_device_and_inode(folder))
+    descriptor = (
+        _open_locked(folder, require_locks=require_locks, timeout=timeout)
+        if lock is None
+        else os.dup(lock.descriptor)
+    )
     try:
         yield
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
 @contextmanager
-def sole(file: Path, *, wait: float) -> Generator[int]:
-    """A file, made if it is not there, opened for this writer alone; others wait."""
-    made = not file.exists()
-    opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    until = time.monotonic() + wait
+def open_exclusively(file: Path, *, timeout: float) -> Generator[int]:
+    """Open a file for the body with an exclusive lock, and yield its descriptor.
+
+    Creates the file with mode 600 if it is missing. Raises StoreError if another process holds the
+    lock for longer than `timeout` seconds.
+    """
+    is_new = not file.exists()
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + timeout
     try:
-        if made:
-            synced(file.parent)
-        while not _taken(opened, last=time.monotonic() >= until):
+        if is_new:
+            sync_folder(file.parent)
+        while not _try_lock(descriptor, last=time.monotonic() >= deadline):
             time.sleep(0.01)
-        yield opened
+        yield descriptor
     except BlockingIOError as error:
         raise StoreError(f"another process writes to {file}: wait until it ends") from error
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
-def _locked(folder: Path, *, strictly: bool = False, wait: float = 0.0) -> int:
-    """The folder, opened and locked: the lock goes with the open file, so a kill frees it."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    until = time.monotonic() + wait
+def _open_locked(folder: Path, *, require_locks: bool = False, timeout: float = 0.0) -> int:
+    """Open and lock a folder, and return the descriptor; see `locked_folder` for the errors.
+
+    The lock belongs to the open file, so it is released when the process is killed.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    deadline = time.monotonic() + timeout
     try:
-        while not _taken(opened, last=time.monotonic() >= until):
+        while not _try_lock(descriptor, last=time.monotonic() >= deadline):
             time.sleep(0.01)
     except BlockingIOError as error:
-        os.close(opened)
+        os.close(descriptor)
         raise StoreError(f"another process writes to {folder}: wait until it ends") from error
     except OSError as error:
-        # A disk without locks, such as some that are mounted over a network.
-        if strictly:
-            os.close(opened)
+        # A file system without locks, such as some network mounts.
+        if require_locks:
+            os.close(descriptor)
             raise StoreError(f"{folder} is on a disk without locks: choose another") from error
-    return opened
+    return descriptor
 
 
-def _taken(opened: int, *, last: bool) -> bool:
-    """Whether a lock was free; the last try says so by its error."""
+def _try_lock(descriptor: int, *, last: bool) -> bool:
+    """Lock a file without waiting; False if it is taken, or BlockingIOError on the `last` try."""
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         if last:
             raise

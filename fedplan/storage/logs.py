@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs: what happened and when, a JSON line each, in files that never grow without end.
+"""Event logs of a server or a site: JSON lines in files that rotate at a size limit.
 
-Both ends write one: a server beside its run, a site in its home. A line holds an event and words of
-our own, and nothing of rows or values.
+A server writes one in its run folder, a site in its state folder. Lines hold events and texts of
+fedplan, no examples and no tensor values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -23,16 +24,20 @@ from fedplan.errors import FedplanError
 
 LOG = "log.jsonl"
 LARGEST = 4 << 20
-"""Bytes after which a log begins anew."""
+"""Size in bytes at which a log file rotates."""
 KEPT = 4
-"""How many logs of before are kept: log.1.jsonl is the one just before."""
+"""Number of rotated files; log.1.jsonl is the newest of them."""
 LOOK = 0.5
-"""Seconds between two looks of whoever follows a log."""
+"""Seconds between two reads of `follow_log`."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One line: when, how grave, in which run and round, of which site, what, and in words."""
+class LogEntry:
+    """One line of a log.
+
+    `time` is UTC in ISO format, `level` "info", "warning" or "error", `event` a short fixed text,
+    `text` the details. `run`, `round` and `site` are empty or 0 where they do not apply.
+    """
 
     time: str
     level: str
@@ -43,16 +48,17 @@ class Entry:
     text: str
 
 
-KINDS = {f.name: int if f.name == "round" else str for f in fields(Entry)}
+FIELD_TYPES = {f.name: int if f.name == "round" else str for f in dataclass_fields(LogEntry)}
+"""Type of each field of a valid log line."""
 
 
-def now() -> str:
-    """The time in UTC, to the second."""
+def utc_now() -> str:
+    """Return the time in UTC as ISO text, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class Log:
-    """The log of a folder. A disk that is full is no reason to stop: a line is then left out."""
+    """Writer of a folder's log. A line that cannot be written (full disk) is dropped."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,16 +73,16 @@ class Log:
         round: int = 0,
         site: str = "",
     ) -> None:
-        """Write a line."""
-        entry = Entry(now(), level, run, round, site, event, text)
+        """Append a line with the current time; see LogEntry for the fields."""
+        entry = LogEntry(utc_now(), level, run, round, site, event, text)
         with suppress(OSError):
             self._append(json.dumps(asdict(entry)).encode() + b"\n")
 
     @contextmanager
-    def heard(self, run: str) -> Generator[None]:
-        """Write down what fedplan warns of meanwhile, by way of Python's logging."""
+    def capture_warnings(self, run: str) -> Generator[None]:
+        """Copy warnings and errors of the Python logger "fedplan" to this log during the body."""
         source = logging.getLogger("fedplan")
-        # Where nobody listens, Python prints warnings: it goes on to when we listen.
+        # Without handlers Python prints warnings by its last resort: keep that.
         last = logging.lastResort if not source.hasHandlers() else None
         handlers = [_Handler(self, run), *([last] if last else [])]
         for handler in handlers:
@@ -88,86 +94,95 @@ class Log:
                 source.removeHandler(handler)
 
     def _append(self, line: bytes) -> None:
+        """Append a line to the log file, rotated before if it would exceed LARGEST."""
         file = self.folder / LOG
         if file.exists() and file.stat().st_size + len(line) > LARGEST:
-            _turned(self.folder)
-        # One write a line: whoever reads meanwhile sees it whole or not at all.
-        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            _rotate(self.folder)
+        # One write per line: readers see it whole or not at all.
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            os.write(opened, line)
+            os.write(descriptor, line)
         finally:
-            os.close(opened)
+            os.close(descriptor)
 
 
 class _Handler(logging.Handler):
-    """What is said by way of Python's logging, put into a log."""
+    """Python logging handler that writes records of level WARNING and above to a Log."""
 
     def __init__(self, log: Log, run: str) -> None:
         super().__init__(logging.WARNING)
         self._log, self._run = log, run
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
+        """Write one record."""
         self._log.note("note", record.getMessage(), level=record.levelname.lower(), run=self._run)
 
 
-def read_log(folder: Path, *, site: str = "", since: str = "") -> list[Entry]:
-    """The lines of a folder's logs, the oldest first: those of a site, and from a time on."""
-    found = [file for file in _files(folder) if file.exists()]
-    if not found:
-        raise FedplanError(f"{folder} has no {LOG}: name the folder of a run, or a site's home")
-    entries = (entry for file in found for entry in _entries(file.read_bytes()))
-    return [entry for entry in entries if _meant(entry, site, since)]
+def read_log(folder: Path, *, site: str = "", since: str = "") -> list[LogEntry]:
+    """Return the entries of a folder's log files, oldest first.
+
+    `site` selects one site, `since` entries from an ISO time on. Raises FedplanError if the folder
+    has no log.
+    """
+    files = [file for file in _log_files(folder) if file.exists()]
+    if not files:
+        raise FedplanError(
+            f"{folder} has no {LOG}: name the folder of a run, or a site's state folder"
+        )
+    entries = (entry for file in files for entry in _parse_entries(file.read_bytes()))
+    return [entry for entry in entries if _matches(entry, site, since)]
 
 
-def follow_log(folder: Path, *, site: str = "", since: str = "") -> Iterator[Entry]:
-    """The same, and then each line as it comes; it has no end."""
+def follow_log(folder: Path, *, site: str = "", since: str = "") -> Iterator[LogEntry]:
+    """Yield the entries of `read_log`, then each new entry as it is written, without end."""
     yield from read_log(folder, site=site, since=since)
-    mark = ((folder / LOG).stat().st_ino, (folder / LOG).stat().st_size)
+    position = ((folder / LOG).stat().st_ino, (folder / LOG).stat().st_size)
     while True:
         time.sleep(LOOK)
-        with suppress(FileNotFoundError):  # a log begins anew just now: the next look finds it
-            content, mark = _since(folder, mark)
-            yield from (entry for entry in _entries(content) if _meant(entry, site, since))
+        with suppress(FileNotFoundError):  # the log rotates at this moment: try again later
+            content, position = _read_since(folder, position)
+            entries = _parse_entries(content)
+            yield from (entry for entry in entries if _matches(entry, site, since))
 
 
-def _since(folder: Path, mark: tuple[int, int]) -> tuple[bytes, tuple[int, int]]:
-    """What was written since a mark, a file and a place in it; the log may have begun anew."""
-    files = [file for file in _files(folder) if file.exists()]
-    numbers = [file.stat().st_ino for file in files]
-    if mark == (numbers[-1], files[-1].stat().st_size):
-        return b"", mark
-    place = numbers.index(mark[0]) if mark[0] in numbers else 0
-    pieces = [file.read_bytes() for file in files[place:]]
-    begun = mark[1] if numbers[place] == mark[0] else 0
-    last = pieces[-1][: pieces[-1].rfind(b"\n") + 1]
-    content = b"".join([*pieces[:-1], last])[begun:]
-    return content, (numbers[-1], len(last))
+def _read_since(folder: Path, position: tuple[int, int]) -> tuple[bytes, tuple[int, int]]:
+    """Return the whole lines written since a position, and the new position.
+
+    A position is the inode of a log file and an offset in it; the log may have rotated since.
+    """
+    files = [file for file in _log_files(folder) if file.exists()]
+    inodes = [file.stat().st_ino for file in files]
+    if position == (inodes[-1], files[-1].stat().st_size):
+        return b"", position
+    first = inodes.index(position[0]) if position[0] in inodes else 0
+    contents = [file.read_bytes() for file in files[first:]]
+    offset = position[1] if inodes[first] == position[0] else 0
+    last = contents[-1][: contents[-1].rfind(b"\n") + 1]
+    return b"".join([*contents[:-1], last])[offset:], (inodes[-1], len(last))
 
 
-def _meant(entry: Entry, site: str, since: str) -> bool:
+def _matches(entry: LogEntry, site: str, since: str) -> bool:
     return site in ("", entry.site) and entry.time >= since
 
 
-def _files(folder: Path) -> list[Path]:
-    """All logs of a folder that there may be, the oldest first."""
+def _log_files(folder: Path) -> list[Path]:
+    """Return the paths of all possible log files of a folder, oldest first."""
     return [*(folder / f"log.{n}.jsonl" for n in range(KEPT, 0, -1)), folder / LOG]
 
 
-def _turned(folder: Path) -> None:
-    """Put every log one place further; the oldest goes."""
-    files = _files(folder)
-    for older, newer in pairwise(files):
+def _rotate(folder: Path) -> None:
+    """Rename every log file to the next older name; the oldest is overwritten."""
+    for older, newer in pairwise(_log_files(folder)):
         if newer.exists():
             newer.replace(older)
 
 
-def _entries(content: bytes) -> Iterator[Entry]:
-    """The lines that can be read: the last may be cut off, and a disk may have been full."""
+def _parse_entries(content: bytes) -> Iterator[LogEntry]:
+    """Yield the valid lines; lines cut off by a kill or a full disk are skipped."""
     for line in content.splitlines():
         with suppress(ValueError):
-            said = json.loads(line)
-            if type(said) is dict:
-                found = cast("dict[str, Any]", said)
-                if {name: type(each) for name, each in found.items()} == KINDS:
-                    yield Entry(**found)
+            parsed = json.loads(line)
+            if type(parsed) is dict:
+                fields = cast("dict[str, Any]", parsed)
+                if {name: type(value) for name, value in fields.items()} == FIELD_TYPES:
+                    yield LogEntry(**fields)

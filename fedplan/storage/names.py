@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names: what a study and its sites may be called, and the folder that any name makes."""
+"""Valid names of studies and clients, and folder names for arbitrary names."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ from collections.abc import Iterable
 from urllib.parse import quote
 
 STUDY = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?", re.ASCII)
+"""Valid names of studies."""
 RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.ASCII | re.IGNORECASE)
-"""What some systems take for a device, whatever folder it is in."""
+"""Device names on Windows, which no folder may have."""
 LONGEST = 200
-"""Characters of a folder's name: every disk takes 255 bytes, and some suffixes are added."""
+"""Longest folder name in characters: file systems allow 255 bytes, and suffixes are added."""
 
 
-def folder_named(name: str) -> str:
-    """The name of one folder for one name, whatever that holds; two names never share one."""
-    said = quote(name, safe=" ", errors="surrogatepass") or "%"
-    if said.startswith("."):
-        said = said.replace(".", "%2E", 1)
-    if len(said) > LONGEST:
+def safe_folder_name(name: str) -> str:
+    """Return a folder name for any name; two names never share one.
+
+    Special characters are percent-encoded; a long name is cut and gets a digest.
+    """
+    quoted = quote(name, safe=" ", errors="surrogatepass") or "%"
+    if quoted.startswith("."):
+        quoted = quoted.replace(".", "%2E", 1)
+    if len(quoted) > LONGEST:
         # no quoted name has "%~": after its "%" come two digits
         digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
-        said = f"{said[:100]}%~{digest[:40]}"
-    return said
+        quoted = f"{quoted[:100]}%~{digest[:40]}"
+    return quoted
 
 
-def a_study_name(name: str) -> str:
-    """The name, if a folder can be called so everywhere: a run is kept under it."""
+def validate_study_name(name: str) -> str:
+    """Return the name; ValueError unless it is a valid folder name on every system."""
     if not STUDY.fullmatch(name) or RESERVED.fullmatch(name):
         raise ValueError(
             f"a study cannot be called {name[:80]!r}: take letters, digits, '-', '_' and '.', at "
@@ -38,25 +42,28 @@ def a_study_name(name: str) -> str:
     return name
 
 
-def client_names(names: list[str]) -> list[str]:
-    """The names, if each can be read, and no two of them look alike to a machine."""
+def validate_client_names(names: list[str]) -> list[str]:
+    """Return the names; ValueError if one is not printable or too long, or two are equal.
+
+    Names are compared without case, and with compatible Unicode characters as equal.
+    """
     for name in names:
         if not name or not name.isprintable() or len(name) > LONGEST or name != name.strip():
             raise ValueError(
                 f"a client cannot be called {name[:80]!r}: take 1 to {LONGEST} printable "
                 "characters, no space at its ends"
             )
-    if again := _again(names):
-        raise ValueError(f"a name stands in names twice: {again!r}")
+    if duplicate := _first_duplicate(names):
+        raise ValueError(f"a name is listed twice: {duplicate!r}")
     return names
 
 
-def _again(names: Iterable[str]) -> str:
-    """The first name that another one is spelled like, with other signs for the same letters."""
-    seen = set[str]()
+def _first_duplicate(names: Iterable[str]) -> str:
+    """Return the first name whose normalized form occurred before; empty if all differ."""
+    normalized_names = set[str]()
     for name in names:
-        like = unicodedata.normalize("NFKC", name).casefold()
-        if like in seen:
+        normalized = unicodedata.normalize("NFKC", name).casefold()
+        if normalized in normalized_names:
             return name
-        seen.add(like)
+        normalized_names.add(normalized)
     return ""

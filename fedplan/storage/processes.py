@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes: whether the one that wrote a file still lives."""
+"""Identity of a process, to tell whether the writer of a file is still running."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Process:
-    """A process: its number, its machine, and when it began, as the machine counts.
+    """A process id, its host name, and its start: boot id and start time in clock ticks.
 
-    A number is given anew when its process is gone: with the time it is nobody else's.
+    The start distinguishes processes that got the same id one after the other.
     """
 
     pid: int = 0
@@ -24,29 +24,29 @@ class Process:
 
     @property
     def alive(self) -> bool | None:
-        """Whether it lives; None if that cannot be seen from this machine."""
+        """Whether the process is running; None if it is on another host."""
         if self.host != socket.gethostname():
             return None
         return bool(self.pid) and _start(self.pid) == self.start
 
 
-def this_process() -> Process:
-    """The process that asks."""
+def current_process() -> Process:
+    """Return the identity of this process."""
     return Process(os.getpid(), socket.gethostname(), _start(os.getpid()))
 
 
 def _start(pid: int) -> str:
-    """When a process began; nothing if there is none, or if it has ended and nobody noticed."""
+    """Return boot id and start time of a process; empty if it does not exist or is a zombie."""
     try:
-        # The name of a program stands in brackets, and may hold blanks and brackets itself.
+        # The program name is in brackets, and may contain blanks and brackets itself.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else f"{_BOOT.read_text().strip()} {fields[19]}"
     except OSError:
-        return "" if Path("/proc/self").exists() else _signalled(pid)
+        return "" if Path("/proc/self").exists() else _start_without_proc(pid)
 
 
-def _signalled(pid: int) -> str:
-    """On a machine without /proc: whether there is any process of that number."""
+def _start_without_proc(pid: int) -> str:
+    """Return a constant if a process with this id exists, else an empty string."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store: generations of tensors on disk that outlive a kill, a full disk and a flipped bit.
+"""A store of numbered checkpoints on disk that survives kills, full disks and flipped bits.
 
-A generation is a tensor file and a manifest, `7.json`, that holds the tensor file's digest and its
-own. The manifest is renamed into place last, so a generation is there whole or not at all. Part of
-the digest stands in the tensor file's name: to write a number again never touches the tensors that
-its present manifest speaks of.
-
-With a seal the tensor file is sealed, and so is the meta in the manifest.
+A checkpoint is a tensor file and a manifest such as `7.json`, which holds the digest of the tensor
+file and its own. The manifest is renamed into place last, so a checkpoint exists whole or not at
+all. The tensor file's name contains part of its digest: writing a number again never overwrites the
+tensors of the present manifest. With encryption the tensor file and the meta are encrypted.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
@@ -24,123 +22,115 @@ from safetensors.torch import save, save_file  # pyright: ignore[reportUnknownVa
 from torch import Tensor
 
 from fedplan.errors import StoreError
-from fedplan.storage.encryption import Encryption
-from fedplan.storage.errors import explained
-from fedplan.storage.failpoints import reach
-from fedplan.storage.files import make_folder
-from fedplan.storage.generations import (
-    LARGEST_MANIFEST,
-    Generation,
+from fedplan.storage.checkpoints import (
+    MAX_MANIFEST_BYTES,
+    Checkpoint,
+    InvalidCheckpoint,
     Manifest,
-    Skipped,
-    Unfit,
-    apart,
-    digest_of,
-    read_manifest,
-    require_same,
+    SkippedCheckpoint,
+    contiguous_tensors,
+    parse_manifest,
+    require_json_meta,
+    tensor_file_digest,
 )
-from fedplan.storage.locks import alone, claimed, synced
+from fedplan.storage.encryption import Encryption
+from fedplan.storage.errors import wrap_disk_errors
+from fedplan.storage.failpoints import failpoint
+from fedplan.storage.files import make_folder
+from fedplan.storage.locks import acquire_folder_lock, locked_folder, sync_folder
 from fedplan.storage.tensor_file import (
-    ALL,
-    NONE,
-    Names,
-    about,
-    checked_tensors,
-    content_of,
-    not_lost,
+    NameFilter,
+    all_tensors,
+    bounded_size,
+    lost_as_invalid,
+    no_tensors,
+    read_bounded,
+    read_verified_tensors,
     require_size,
-    size_of,
+    tensors_label,
 )
-
-Tensors = Mapping[str, Tensor]
+from fedplan.tensors.named import Tensors
 
 Meta = Mapping[str, Any]
-
-Read = tuple[dict[str, Tensor], dict[str, Any]]
-
-Wanted = Callable[[dict[str, Any]], bool]
-
-Loader = Callable[[Manifest], dict[str, Tensor]]
+"""JSON object stored with the tensors of a checkpoint."""
+TensorsAndMeta = tuple[dict[str, Tensor], dict[str, Any]]
+MetaFilter = Callable[[dict[str, Any]], bool]
+"""Whether to accept the checkpoint with this meta."""
+_Loader = Callable[[Manifest], dict[str, Tensor]]
 
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,17})\.json", re.ASCII)
-
 _TENSORS = re.compile(r"[0-9]+\.[0-9a-f]{16}\.safetensors", re.ASCII)
-
 _TEMPORARY = re.compile(r"[0-9]+\.(json|safetensors)\.tmp|\.tmp\w{6}", re.ASCII)
-"""Ours, and those that safetensors writes to before it renames."""
+"""Temporary files of this module, and of safetensors."""
 
 
 class Store:
-    """A folder of generations, of which the newest `keep` good ones stay.
+    """A folder of numbered checkpoints; the newest `keep` valid ones are kept.
 
-    One process writes at a time; any may read. `claim` keeps the others from it for longer. With a
-    `seal` nothing but numbers and sizes can be read from the disk. Its folder is made when
-    something is first put into it. Who is only `reading` changes nothing on the disk.
+    One process writes at a time, any may read; `lock` reserves the folder for this process. The
+    folder is created by the first write. With `encryption` only numbers and sizes are readable on
+    disk. With `read_only` nothing on disk is changed.
     """
 
     def __init__(
-        self, folder: Path, *, keep: int = 2, seal: Encryption | None = None, reading: bool = False
+        self,
+        folder: Path,
+        *,
+        keep: int = 2,
+        encryption: Encryption | None = None,
+        read_only: bool = False,
     ) -> None:
+        """Raise StoreError if `keep` is less than 1. Nothing is read or written yet."""
         if keep < 1:
-            raise StoreError(f"keep is {keep}: a store keeps at least 1 generation")
-        self._unfit: dict[int, str] = {}
-        self._folder, self._keep, self._seal, self._reading = folder, keep, seal, reading
+            raise StoreError(f"keep is {keep}: a store keeps at least 1 checkpoint")
+        self._invalid: dict[int, str] = {}
+        self._folder, self._keep = folder, keep
+        self._encryption, self._read_only = encryption, read_only
 
-    def made(self) -> Path:
-        """Its folder, which is made when something is first put into it."""
-        with explained(f"{self._folder} cannot be made", "name a folder that you may write to"):
+    def make_folder(self) -> Path:
+        """Create the folder if it is missing, and return it; StoreError if that fails."""
+        with wrap_disk_errors(f"{self._folder} cannot be made", "name a folder you may write to"):
             make_folder(self._folder)
         return self._folder
 
-    def claim(self) -> None:
-        """Let no other process write here while this Store lives, however its process ends."""
-        self.made()
-        with explained(f"{self._folder} cannot be claimed", "make it readable to this user"):
-            self._claim = claimed(self._folder)
+    def lock(self) -> None:
+        """Keep other processes from writing to the folder as long as this Store exists.
+
+        Creates the folder if it is missing. Raises StoreError if another process has locked it.
+        """
+        self.make_folder()
+        with wrap_disk_errors(f"{self._folder} cannot be locked", "make it readable to this user"):
+            self._lock = acquire_folder_lock(self._folder)
 
     def write(self, tensors: Tensors, meta: Meta, *, number: int) -> None:
-        """Write a generation: when this returns it is on disk; until then the last one is.
+        """Write a checkpoint and sync it to disk; then remove the checkpoints beyond `keep`.
 
-        A number that exists is replaced. After a StoreError either generation may be the newest.
+        An existing number is replaced; a number older than the newest is a StoreError, as are a
+        meta that is not JSON and a disk error. After a disk error the newest valid checkpoint is
+        either the old or the new one.
         """
-        require_same(meta, self._seal)
-        if self._reading:
-            raise StoreError(f"{self._folder} was opened for reading: nothing is written")
-        self.made()
-        with (
-            explained(
-                f"generation {number} was not finished in {self._folder}",
-                "the last good one is untouched; free space or mend the disk, then write it again",
-            ),
-            alone(self._folder),
-        ):
+        self._require_writable(meta)
+        self.make_folder()
+        with self._writing(f"checkpoint {number} was not finished in {self._folder}"):
             self._require_next(number)
             try:
-                begun = Manifest(number, dict(meta), "", 0, self._one_origin())
-                self._commit(begun, apart(tensors))
+                manifest = Manifest(number, dict(meta), "", 0, self._folder_origin())
+                self._commit(manifest, contiguous_tensors(tensors))
             finally:
                 with suppress(OSError):
                     self._remove(_TEMPORARY)
 
-    def amend(self, meta: Meta, *, number: int) -> None:
-        """Give the generation of a number another meta, at once or not at all.
+    def replace_meta(self, meta: Meta, *, number: int) -> None:
+        """Replace the meta of a checkpoint atomically; its tensors are neither read nor written.
 
-        Its tensors stay as they are, and are not read: so it takes no longer than the meta does.
+        Raises StoreError if the checkpoint is missing or invalid, or on a disk error.
         """
-        require_same(meta, self._seal)
-        if self._reading:
-            raise StoreError(f"{self._folder} was opened for reading: nothing is written")
-        with (
-            explained(
-                f"the meta of generation {number} was not finished in {self._folder}",
-                "the last good one is untouched; free space or mend the disk, then write it again",
-            ),
-            alone(self._folder),
-        ):
+        self._require_writable(meta)
+        with self._writing(f"the meta of checkpoint {number} was not finished in {self._folder}"):
             try:
-                manifest = self._manifest(number)
-            except Unfit as error:
-                raise StoreError(f"generation {number} of {self._folder}: {error}") from error
+                manifest = self._read_manifest(number)
+            except InvalidCheckpoint as error:
+                raise StoreError(f"checkpoint {number} of {self._folder}: {error}") from error
             self._remove(_TEMPORARY)
             try:
                 self._write_manifest(replace(manifest, meta=dict(meta)))
@@ -148,206 +138,248 @@ class Store:
                 with suppress(OSError):
                     self._remove(_TEMPORARY)
 
-    def read(self) -> Generation | None:
-        """The newest good generation, None if there never was one; `skipped` has the others."""
+    def read_newest(self) -> Checkpoint | None:
+        """Return the newest valid checkpoint; None if none was written.
+
+        Invalid ones are listed in `skipped`. Raises StoreError if all are invalid.
+        """
         return self.find(lambda _: True)
 
-    def newest(self) -> Generation | None:
-        """The newest generation whose files are there, cheaply: its tensors are not read."""
-        return self._found(lambda _: True, self._unread)
+    def peek(self) -> Checkpoint | None:
+        """Return the newest checkpoint without its tensors, whose file is only checked for size."""
+        return self._find(lambda _: True, self._check_tensor_file_size)
 
-    def find(self, wanted: Wanted, names: Names = ALL) -> Generation | None:
-        """The newest good generation with such a meta; tensors of others are not read.
+    def find(
+        self, meta_filter: MetaFilter, name_filter: NameFilter = all_tensors
+    ) -> Checkpoint | None:
+        """Return the newest valid checkpoint whose meta passes `meta_filter`, or None.
 
-        It holds the tensors of these `names`: the others are checked and let go.
+        Only tensors that pass `name_filter` are loaded; the whole file is checked. Raises
+        StoreError if the folder cannot be read or all its checkpoints are invalid.
         """
-        return self._found(wanted, lambda manifest: self._tensors(manifest, names))
+        return self._find(meta_filter, lambda manifest: self._load_tensors(manifest, name_filter))
 
-    def _found(self, wanted: Wanted, load: Loader) -> Generation | None:
-        with explained(f"{self._folder} cannot be read", "make it readable to this user"):
-            if not self._reading and self._folder.exists():
-                # What a killed writer renamed may not be on disk yet: nobody acts on it before.
-                synced(self._folder)
-            numbers, found = self._look(wanted, load)
-            self._one_origin()
-        if numbers and len(self._unfit) == len(numbers):
+    def _find(self, meta_filter: MetaFilter, load: _Loader) -> Checkpoint | None:
+        """Like `find`, with tensors loaded by `load`."""
+        with wrap_disk_errors(f"{self._folder} cannot be read", "make it readable to this user"):
+            if not self._read_only and self._folder.exists():
+                # Renames by a killed writer may not be on disk yet: sync before relying on them.
+                sync_folder(self._folder)
+            numbers, checkpoint = self._search(meta_filter, load)
+            self._folder_origin()
+        if numbers and len(self._invalid) == len(numbers):
             raise StoreError(
-                f"{self._folder} holds no good generation ({'; '.join(map(str, self.skipped))}): "
-                "put a copy of the folder back, or remove it to begin anew"
+                f"{self._folder} has no valid checkpoint ({'; '.join(map(str, self.skipped))}): "
+                "restore the folder from a backup, or remove it to begin anew"
             )
-        return found
+        return checkpoint
 
-    def faults(self) -> list[str]:
-        """All generations that are damaged, and the one before the newest if it is not there."""
-        with explained(f"{self._folder} cannot be read", "make it readable to this user"):
-            numbers, faults = self.numbers(), list[str]()
+    def find_damage(self) -> list[str]:
+        """Describe every damaged checkpoint, and a missing one before the newest.
+
+        Reads and checks all files. Raises StoreError if the folder cannot be read.
+        """
+        with wrap_disk_errors(f"{self._folder} cannot be read", "make it readable to this user"):
+            numbers, damage = self.numbers(), list[str]()
             for number in numbers:
                 try:
-                    self._tensors(self._manifest(number), NONE)
-                except Unfit as error:
-                    faults.append(f"generation {number}: {error}")
+                    self._load_tensors(self._read_manifest(number), no_tensors)
+                except InvalidCheckpoint as error:
+                    damage.append(f"checkpoint {number}: {error}")
         newest = max(numbers, default=0)
         if self._keep > 1 and newest > 1 and newest - 1 not in numbers:
-            faults.append(f"generation {newest - 1} is lost, or a newer one than {newest}")
-        return faults
+            damage.append(f"checkpoint {newest - 1} is lost, or a newer one than {newest}")
+        return damage
 
-    def _look(self, wanted: Wanted, load: Loader) -> tuple[list[int], Generation | None]:
-        """The numbers that were there, and the newest good one that is wanted."""
+    def _search(
+        self, meta_filter: MetaFilter, load: _Loader
+    ) -> tuple[list[int], Checkpoint | None]:
+        """Return the numbers present, and the newest valid checkpoint that passes, or None."""
         while True:
             numbers = self.numbers()
-            self._unfit = {n: reason for n, reason in self._unfit.items() if n in numbers}
-            found = self._newest(numbers, wanted, load)
-            # A writer may have removed what it no longer needs while this was reading it.
-            if found or not self._reading or numbers == self.numbers():
-                return numbers, found
-            self._unfit = {}
+            self._invalid = {n: reason for n, reason in self._invalid.items() if n in numbers}
+            checkpoint = self._newest_valid(numbers, meta_filter, load)
+            # A writer may have removed old checkpoints while they were read: try again.
+            if checkpoint or not self._read_only or numbers == self.numbers():
+                return numbers, checkpoint
+            self._invalid = {}
 
     @property
-    def skipped(self) -> list[Skipped]:
-        """The generations that were passed over, the newest first; the next write removes them."""
-        return [Skipped(*each) for each in sorted(self._unfit.items(), reverse=True)]
+    def skipped(self) -> list[SkippedCheckpoint]:
+        """Invalid checkpoints found so far, newest first; the next write removes them."""
+        return [SkippedCheckpoint(*each) for each in sorted(self._invalid.items(), reverse=True)]
 
     def numbers(self) -> list[int]:
-        """The numbers of all generations, good or not, the newest first."""
+        """Return the numbers of all manifests in the folder, valid or not, newest first."""
         if not self._folder.exists():
             return []
         names = (_NUMBER.fullmatch(name) for name in os.listdir(self._folder))
         return sorted((int(name[1]) for name in names if name), reverse=True)
 
-    def standing(self) -> list[int]:
-        """The generations that were not passed over, the newest first."""
-        with explained(f"{self._folder} cannot be read", "make it readable to this user"):
-            return [number for number in self.numbers() if number not in self._unfit]
+    def valid_numbers(self) -> list[int]:
+        """Return the numbers not found invalid so far, newest first; nothing is read for it."""
+        with wrap_disk_errors(f"{self._folder} cannot be read", "make it readable to this user"):
+            return [number for number in self.numbers() if number not in self._invalid]
 
-    def _newest(self, numbers: list[int], wanted: Wanted, load: Loader) -> Generation | None:
+    def _newest_valid(
+        self, numbers: list[int], meta_filter: MetaFilter, load: _Loader
+    ) -> Checkpoint | None:
+        """Load the first of these checkpoints that passes and is valid; note the invalid ones."""
         for number in numbers:
             try:
-                manifest = self._manifest(number)
-                if wanted(manifest.meta):
-                    found = Generation(number, load(manifest), manifest.meta)
-                    self._unfit.pop(number, None)
-                    return found
-            except Unfit as error:
-                self._unfit[number] = str(error)
+                manifest = self._read_manifest(number)
+                if meta_filter(manifest.meta):
+                    checkpoint = Checkpoint(number, load(manifest), manifest.meta)
+                    self._invalid.pop(number, None)
+                    return checkpoint
+            except InvalidCheckpoint as error:
+                self._invalid[number] = str(error)
         return None
 
-    def _manifest(self, number: int) -> Manifest:
+    def _read_manifest(self, number: int) -> Manifest:
+        """Read a manifest; InvalidCheckpoint if damaged, StoreError if of another format or key."""
         file = self._folder / f"{number}.json"
         try:
-            return read_manifest(content_of(file, LARGEST_MANIFEST), number, self._seal)
+            return parse_manifest(read_bounded(file, MAX_MANIFEST_BYTES), number, self._encryption)
         except StoreError as error:
             raise StoreError(f"{file} {error}") from error
 
-    def _one_origin(self) -> str:
-        """The origin that all generations here must share; a new one if there are none."""
-        if self._seal is None:
+    def _folder_origin(self) -> str:
+        """Return the origin of the folder's manifests, or a new random one; empty if unencrypted.
+
+        Raises StoreError if its checkpoints have several origins: some come from another folder.
+        """
+        if self._encryption is None:
             return ""
         origins: dict[str, int] = {}
-        for number in self.standing():
-            with suppress(Unfit):
-                origins[self._manifest(number).origin] = number
+        for number in self.valid_numbers():
+            with suppress(InvalidCheckpoint):
+                origins[self._read_manifest(number).origin] = number
         if len(origins) > 1:
             mixed = " and ".join(map(str, origins.values()))
             raise StoreError(
-                f"generations {mixed} in {self._folder} were not written in one folder: put a "
-                "copy of the folder back, or remove those that are from elsewhere"
+                f"checkpoints {mixed} in {self._folder} were not written in one folder: restore "
+                "the folder from a backup, or remove those that are from elsewhere"
             )
         return next(iter(origins), token_hex(16))
 
-    def _unread(self, manifest: Manifest) -> dict[str, Tensor]:
-        """No tensors, if a file of their size is there."""
+    def _check_tensor_file_size(self, manifest: Manifest) -> dict[str, Tensor]:
+        """Return no tensors; InvalidCheckpoint if the tensor file is lost or of another size."""
         file = self._folder / manifest.file
-        with not_lost(file):
-            require_size(manifest, size_of(file, manifest.size))
+        with lost_as_invalid(file):
+            require_size(manifest, bounded_size(file, manifest.size))
         return {}
 
-    def _tensors(self, manifest: Manifest, names: Names = ALL) -> dict[str, Tensor]:
-        return checked_tensors(self._folder / manifest.file, manifest, self._seal, names)
+    def _load_tensors(
+        self, manifest: Manifest, name_filter: NameFilter = all_tensors
+    ) -> dict[str, Tensor]:
+        file = self._folder / manifest.file
+        return read_verified_tensors(file, manifest, self._encryption, name_filter)
+
+    def _require_writable(self, meta: Meta) -> None:
+        require_json_meta(meta, self._encryption)
+        if self._read_only:
+            raise StoreError(f"{self._folder} was opened for reading: nothing is written")
+
+    @contextmanager
+    def _writing(self, problem: str) -> Generator[None]:
+        """Lock the folder for the body, and raise its disk errors as StoreError."""
+        remedy = "the last valid one is unchanged; free space or mend the disk, then write it again"
+        with wrap_disk_errors(problem, remedy), locked_folder(self._folder):
+            yield
 
     def _require_next(self, number: int) -> None:
         if type(number) is not int or not 0 <= number < 10**18:
-            raise StoreError(f"generation {number!r}: a number is a whole one from 0 to 10^18 - 1")
-        newest = max(self.standing(), default=0)
+            raise StoreError(f"checkpoint {number!r}: a number is an integer from 0 to 10^18 - 1")
+        newest = max(self.valid_numbers(), default=0)
         if number < newest:
             raise StoreError(
-                f"generation {number} is older than generation {newest} in {self._folder}: go on "
-                "from what read() returns, or begin anew in another folder"
+                f"checkpoint {number} is older than checkpoint {newest} in {self._folder}: go on "
+                "from what read_newest() returns, or begin anew in another folder"
             )
 
     def _commit(self, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
-        reach("store.begun")
-        for number in self.numbers():  # what is of another format is not written over
-            with suppress(Unfit):
-                self._manifest(number)
-        self._sweep()
+        """Write tensor file and manifest, then remove old checkpoints."""
+        failpoint("store.begun")
+        for number in self.numbers():  # raises StoreError for another format: never overwrite it
+            with suppress(InvalidCheckpoint):
+                self._read_manifest(number)
+        self._remove_leftovers()
         manifest = self._write_tensors(manifest, tensors)
         self._write_manifest(manifest)
-        self._unfit.pop(manifest.number, None)
+        self._invalid.pop(manifest.number, None)
         self._prune()
-        reach("store.pruned")
+        failpoint("store.pruned")
 
     def _write_tensors(self, manifest: Manifest, tensors: dict[str, Tensor]) -> Manifest:
+        """Write and sync the tensor file; return the manifest with its digest and size."""
         temporary = self._folder / f"{manifest.number}.safetensors.tmp"
-        if self._seal is None:
+        if self._encryption is None:
             save_file(tensors, temporary)
             temporary.chmod(0o600)
         else:
-            with open(temporary, "xb", opener=_private) as file:
-                file.writelines(self._seal.pieces(save(tensors), about(manifest)))
-        reach("store.tensors_written")
+            label = tensors_label(manifest)
+            with open(temporary, "xb", opener=_open_private) as file:
+                file.writelines(self._encryption.encrypt_chunks(save(tensors), label))
+        failpoint("store.tensors_written")
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-            reach("store.tensors_synced")
-            digest = digest_of(file, {} if self._seal else tensors)
+            failpoint("store.tensors_synced")
+            digest = tensor_file_digest(file, {} if self._encryption else tensors)
             size = os.fstat(file.fileno()).st_size
         manifest = replace(manifest, sha256=digest, size=size)
         temporary.rename(self._folder / manifest.file)
-        reach("store.tensors_renamed")
-        synced(self._folder)
+        failpoint("store.tensors_renamed")
+        sync_folder(self._folder)
         return manifest
 
     def _write_manifest(self, manifest: Manifest) -> None:
+        """Write, sync and rename the manifest; from the rename on the checkpoint exists."""
         temporary = self._folder / f"{manifest.number}.json.tmp"
-        with open(temporary, "xb", opener=_private) as file:
-            file.write(manifest.written(self._seal))
+        with open(temporary, "xb", opener=_open_private) as file:
+            file.write(manifest.to_bytes(self._encryption))
             file.flush()
-            reach("store.manifest_written")
+            failpoint("store.manifest_written")
             os.fsync(file.fileno())
         temporary.rename(self._folder / f"{manifest.number}.json")
-        reach("store.manifest_renamed")
-        synced(self._folder)
-        reach("store.folder_synced")
+        failpoint("store.manifest_renamed")
+        sync_folder(self._folder)
+        failpoint("store.folder_synced")
 
-    def _sweep(self) -> None:
-        """Remove what no manifest speaks of: the leftovers of writes that failed."""
+    def _remove_leftovers(self) -> None:
+        """Remove temporary files, and tensor files without a manifest, left by failed writes."""
         names = os.listdir(self._folder)
         files = [name for name in names if _TENSORS.fullmatch(name)]
-        spoken = {name for number in self.numbers() for name in self._spoken(number, files)}
-        if any(map(_TEMPORARY.fullmatch, names)) or set(files) - spoken:
-            synced(self._folder)
+        used = {name for number in self.numbers() for name in self._used_files(number, files)}
+        if any(map(_TEMPORARY.fullmatch, names)) or set(files) - used:
+            sync_folder(self._folder)
             self._remove(_TEMPORARY)
-            self._remove(_TENSORS, spoken)
+            self._remove(_TENSORS, used)
 
-    def _spoken(self, number: int, files: list[str]) -> list[str]:
-        """The files that the manifest of a number speaks of; it is read if there are several."""
-        found = [name for name in files if name.startswith(f"{number}.")]
+    def _used_files(self, number: int, files: list[str]) -> list[str]:
+        """Return the tensor files that the manifest of a number may refer to.
+
+        The manifest is read only if several files have this number; if it is invalid, all of them
+        are returned.
+        """
+        candidates = [name for name in files if name.startswith(f"{number}.")]
         try:
-            return [self._manifest(number).file] if len(found) > 1 else found
-        except Unfit:
-            return found  # it may speak of any of them
+            return [self._read_manifest(number).file] if len(candidates) > 1 else candidates
+        except InvalidCheckpoint:
+            return candidates
 
     def _prune(self) -> None:
-        stay = self.standing()[: self._keep]
+        kept = self.valid_numbers()[: self._keep]
         for number in self.numbers():
-            if number not in stay:
+            if number not in kept:
                 (self._folder / f"{number}.json").unlink()
-        self._sweep()
+        self._remove_leftovers()
 
-    def _remove(self, names: re.Pattern[str], but: Collection[str] = ()) -> None:
+    def _remove(self, pattern: re.Pattern[str], kept: Collection[str] = ()) -> None:
         for name in os.listdir(self._folder):
-            if names.fullmatch(name) and name not in but:
+            if pattern.fullmatch(name) and name not in kept:
                 (self._folder / name).unlink()
 
 
-def _private(file: str, flags: int) -> int:
+def _open_private(file: str, flags: int) -> int:
     return os.open(file, flags, 0o600)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor files: safetensors read tensor by tensor, and hashed as they are read."""
+"""Reading of safetensors files tensor by tensor, hashed while they are read."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ import torch
 from torch import Tensor
 
 from fedplan.errors import StoreError
+from fedplan.storage.checkpoints import InvalidCheckpoint, Manifest
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.generations import Manifest, Unfit
-from fedplan.tensors.layout import Place, places_in, viewed
+from fedplan.tensors.layout import TensorEntry, parse_entries, tensor_view
 
-LARGEST_HEAD = 2**27
-"""Bytes that the names and shapes of a file may take."""
+MAX_HEADER_BYTES = 2**27
+"""Size limit of a file's header, which lists names, dtypes and shapes."""
 _PIECE = 2**20
 _LOST = {errno.ENOENT, errno.EIO}
 
-Names = Callable[[str], bool]
-"""Which tensors of a file are wanted, by their names."""
+NameFilter = Callable[[str], bool]
+"""Whether to load the tensor of a name."""
 
 
-def ALL(_: str) -> bool:
-    """Every tensor."""
+def all_tensors(_: str) -> bool:
+    """NameFilter that loads every tensor."""
     return True
 
 
-def NONE(_: str) -> bool:
-    """No tensor: a file is only checked."""
+def no_tensors(_: str) -> bool:
+    """NameFilter that loads no tensor: the file is only checked."""
     return False
 
 
-class Reading(NamedTuple):
-    """The tensors of a file, the digest of all of its bytes, and why there are no tensors, if so.
+class TensorRead(NamedTuple):
+    """Loaded tensors, SHA-256 of the whole file, and an error message if it is malformed.
 
-    Somebody may have damaged it: nothing of it counts before the digest is known to be right.
+    `tensors` is empty if `fault` is set. Compare `sha256` before using the tensors: the file may
+    be damaged.
     """
 
     tensors: dict[str, Tensor]
@@ -51,152 +52,162 @@ class Reading(NamedTuple):
     fault: str = ""
 
 
-def read_tensors(file: Path, names: Names) -> Reading:
-    """Read a file once: tensors that nobody wants pass through, and are never held."""
+def read_tensors(file: Path, name_filter: NameFilter) -> TensorRead:
+    """Read a safetensors file once; tensors that `name_filter` rejects are hashed, not loaded."""
     with FileIO(file) as opened:
-        reader, size = _Hashed(opened), file.stat().st_size
+        reader, size = _HashingReader(opened), file.stat().st_size
         tensors, fault = dict[str, Tensor](), ""
         try:
-            for place in _places(reader, size):
-                if names(place.name):
-                    tensors[place.name] = reader.tensor(place)
+            for entry in _read_header(reader, size):
+                if name_filter(entry.name):
+                    tensors[entry.name] = reader.read_tensor(entry)
                 else:
-                    reader.skip(place.stop - place.start)
+                    reader.skip(entry.stop - entry.start)
         except (ValueError, RecursionError) as error:
             tensors, fault = {}, str(error)
         reader.skip(size)
-        return Reading(tensors, reader.found.hexdigest(), fault)
+        return TensorRead(tensors, reader.hash.hexdigest(), fault)
 
 
-def tensors_in(data: bytes, names: Names) -> dict[str, Tensor]:
-    """The tensors of the bytes of a file, where they lie; else a ValueError says why."""
-    head = 8 + int.from_bytes(data[:8], "little")
-    if not 8 <= head <= len(data):
+def parse_tensors(data: bytes, name_filter: NameFilter) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file's bytes as views of these bytes.
+
+    Raises ValueError if the bytes are malformed.
+    """
+    start = 8 + int.from_bytes(data[:8], "little")
+    if not 8 <= start <= len(data):
         raise ValueError("it ends too soon")
-    places = places_in(_entries(data[8:head]), len(data) - head)
-    return {place.name: viewed(data, head, place) for place in places if names(place.name)}
+    entries = parse_entries(_parse_header(data[8:start]), len(data) - start)
+    return {e.name: tensor_view(data, start, e) for e in entries if name_filter(e.name)}
 
 
-def _places(reader: _Hashed, size: int) -> list[Place]:
-    count = int.from_bytes(reader.bytes(8), "little")
-    if count > min(size, LARGEST_HEAD):
-        raise ValueError(f"its head would take {count} of {size} bytes")
-    return places_in(_entries(reader.bytes(count)), size - 8 - count)
+def _read_header(reader: _HashingReader, size: int) -> list[TensorEntry]:
+    """Read a file's header and return its tensors' entries in file order; ValueError if invalid."""
+    count = int.from_bytes(reader.read(8), "little")
+    if count > min(size, MAX_HEADER_BYTES):
+        raise ValueError(f"its header would take {count} of {size} bytes")
+    return parse_entries(_parse_header(reader.read(count)), size - 8 - count)
 
 
-def _entries(text: bytes) -> dict[str, Any]:
-    found: Any = json.loads(text.decode("utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError("its head is no JSON object")
-    held = cast("dict[str, Any]", found)
-    return {name: entry for name, entry in held.items() if name != "__metadata__"}
+def _parse_header(text: bytes) -> dict[str, Any]:
+    header: Any = json.loads(text.decode("utf-8"))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    entries = cast("dict[str, Any]", header)
+    return {name: entry for name, entry in entries.items() if name != "__metadata__"}
 
 
-class _Hashed:
-    """A file whose digest grows with all that is read of it."""
+class _HashingReader:
+    """Sequential reader of a file that updates `hash` with every byte read."""
 
     def __init__(self, file: FileIO) -> None:
-        self._file, self.found = file, hashlib.sha256()
+        self._file, self.hash = file, hashlib.sha256()
 
-    def bytes(self, count: int) -> bytes:
-        """The next bytes."""
-        held = bytearray(count)
-        self._fill(memoryview(held))
-        return bytes(held)
+    def read(self, count: int) -> bytes:
+        """Return the next `count` bytes; ValueError if the file ends before."""
+        buffer = bytearray(count)
+        self._fill(memoryview(buffer))
+        return bytes(buffer)
 
-    def tensor(self, place: Place) -> Tensor:
-        """The next tensor, in memory of its own."""
-        made = torch.empty(place.shape, dtype=place.dtype)
-        if made.numel():
-            held: Any = made.view(-1).view(torch.uint8).numpy()
-            self._fill(memoryview(held))
-        return made
+    def read_tensor(self, entry: TensorEntry) -> Tensor:
+        """Read the next tensor into new memory; ValueError if the file ends before."""
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        if tensor.numel():
+            buffer: Any = tensor.view(-1).view(torch.uint8).numpy()
+            self._fill(memoryview(buffer))
+        return tensor
 
     def skip(self, count: int) -> None:
-        """Pass over as many bytes, or all that are left."""
-        while count > 0 and (some := self._file.read(min(count, _PIECE))):
-            self.found.update(some)
-            count -= len(some)
+        """Hash the next `count` bytes, or all that are left."""
+        while count > 0 and (piece := self._file.read(min(count, _PIECE))):
+            self.hash.update(piece)
+            count -= len(piece)
 
-    def _fill(self, place: memoryview) -> None:
+    def _fill(self, buffer: memoryview) -> None:
+        """Fill a buffer with the next bytes; ValueError if the file ends before."""
         at = 0
-        while at < len(place):
-            # Hashed while it is in a core's cache.
-            count = self._file.readinto(place[at : at + _PIECE])
+        while at < len(buffer):
+            # Small pieces are hashed while they are in the CPU cache.
+            count = self._file.readinto(buffer[at : at + _PIECE])
             if not count:
                 raise ValueError("it ends too soon")
-            self.found.update(place[at : at + count])
+            self.hash.update(buffer[at : at + count])
             at += count
 
 
-def checked_tensors(
-    file: Path, manifest: Manifest, seal: Encryption | None, names: Names
+def read_verified_tensors(
+    file: Path, manifest: Manifest, encryption: Encryption | None, name_filter: NameFilter
 ) -> dict[str, Tensor]:
-    """The tensors of the file that a manifest speaks of; one that is not that is unfit."""
-    if seal is not None:
-        return _opened(file, manifest, seal, names)
-    with not_lost(file):
-        require_size(manifest, size_of(file, manifest.size))
-        # The bytes whose digest is taken, and not the file again, which may have changed.
-        tensors, digest, fault = read_tensors(file, names)
+    """Load and decrypt the tensors of a checkpoint's file that `name_filter` accepts.
+
+    Raises InvalidCheckpoint if the file is missing, or its size, digest or format is wrong.
+    """
+    if encryption is not None:
+        return _read_encrypted_tensors(file, manifest, encryption, name_filter)
+    with lost_as_invalid(file):
+        require_size(manifest, bounded_size(file, manifest.size))
+        # Digest and tensors come from one read: the file may change between two.
+        tensors, digest, fault = read_tensors(file, name_filter)
     _require_digest(manifest, digest)
     if fault:
-        raise Unfit(f"{manifest.file} is no safetensors file: {fault}")
+        raise InvalidCheckpoint(f"{manifest.file} is no safetensors file: {fault}")
     return tensors
 
 
-def _opened(file: Path, manifest: Manifest, seal: Encryption, names: Names) -> dict[str, Tensor]:
-    """The tensors of a sealed file."""
-    content = content_of(file, manifest.size)
+def _read_encrypted_tensors(
+    file: Path, manifest: Manifest, encryption: Encryption, name_filter: NameFilter
+) -> dict[str, Tensor]:
+    """Load an encrypted tensor file; InvalidCheckpoint if it is damaged or not decryptable."""
+    content = read_bounded(file, manifest.size)
     require_size(manifest, len(content))
     _require_digest(manifest, hashlib.sha256(content).hexdigest())
     try:
-        return tensors_in(seal.open(content, about(manifest)), names)
+        return parse_tensors(encryption.decrypt(content, tensors_label(manifest)), name_filter)
     except StoreError as error:
-        raise Unfit(f"{manifest.file} does not open: {error}") from error
+        raise InvalidCheckpoint(f"{manifest.file} cannot be decrypted: {error}") from error
     except ValueError as error:
-        raise Unfit(f"{manifest.file} is no safetensors file: {error}") from error
+        raise InvalidCheckpoint(f"{manifest.file} is no safetensors file: {error}") from error
 
 
 def _require_digest(manifest: Manifest, digest: str) -> None:
     if digest != manifest.sha256:
-        raise Unfit(f"{manifest.file} is damaged: its digest differs")
+        raise InvalidCheckpoint(f"{manifest.file} is damaged: its digest differs")
 
 
-def content_of(file: Path, most: int) -> bytes:
-    """The bytes of a plain file, if they are no more than `most`."""
-    with not_lost(file):
-        size_of(file, most)
+def read_bounded(file: Path, limit: int) -> bytes:
+    """Return a regular file's bytes; InvalidCheckpoint if it is lost or larger than `limit`."""
+    with lost_as_invalid(file):
+        bounded_size(file, limit)
         return file.read_bytes()
 
 
-def size_of(file: Path, most: int) -> int:
-    """The bytes that a plain file has, if they are no more than `most`."""
-    found = file.lstat()
-    if not stat.S_ISREG(found.st_mode):
-        raise Unfit(f"{file.name} is no plain file")
-    if found.st_size > most:
-        raise Unfit(f"{file.name} has {found.st_size} bytes, more than {most}")
-    return found.st_size
+def bounded_size(file: Path, limit: int) -> int:
+    """Return a file's size; InvalidCheckpoint if it is not regular, or larger than `limit`."""
+    status = file.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidCheckpoint(f"{file.name} is not a regular file")
+    if status.st_size > limit:
+        raise InvalidCheckpoint(f"{file.name} has {status.st_size} bytes, more than {limit}")
+    return status.st_size
 
 
 def require_size(manifest: Manifest, size: int) -> None:
-    """Refuse a file of another size than its manifest says."""
+    """Raise InvalidCheckpoint if `size` is not the size of the manifest's tensor file."""
     if size != manifest.size:
-        raise Unfit(f"{manifest.file} has {size} bytes of {manifest.size}")
+        raise InvalidCheckpoint(f"{manifest.file} has {size} bytes of {manifest.size}")
 
 
 @contextmanager
-def not_lost(file: Path) -> Generator[None]:
-    """Tell of a file that is gone, or that its disk does not give, as of one that is unfit."""
+def lost_as_invalid(file: Path) -> Generator[None]:
+    """Raise InvalidCheckpoint if the body fails because a file is missing or unreadable."""
     try:
         yield
     except OSError as error:
         if error.errno not in _LOST:
             raise
-        raise Unfit(f"{file.name} is lost: {error.strerror}") from error
+        raise InvalidCheckpoint(f"{file.name} is lost: {error.strerror}") from error
 
 
-def about(manifest: Manifest) -> str:
-    """The words that tensors are sealed under."""
+def tensors_label(manifest: Manifest) -> str:
+    """Return the label under which a checkpoint's tensors are encrypted."""
     return f"tensors {manifest.number}"

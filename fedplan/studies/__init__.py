@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A study file, what each end builds from it, and the folder of a run."""
+"""A study: its file, the experiment built from it, and the folder of a run."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from fedplan.studies.experiment import Experiment, build_experiment
     from fedplan.studies.export import export_run
     from fedplan.studies.run import Run, open_run
     from fedplan.studies.schema import ConfigError, Study, read_study
-    from fedplan.studies.stage import Stage, stage_of
 
 __all__ = [
     "ConfigError",
     "Run",
-    "Stage",
+    "Experiment",
     "Study",
     "export_run",
     "open_run",
     "read_study",
-    "stage_of",
+    "build_experiment",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "export": "export_run",
         "run": "Run open_run",
         "schema": "ConfigError Study read_study",
-        "stage": "Stage stage_of",
+        "experiment": "Experiment build_experiment",
     },
 )

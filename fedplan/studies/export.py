@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export: the model of a run as a folder that loads and predicts without fedplan's rounds."""
+"""Export a model of a run as a Hugging Face folder, and check an exported folder."""
 
 from __future__ import annotations
 
@@ -13,290 +13,349 @@ from torch import Tensor, nn
 
 from fedplan.data.tasks import Task
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.egress import AGREEMENT, read_agreement
-from fedplan.federation.endpoint import last_of, own_values
-from fedplan.federation.world import World, personal_values, world_values
+from fedplan.federation.egress_log import AGREEMENT, read_agreement
+from fedplan.federation.endpoint import only_run_folder, read_personal_model
+from fedplan.federation.global_state import GlobalState, global_values, personal_values
 from fedplan.language.turn import Turn
-from fedplan.models.dual import Dual
+from fedplan.models.dual_encoder import DualEncoder
 from fedplan.models.folder import SETTINGS, Preprocessing, load_folder, save_folder
-from fedplan.models.grafting import CONFIG, load_adapter, save_adapter, whole
-from fedplan.models.hub import bare, fetched, is_hub_id, quiet
-from fedplan.models.images import centre_of
-from fedplan.models.quantised import is_quantised
-from fedplan.models.values import put
-from fedplan.studies.card import CARD, Card, secrets_of
-from fedplan.studies.folder import agreement_in, noted_task, study_in
-from fedplan.studies.run import Run, looked_at
-from fedplan.studies.schema import ConfigError, Study
-from fedplan.studies.stage import (
-    Stage,
-    require_files,
-    stage_without_rows,
-    statement_of,
+from fedplan.models.hub import is_hub_id, load_pretrained, no_progress_bars, strip_hub_prefix
+from fedplan.models.images import image_mean_std
+from fedplan.models.peft_adapters import CONFIG, load_adapter, merge_and_dequantize, save_adapter
+from fedplan.models.quantized import is_quantized
+from fedplan.models.values import set_values
+from fedplan.studies.experiment import (
+    Experiment,
+    build_experiment_without_data,
+    privacy_statement,
+    require_study_from_files,
 )
-from fedplan.studies.vector import (
+from fedplan.studies.golden_example import (
     TOLERANCE,
-    Vector,
-    logits_of,
-    read_vector,
-    tokens_of,
-    vector_of,
+    GoldenExample,
+    compute_logits,
+    make_golden_example,
+    read_golden_example,
+    tokenize_text,
 )
+from fedplan.studies.model_card import CARD_FILE, ModelCard, private_names
+from fedplan.studies.run import Run, read_consistently
+from fedplan.studies.run_folder import read_run_agreement, read_run_study, read_task_file
+from fedplan.studies.schema import ConfigError, Study
 from fedplan.tensors.named import Tensors
 
-PROCESSOR = "preprocessor_config.json"
-"""In the folder of a model of pictures, as Hugging Face has it: how a picture is made ready."""
+PROCESSOR_FILE = "preprocessor_config.json"
+"""File of a Hugging Face image processor."""
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A model with the values of a run, the tensors that are not as they started, and its card."""
+class _ExportedModel:
+    """A model with the values of a run, its task, changed tensors by name, and its card."""
 
     model: nn.Module
     task: Task
-    moved: tuple[str, ...]
-    card: Card
+    changed: tuple[str, ...]
+    card: ModelCard
 
 
 def export_run(
     folder: Path | str,
-    out: Path | str,
+    output: Path | str,
     client: str = "",
     key: Path | None = None,
     *,
     adapter: bool = False,
     best: bool = False,
 ) -> str:
-    """Write a model, and say how it is loaded: the world's, or one client's own.
+    """Write a model into a new or empty folder, and return the code that loads it.
 
-    The folder is a run's, or that of a site's experiment: then the model is the site's own, and
-    `key` opens what it keeps. With `adapter` only the adapter is written, as peft loads it; else
-    the whole model in floats, its adapter merged into it. With `best` it is the world of the round
-    that scored best, where the study has it kept. Beside it stand what makes inputs ready, a card,
-    and a test vector: `check_export` computes it again.
+    `folder`: a run's folder, or at a site the folder of its experiment; then the site's personal
+    model is exported, and `key` is the key file of its state.
+    `client`: export this client's personal model instead of the global one.
+    `adapter`: write only the peft adapter; else adapters are merged into the full model.
+    `best`: export the best round, if the study has `evaluate.keep_best`. Beside the weights are
+    written the tokenizer or image processor, a model card, and a golden example for `check_export`.
+    Raises ConfigError if the model cannot be exported.
     """
-    folder, out = Path(folder), Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is not empty: name another folder")
-    of_site = (folder / AGREEMENT).exists()
-    if best and (client or of_site):
-        raise ConfigError("the best that is kept is the world's, and no client's own")
-    held = _of_site(folder, key) if of_site else _of_run(folder, client, best=best)
-    held.model.eval()
-    with quiet():
-        return _adapter_written(held, out) if adapter else _written(held, out)
+    folder, output = Path(folder), Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} is not empty: name another folder")
+    is_site = (folder / AGREEMENT).exists()
+    if best and (client or is_site):
+        raise ConfigError(
+            "--best is for the global model: leave out --client, and run it in a run's folder"
+        )
+    exported = _model_of_site(folder, key) if is_site else _model_of_run(folder, client, best=best)
+    exported.model.eval()
+    with no_progress_bars():
+        return _write_adapter(exported, output) if adapter else _write_model(exported, output)
 
 
 def check_export(folder: Path | str, model: nn.Module | None = None) -> float:
-    """Load an exported model, feed it its test vector, and say how far off it is at the most.
+    """Load an exported model, run its golden example, and return the largest deviation of a logit.
 
-    An adapter is put on `model`, or on the base that it names. More than the tolerance raises, and
-    so does an input that is made ready otherwise than in the run.
+    An adapter is put on `model`, or else on the base model that it names. Raises ConfigError if the
+    deviation exceeds the tolerance, or if the folder prepares inputs differently from the run.
     """
     folder = Path(folder)
     try:
-        vector = read_vector(folder)
-        with quiet():
-            _require_inputs(folder, vector)
-            said = logits_of(_loaded(folder, vector, model), vector.inputs)
+        example = read_golden_example(folder)
+        with no_progress_bars():
+            _require_same_inputs(folder, example)
+            logits = compute_logits(_load_exported(folder, example, model), example.inputs)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{folder} cannot be checked: {error}") from error
-    if said.shape != vector.logits.shape:
+    if logits.shape != example.logits.shape:
         raise ConfigError(
-            f"{folder} says {tuple(said.shape)}, and said {tuple(vector.logits.shape)}"
+            f"{folder}: the logits have shape {tuple(logits.shape)}, but had "
+            f"{tuple(example.logits.shape)} at the export"
         )
-    off = float((said - vector.logits).abs().max())
-    if not off <= TOLERANCE * max(1.0, float(vector.logits.abs().max())):
+    deviation = float((logits - example.logits).abs().max())
+    if not deviation <= TOLERANCE * max(1.0, float(example.logits.abs().max())):
         raise ConfigError(
-            f"{folder} differs by {off:.2g} from what the model said when it was exported: these "
-            "are other weights, or another base; export it again"
+            f"{folder} differs by {deviation:.2g} from the model's logits at the export: these "
+            "are other weights, or another base model; export it again"
         )
-    return off
+    return deviation
 
 
-def _loaded(folder: Path, vector: Vector, base: nn.Module | None) -> nn.Module:
+def _load_exported(folder: Path, example: GoldenExample, base: nn.Module | None) -> nn.Module:
+    """Load the model of an exported folder; an adapter is put on `base` or on its named base."""
     import transformers
 
     if (folder / SETTINGS).exists():
         return load_folder(folder)
-    loader = getattr(transformers, vector.loader)
+    loader = getattr(transformers, example.loader)
     if not (folder / CONFIG).exists():
-        return fetched(loader, str(folder), here=True)
+        return load_pretrained(loader, str(folder), local_files_only=True)
     if base is None:
-        named = str(json.loads((folder / CONFIG).read_text())["base_model_name_or_path"] or "")
-        labels = {"id2label": dict(enumerate(vector.labels))} if vector.labels else {}
-        base = cast("nn.Module", fetched(loader, named, here=True, **labels))
+        base_name = str(json.loads((folder / CONFIG).read_text())["base_model_name_or_path"] or "")
+        labels = {"id2label": dict(enumerate(example.labels))} if example.labels else {}
+        base = cast(
+            "nn.Module", load_pretrained(loader, base_name, local_files_only=True, **labels)
+        )
     return load_adapter(base, str(folder))
 
 
-def _require_inputs(folder: Path, vector: Vector) -> None:
-    """Refuse a folder that makes inputs ready otherwise than the run did."""
+def _require_same_inputs(folder: Path, example: GoldenExample) -> None:
+    """Raise ConfigError if the folder's tokenizer or processor gives other inputs than the run."""
     import transformers
 
-    made: Tensors = {}
-    if vector.raw:
-        tokenizer = fetched(transformers.AutoTokenizer, str(folder), here=True)
-        length = vector.inputs["input_ids"].shape[1]
-        made = tokens_of(tokenizer, vector.raw, length, vector.loader)
-    elif vector.picture is not None and (folder / PROCESSOR).exists():
-        processor = fetched(transformers.AutoImageProcessor, str(folder), here=True)
-        made = processor(vector.picture.numpy(), return_tensors="pt")
-    for name, value in vector.inputs.items():
-        if name in made and not torch.allclose(value.double(), made[name].double(), atol=1e-6):
-            raise ConfigError(f"{folder} makes another {name} of its test vector: export it again")
+    prepared: Tensors = {}
+    if example.text:
+        tokenizer = load_pretrained(transformers.AutoTokenizer, str(folder), local_files_only=True)
+        length = example.inputs["input_ids"].shape[1]
+        prepared = tokenize_text(tokenizer, example.text, length, example.loader)
+    elif example.image is not None and (folder / PROCESSOR_FILE).exists():
+        processor = load_pretrained(
+            transformers.AutoImageProcessor, str(folder), local_files_only=True
+        )
+        prepared = processor(example.image.numpy(), return_tensors="pt")
+    for name, value in example.inputs.items():
+        if name in prepared and not torch.allclose(
+            value.double(), prepared[name].double(), atol=1e-6
+        ):
+            raise ConfigError(
+                f"{folder} prepares another {name} for its golden example: export it again"
+            )
 
 
-def _of_run(folder: Path, client: str, *, best: bool = False) -> _Held:
-    run, world, home = looked_at(folder, lambda run: _held(run, client, best=best))
-    require_files(run.study)
-    stage = _staged(run.study, run.agreement, run.labels)
-    values = world_values(run.agreement, world, stage.start)
+def _model_of_run(folder: Path, client: str, *, best: bool = False) -> _ExportedModel:
+    """Return the global model of a run, or a client's personal model, with its card."""
+    run, global_state, client_state = read_consistently(
+        folder, lambda run: _read_states(run, client, best=best)
+    )
+    require_study_from_files(run.study)
+    experiment = _rebuild_experiment(run.study, run.agreement, run.labels)
+    values = global_values(run.agreement, global_state, experiment.initial_values)
     if client:
-        turn = Turn(run.round, client, world.phase, run.study.clients.traits.get(client, {}))
-        values = personal_values(run.agreement, world, stage.start, turn, home)
-    return _filled(stage, values, _card(run, world.round, own=bool(client)))
-
-
-def _card(run: Run, number: int, *, own: bool) -> Card:
-    study, stated = run.study, statement_of(run.study, run.folder)
-    clients = run.clients or list(study.clients.names)
-    told = stated is None and not own
-    row = next((row for row in run.metrics if told and row["round"] == number), {})
-    return Card(
-        study,
-        run.agreement,
-        number,
-        len(clients),
-        own=own,
-        statement=stated,
-        # How many rows the test has is told to nobody.
-        scores={
-            name.removeprefix(TESTED): value
-            for name, value in row.items()
-            if name.startswith(TESTED) and not name.endswith("examples")
-        },
-        secret=secrets_of(study, clients),
+        turn = Turn(run.round, client, global_state.phase, run.study.clients.traits.get(client, {}))
+        values = personal_values(
+            run.agreement, global_state, experiment.initial_values, turn, client_state
+        )
+    return _fill_model(
+        experiment, values, _make_card(run, global_state.round, personal=bool(client))
     )
 
 
-TESTED = "world."
-"""What the names of scores on the common test start with."""
+def _make_card(run: Run, round_number: int, *, personal: bool) -> ModelCard:
+    """Return the card of a model after a round; `personal` marks a client's model.
+
+    Metrics are shown only for the global model, and not under differential privacy.
+    """
+    study, statement = run.study, privacy_statement(run.study, run.folder)
+    clients = run.clients or list(study.clients.names)
+    show_metrics = statement is None and not personal
+    row = next((row for row in run.metrics if show_metrics and row["round"] == round_number), {})
+    return ModelCard(
+        study,
+        run.agreement,
+        round_number,
+        len(clients),
+        personal=personal,
+        statement=statement,
+        # The number of test examples is not revealed.
+        scores={
+            name.removeprefix(METRIC_PREFIX): value
+            for name, value in row.items()
+            if name.startswith(METRIC_PREFIX) and not name.endswith("examples")
+        },
+        private_names=private_names(study, clients),
+    )
 
 
-def _filled(stage: Stage, values: Tensors, card: Card) -> _Held:
-    held = [p for p in stage.agreement.trainable if p.key in values]
-    moved = [p.name for p in held if not torch.equal(values[p.key], stage.start[p.key])]
-    put(stage.model, values, held)
-    return _Held(stage.model, stage.shares.task, tuple(moved), card)
+METRIC_PREFIX = "global."
+"""Prefix of metrics on the common test set."""
 
 
-def _held(run: Run, client: str, *, best: bool) -> tuple[Run, World, dict[str, Tensor]]:
-    """The run with its world, and what a client kept of it, of one round."""
-    return run, run.best if best else run.world, run.home(client)[0] if client else {}
+def _fill_model(experiment: Experiment, values: Tensors, card: ModelCard) -> _ExportedModel:
+    """Load values into an experiment's model, and note the params that differ from the start."""
+    params = [p for p in experiment.agreement.trainable if p.key in values]
+    changed = [
+        p.name for p in params if not torch.equal(values[p.key], experiment.initial_values[p.key])
+    ]
+    set_values(experiment.model, values, params)
+    return _ExportedModel(experiment.model, experiment.data.task, tuple(changed), card)
 
 
-def _of_site(folder: Path, key: Path | None) -> _Held:
-    folder = last_of(folder)
-    study, agreed = study_in(folder), read_agreement(folder)
-    agreement = replace(agreement_in(folder), start=str(agreed.get("model")))
-    labels, clients = noted_task(folder)
-    stage = _staged(study, agreement, labels)
+def _read_states(
+    run: Run, client: str, *, best: bool
+) -> tuple[Run, GlobalState, dict[str, Tensor]]:
+    """Return the run, its global state (last or best), and a client's stored tensors."""
+    return (
+        run,
+        run.best_state if best else run.global_state,
+        run.client_state(client)[0] if client else {},
+    )
+
+
+def _model_of_site(folder: Path, key: Path | None) -> _ExportedModel:
+    """Return the personal model of a site, with its card."""
+    folder = only_run_folder(folder)
+    study, terms = read_run_study(folder), read_agreement(folder)
+    agreement = replace(read_run_agreement(folder), start=str(terms.get("model")))
+    labels, clients = read_task_file(folder)
+    experiment = _rebuild_experiment(study, agreement, labels)
     names = list(study.clients.names) or clients
-    account, run = Path(str(agreed.get("account", ""))), str(agreed.get("prefix", ""))
-    stated = statement_of(study, account, run=run)
-    secret = secrets_of(study, names)
-    card = Card(study, agreement, 0, len(names), own=True, statement=stated, secret=secret)
-    return _filled(stage, own_values(agreement, folder, key), card)
+    account, run = Path(str(terms.get("account", ""))), str(terms.get("prefix", ""))
+    statement = privacy_statement(study, account, run=run)
+    private = private_names(study, names)
+    card = ModelCard(
+        study, agreement, 0, len(names), personal=True, statement=statement, private_names=private
+    )
+    return _fill_model(experiment, read_personal_model(agreement, folder, key), card)
 
 
-def _staged(study: Study, agreement: Agreement, labels: list[str]) -> Stage:
-    """The model that a run started from, without its rows."""
-    stage = stage_without_rows(study, labels)
-    if stage.agreement.params != agreement.params:
-        raise ConfigError("the model that the study names is not the one that the run started from")
-    if stage.digest != agreement.start:
+def _rebuild_experiment(study: Study, agreement: Agreement, labels: list[str]) -> Experiment:
+    """Build the initial model of a run, without data.
+
+    Raises ConfigError if the study's model is no longer the one that the run started from.
+    """
+    experiment = build_experiment_without_data(study, labels)
+    if experiment.agreement.params != agreement.params:
+        raise ConfigError("the study's model has other params than the run started from")
+    if experiment.model_digest != agreement.start:
         raise ConfigError(
-            f"the run started from the model {agreement.start}, and what the study names is now "
-            f"{stage.digest}: give it the weights that it began with"
+            f"the run started from the model {agreement.start}, but the study's model is now "
+            f"{experiment.model_digest}: restore the initial weights"
         )
-    return stage
+    return experiment
 
 
-def _written(held: _Held, out: Path) -> str:
-    model, task = held.model, held.task
-    if isinstance(model, Dual):
-        save_folder(model, out, picture=_picture(task))
-        how = "from fedplan.models.folder import predict\n\npredict({}, [picture, ...])"
-        _describe(model, task, held.card, out, how)
-        return f"fedplan.models.folder.predict({str(out)!r}, [picture, ...])"
-    packed, alone = is_quantised(model), whole(model)
-    cast("Any", alone).save_pretrained(out)
-    _write_processor(task, out)
-    how = f"transformers.{task.model_class}.from_pretrained({{}})"
-    _describe(alone, task, held.card, out, f"import transformers\n\nmodel = {how}{_fed(task)}")
-    how = how.format(repr(str(out)))
-    return f"{how}  # dequantised: the base was packed in the run" if packed else how
+def _write_model(exported: _ExportedModel, output: Path) -> str:
+    """Write the full model with its processor, card and golden example; return the loading code."""
+    model, task = exported.model, exported.task
+    if isinstance(model, DualEncoder):
+        save_folder(model, output, preprocessing=_image_preprocessing(task))
+        loading_code = "from fedplan.models.folder import predict\n\npredict({}, [image, ...])"
+        _write_card(model, task, exported.card, output, loading_code)
+        return f"fedplan.models.folder.predict({str(output)!r}, [image, ...])"
+    quantized, merged = is_quantized(model), merge_and_dequantize(model)
+    cast("Any", merged).save_pretrained(output)
+    _write_processor(task, output)
+    loading_code = f"transformers.{task.model_class}.from_pretrained({{}})"
+    _write_card(
+        merged,
+        task,
+        exported.card,
+        output,
+        f"import transformers\n\nmodel = {loading_code}{_processor_code(task)}",
+    )
+    loading_code = loading_code.format(repr(str(output)))
+    return (
+        f"{loading_code}  # dequantized: the base was quantized in the run"
+        if quantized
+        else loading_code
+    )
 
 
-def _adapter_written(held: _Held, out: Path) -> str:
-    save_adapter(held.model, out, held.moved)
-    _write_processor(held.task, out)
-    how = "peft.PeftModel.from_pretrained(model, {})"
-    card, path = replace(held.card, adapter=True), held.card.study.model.path
-    base = repr(bare(path)) if is_hub_id(path) else "base"
-    load = f"base = transformers.{held.task.model_class}.from_pretrained({base})"
-    load += f"\nmodel = {how.replace('model', 'base')}{_fed(held.task)}"
-    _describe(held.model, held.task, card, out, f"import peft\nimport transformers\n\n{load}")
-    return how.format(repr(str(out)))
+def _write_adapter(exported: _ExportedModel, output: Path) -> str:
+    """Write the peft adapter with processor, card and golden example; return the loading code."""
+    save_adapter(exported.model, output, exported.changed)
+    _write_processor(exported.task, output)
+    loading_code = "peft.PeftModel.from_pretrained(model, {})"
+    card, path = replace(exported.card, adapter=True), exported.card.study.model.path
+    base = repr(strip_hub_prefix(path)) if is_hub_id(path) else "base"
+    card_code = f"base = transformers.{exported.task.model_class}.from_pretrained({base})"
+    card_code += (
+        f"\nmodel = {loading_code.replace('model', 'base')}{_processor_code(exported.task)}"
+    )
+    _write_card(
+        exported.model,
+        exported.task,
+        card,
+        output,
+        f"import peft\nimport transformers\n\n{card_code}",
+    )
+    return loading_code.format(repr(str(output)))
 
 
-def _fed(task: Task) -> str:
-    """How that is loaded which makes inputs ready."""
+def _processor_code(task: Task) -> str:
+    """Return the code that loads the image processor or tokenizer, or an empty text."""
     if task.kind == "image-classification":
         return "\nprocessor = transformers.AutoImageProcessor.from_pretrained({})"
     return "\ntokenizer = transformers.AutoTokenizer.from_pretrained({})" if task.source else ""
 
 
-def _describe(model: nn.Module, task: Task, card: Card, out: Path, how: str) -> None:
-    """Write the card of a model, and its test vector."""
-    vector = vector_of(model, task)
-    if vector is not None:
-        vector.write(out)
-    text = card.text(how.replace("{}", '"."'), vector=vector is not None)
-    (out / CARD).write_text(text, encoding="utf-8")
+def _write_card(
+    model: nn.Module, task: Task, card: ModelCard, output: Path, loading_code: str
+) -> None:
+    """Write the model card and, if the model has one, the golden example."""
+    example = make_golden_example(model, task)
+    if example is not None:
+        example.write(output)
+    text = card.text(loading_code.replace("{}", '"."'), has_golden_example=example is not None)
+    (output / CARD_FILE).write_text(text, encoding="utf-8")
 
 
-def _write_processor(task: Task, out: Path) -> None:
-    """Write what makes inputs ready: a tokenizer, or how a picture is resized and centred."""
+def _write_processor(task: Task, output: Path) -> None:
+    """Write the image processor's configuration, or the tokenizer if there is one."""
     if task.kind != "image-classification":
-        _write_tokenizer(task, out)
+        if task.source:
+            task.tokenizer.save_pretrained(output)
         return
-    picture = _picture(task)
-    said = {
-        # By PIL, as in the run: torchvision resizes a little otherwise.
+    image = _image_preprocessing(task)
+    config = {
+        # PIL, as in the run: torchvision resizes slightly differently.
         "image_processor_type": "ViTImageProcessorPil",
         "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"height": picture.size, "width": picture.size},
+        "size": {"height": image.size, "width": image.size},
         "resample": 2,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": picture.mean,
-        "image_std": picture.std,
+        "image_mean": image.mean,
+        "image_std": image.std,
     }
-    (out / PROCESSOR).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    (output / PROCESSOR_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def _write_tokenizer(task: Task, out: Path) -> None:
-    if task.source:
-        task.tokenizer.save_pretrained(out)
+def _image_preprocessing(task: Task) -> Preprocessing:
+    """Return the size, mean and standard deviation of a task's images."""
+    mean, std = image_mean_std(task.source)
+    return Preprocessing(task.image_size, _channel_values(mean), _channel_values(std))
 
 
-def _picture(task: Task) -> Preprocessing:
-    mean, std = centre_of(task.source)
-    return Preprocessing(task.image_size, _colours(mean), _colours(std))
-
-
-def _colours(side: Tensor) -> tuple[float, ...]:
-    return tuple(float(colour) for colour in side.flatten())
+def _channel_values(tensor: Tensor) -> tuple[float, ...]:
+    return tuple(float(value) for value in tensor.flatten())

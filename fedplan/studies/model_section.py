@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model section: what a study says of its model: its weights, how they are held, its adapter."""
+"""The [model] section of a study: weights, configuration, quantization and peft adapter."""
 
 from __future__ import annotations
 
@@ -8,133 +8,148 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
-from fedplan.models.grafting import family_named
-from fedplan.models.quantised import QUANTISED
-from fedplan.studies.words import STRICT, as_fault, one_of
+from fedplan.models.peft_adapters import adapter_family
+from fedplan.models.quantized import QUANTIZATIONS
+from fedplan.studies.field_types import STRICT, as_value_error, one_of_validator
 
-Packing = Annotated[str, AfterValidator(one_of("packing", ("", *QUANTISED)))]
+QuantizationName = Annotated[
+    str, AfterValidator(one_of_validator("quantization", ("", *QUANTIZATIONS)))
+]
 
-CODE = frozenset(
+FORBIDDEN_SETTINGS = frozenset(
     (
         *("auto_map", "trust_remote_code", "code_revision", "use_kernels", "kernel_config"),
         *("use_safetensors", "gguf_file", "cache_dir", "offload_folder"),
         *("force_download", "token", "proxies"),
     )
 )
-"""Settings by which transformers would run code, read other files, or write and fetch some."""
-DEEPEST, LARGEST = 1000, 2**31
-"""Of a number of layers, and of any other setting: a model is outlined before it is approved."""
-DEPTH = re.compile("layer|depth|block|group|stage|expert")
-ATTENTION = re.compile("_?(attn|experts)_implementation.*")
+"""Settings that make transformers run code, or read, write or download other files."""
+MAX_LAYERS, MAX_SETTING = 1000, 2**31
+"""Limits of layer counts and of other integers: a site builds an outline of unapproved models."""
+LAYER_COUNT_NAME = re.compile("layer|depth|block|group|stage|expert")
+"""Names of settings that count layers."""
+IMPLEMENTATION_NAME = re.compile("_?(attn|experts)_implementation.*")
+"""Settings that choose an implementation by name."""
 
 
-def _settings(said: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a model alone: a study comes from others, and brings no code."""
-    for name, value in said.items():
-        if name in CODE:
-            raise ValueError(f"{name} is none of a model's settings: leave it out")
-        if ATTENTION.fullmatch(name) and any(sign in str(value) for sign in "/|@"):
+def _validate_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings; raise ValueError for one that could load code or is too large."""
+    for name, value in settings.items():
+        if name in FORBIDDEN_SETTINGS:
+            raise ValueError(f"{name} is not a setting of the model: leave it out")
+        if IMPLEMENTATION_NAME.fullmatch(name) and any(sign in str(value) for sign in "/|@"):
             raise ValueError(
-                f"{name} = {str(value)[:60]!r} would fetch code: say one of transformers' own, "
+                f"{name} = {str(value)[:60]!r} would download code: use one of transformers' own, "
                 "such as 'eager' or 'sdpa'"
             )
-        most = DEEPEST if DEPTH.search(name) else LARGEST
+        limit = MAX_LAYERS if LAYER_COUNT_NAME.search(name) else MAX_SETTING
         numbers = cast("list[Any]", value) if isinstance(value, list) else [value]
-        if any(isinstance(each, int) and each > most for each in numbers):
-            raise ValueError(f"{name} = {str(value)[:60]}: {most} is the most")
+        if any(isinstance(number, int) and number > limit for number in numbers):
+            raise ValueError(f"{name} = {str(value)[:60]} is above the limit of {limit}")
         if isinstance(value, dict):
-            _settings(cast("dict[str, Any]", value))
-    return said
+            _validate_settings(cast("dict[str, Any]", value))
+    return settings
 
 
-def _adapter(name: str) -> str:
-    with as_fault():
-        _ = name and family_named(name)
+def _validate_adapter_type(name: str) -> str:
+    """Return an adapter type; raise ValueError for one that fedplan does not support."""
+    with as_value_error():
+        _ = name and adapter_family(name)
     return name
 
 
 class AdapterSection(BaseModel):
-    """An adapter of peft: a `type` with the settings of its own configuration, or a saved one.
+    """A peft adapter: a new one by its `type`, or a saved one by its `path`.
 
-    peft's own `target_modules` is for layers that no part tells. The plan says what is trained.
+    All fields besides these and `target` are settings of peft's configuration.
     """
 
     model_config = STRICT | ConfigDict(extra="allow")
 
-    type: Annotated[str, AfterValidator(_adapter)] = ""
-    """A family of peft by its own name, such as lora; all other fields are its settings."""
+    type: Annotated[str, AfterValidator(_validate_adapter_type)] = ""
+    """Adapter type of peft, such as "lora"; other fields of this section are its peft settings."""
     path: str = ""
-    """In place of a type: a saved adapter to start from, a folder or hub:org/name."""
+    """Saved adapter to start from, instead of a type: a folder or hub:org/name."""
     target: str = ""
-    """The part on whose layers the adapter is put, as in "query | value"."""
+    """Part whose layers get the adapter, such as "query | value"; default: peft's own choice."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What is said beside our own words: all of it is for peft's configuration."""
+        """The fields that are passed to peft's configuration."""
         return dict(self.model_extra or {})
 
     @model_validator(mode="after")
-    def _one(self) -> AdapterSection:
+    def _validate_choice(self) -> AdapterSection:
+        """Check that type and path, and target and target_modules, exclude each other."""
         if bool(self.type) == bool(self.path):
-            raise ValueError("say one of type (a new adapter) and path (a saved one)")
+            raise ValueError("set either type (a new adapter) or path (a saved one)")
         if self.path and (self.target or self.settings):
-            said = ", ".join(["target"] * bool(self.target) + sorted(self.settings))
-            raise ValueError(f"a saved adapter has its own settings: leave out {said}")
+            extra_fields = ", ".join(["target"] * bool(self.target) + sorted(self.settings))
+            raise ValueError(f"a saved adapter has its own settings: leave out {extra_fields}")
         if self.target and "target_modules" in self.settings:
-            raise ValueError("say one of target (a part) and target_modules (names of layers)")
+            raise ValueError("set either target (a part) or target_modules (names of layers)")
         return self
 
 
 class ModelSection(BaseModel):
-    """The model: a folder or hub:org/name with weights, or a type and settings to start from.
+    """The initial model: pretrained weights (`path`), or a `type` with new weights.
 
-    A model of two towers may also be made of two: `vision` and `text`, joined by a `bridge`.
+    A dual encoder can also be built of two models: `vision` and `text`, joined by `bridge`.
     """
 
     model_config = STRICT
 
     path: str = ""
-    """A folder or hub:org/name with weights to start from."""
+    """Pretrained model: a folder or hub:org/name."""
     type: str = ""
-    """In place of a path: a model type of transformers, started from the seed."""
-    settings: Annotated[dict[str, Any], AfterValidator(_settings)] = {}
-    """What the model's configuration says otherwise than its type does by itself."""
+    """Model type of transformers, such as "vit", for new weights drawn from the seed; instead of
+    path."""
+    config: Annotated[dict[str, Any], AfterValidator(_validate_settings)] = {}
+    """Changes to the model's transformers configuration, such as { hidden_size = 64 }."""
     vision: str = ""
-    """Of a model of two towers: the folder or hub:org/name of the one for pictures."""
+    """Dual encoder: folder or hub:org/name of the image encoder."""
     text: str = ""
-    """Of a model of two towers: the folder or hub:org/name of the one for texts."""
+    """Dual encoder: folder or hub:org/name of the text encoder."""
     bridge: str = ""
-    """A safetensors file with what joins the two towers."""
+    """Dual encoder: safetensors file with the projections that join both encoders."""
     digest: str = ""
-    """What `fedplan digest` prints: every end refuses a model with another."""
-    still: bool = False
-    """Whether batch norms use the statistics that they have, so that nothing but params moves."""
-    like: str = ""
-    """For a type that fedplan does not know: the known type whose row fits it."""
-    anatomy: dict[str, Any] = {}
-    """For a type that fedplan does not know: its row, as `fedplan propose` prints it."""
-    given: str = ""
-    """The class of a model that came from Python; not for a file."""
+    """Expected digest of the initial model, from `fedplan digest`; another model is rejected."""
+    freeze_batch_norm: bool = False
+    """Freeze batch-norm statistics, so that training changes nothing but parameters."""
+    layer_map_like: str = ""
+    """For a model type that fedplan does not know: a known type with the same layers."""
+    layer_map: dict[str, Any] = {}
+    """For a model type that fedplan does not know: its layer map, as `fedplan propose` prints
+    it."""
+    from_python: str = ""
+    """Set by fedplan.simulate: class of an in-memory model. Leave empty in files."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The type of the weights as they are loaded."""
-    quantised: Packing = ""
-    """How linear layers are packed, which then rest: nf4, fp4 or int8."""
+    """Dtype of the loaded weights."""
+    quantization: QuantizationName = ""
+    """Quantize linear layers, which are then frozen: "nf4", "fp4" or "int8"; default: no."""
     adapter: AdapterSection | None = None
-    """An adapter of peft that is put on the model before the method adds one."""
+    """Adapter of peft to add to the model."""
 
     @model_validator(mode="after")
-    def _one(self) -> ModelSection:
+    def _validate_choice(self) -> ModelSection:
+        """Check that exactly one kind of model is given, and that its fields fit that kind."""
         if bool(self.vision) != bool(self.text) or (self.bridge and not self.vision):
-            raise ValueError("two towers are both vision and text, and a bridge is between them")
-        if sum(map(bool, (self.path, self.type, self.vision, self.given))) != 1:
-            raise ValueError("say one of path (pretrained), type (from scratch), vision and text")
-        if (self.like or self.anatomy) and (self.vision or (self.like and self.anatomy)):
-            raise ValueError("say like, or an anatomy (which may say like), of a model of one type")
-        if self.quantised and not self.path:
-            raise ValueError("quantised is of weights that are loaded: say path")
+            raise ValueError("a dual encoder needs both vision and text; bridge joins them")
+        if sum(map(bool, (self.path, self.type, self.vision, self.from_python))) != 1:
+            raise ValueError(
+                "set exactly one of: path (pretrained), type (new weights), vision and text"
+            )
+        if (self.layer_map_like or self.layer_map) and (
+            self.vision or (self.layer_map_like and self.layer_map)
+        ):
+            raise ValueError(
+                "set layer_map_like or layer_map, not both, and not for a dual encoder"
+            )
+        if self.quantization and not self.path:
+            raise ValueError("quantization needs pretrained weights: set path")
         return self
 
     @property
-    def plain(self) -> bool:
-        """Whether its weights are held as they are, and nothing is put on it."""
-        return self.dtype == "float32" and not self.quantised and self.adapter is None
+    def is_plain(self) -> bool:
+        """Whether the weights are float32, not quantized, and without an adapter."""
+        return self.dtype == "float32" and not self.quantization and self.adapter is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schema: one study as one TOML file, read by one strict schema."""
+"""The study file: its schema, reading and overriding fields, and digests of a study."""
 
 from __future__ import annotations
 
@@ -7,316 +7,371 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
-from fedplan.data.own import OWN
+from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.client import Client
 from fedplan.models.hub import is_hub_id
-from fedplan.naming import UnknownName, unknown
-from fedplan.privacy.dpsgd.fit import require_pace
-from fedplan.storage.names import a_study_name
+from fedplan.naming import UnknownName, unknown_name_message
+from fedplan.privacy.dpsgd.fit import require_train_config
+from fedplan.storage.names import validate_study_name
+from fedplan.studies.field_types import DeviceName, Positive, as_value_error
 from fedplan.studies.model_section import ModelSection
-from fedplan.studies.names import code_of_metrics, code_of_names
-from fedplan.studies.plain import flat, odd, read_toml, value_of
+from fedplan.studies.referenced_code import metric_code_fingerprints, turn_code_fingerprints
 from fedplan.studies.sections import (
     AggregationSection,
     ClientsSection,
     DataSection,
     DefenceSection,
+    EarlyStoppingSection,
     EvaluateSection,
     MethodSection,
-    PatienceSection,
     PrivacySection,
     Section,
-    StopSection,
     TaskSection,
+    TimeoutsSection,
+)
+from fedplan.studies.synonyms import unknown_field_message
+from fedplan.studies.toml_values import (
+    flatten_fields,
+    parse_toml,
+    parse_toml_value,
+    unserializable_reason,
 )
 from fedplan.studies.train_section import TrainSection
-from fedplan.studies.words import DeviceName, Positive, as_fault
 from fedplan.tensors.devices import AUTO
 
-PLACES: dict[str, dict[str, Any]] = {
+PATH_FIELDS: dict[str, dict[str, Any]] = {
     "model": {"path": ..., "vision": ..., "text": ..., "bridge": ..., "adapter": {"path": ...}},
     "task": {"tokenizer": ...},
     "data": {"path": ..., "test_path": ...},
 }
-"""Where files lie: what is in them is told apart by digests of its own."""
-ASIDE: dict[str, Any] = {
-    **dict.fromkeys(("evaluate", "patience", "stop"), True),
+"""Fields with paths; they are not part of a study's digest, since files have their own digests."""
+NON_BINDING_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("evaluate", "timeouts", "early_stopping"), True),
     **dict.fromkeys(("threads", "device", "deterministic"), True),
-    "train": {"rounds", "cache"},
+    "train": {"rounds", "activation_cache_mb"},
 }
-"""What ends need not agree on: tests, patience, when to stop, and each one's own machine."""
+"""Fields that do not affect training: evaluation, timeouts, early stopping and hardware."""
 
 
 class ConfigError(FedplanError):
-    """A study file that does not fit the schema: the message names the field."""
+    """An invalid study, or a folder that does not fit it; the message names the field."""
 
     code = "settings"
 
 
 class Study(Section):
-    """One study: a model, data, a method and a seed."""
+    """One study: model, task, data, method, training, privacy and seed."""
 
-    name: Annotated[str, AfterValidator(a_study_name)] = "study"
-    """What the study is called: the folder of its runs and of its homes is named after it."""
+    name: Annotated[str, AfterValidator(validate_study_name)] = "study"
+    """Name of the study; folders of its runs and of its state at sites have this name."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """What all random choices follow from: rows, cohorts, batches and start values."""
-    continues: Annotated[str, Field(pattern="^([0-9a-f]{16})?$")] = ""
-    """The id of an earlier run: what each client kept there is what it begins with."""
+    """Seed of all random choices: partition, participants, batches and new weights."""
+    continue_from: Annotated[str, Field(pattern="^([0-9a-f]{16})?$")] = ""
+    """Id of an earlier run: each client starts from the parameters that it kept there."""
     threads: Positive = 1
-    """How many threads of the processor each process computes with."""
+    """Number of CPU threads of torch in each process."""
     device: DeviceName = AUTO
-    """Where models compute: auto, cpu, cuda, cuda:1, mps or xpu; auto is the best one here."""
+    """Device: "auto", "cpu", "cuda", "cuda:1", "mps" or "xpu"; "auto" is the best available."""
     deterministic: bool = Client.deterministic
-    """Whether torch may only use operations that give the same bits each time."""
+    """Allow only deterministic operations of torch."""
     model: ModelSection
-    """The model that all start from."""
+    """The initial model."""
     task: TaskSection
-    """What the model is asked to do."""
+    """The task of the model."""
     data: DataSection = DataSection()
-    """The table, its tests, and how clients divide it."""
+    """The dataset, its tests, and its partition among clients."""
     method: MethodSection
-    """Which part of the model is trained, shared and kept."""
+    """The method: which part of the model is trained, shared and kept."""
     train: TrainSection = TrainSection()
-    """How each client trains in its turn."""
+    """Training arguments of the clients."""
     clients: ClientsSection = ClientsSection()
-    """Who takes part."""
+    """Participation of clients."""
     evaluate: EvaluateSection = EvaluateSection()
-    """When and on what the models are tested."""
-    patience: PatienceSection = PatienceSection()
-    """How long a server of real sites waits."""
-    stop: StopSection | None = None
-    """When a run stops before its last round; without it, never."""
+    """Evaluation of the models."""
+    timeouts: TimeoutsSection = TimeoutsSection()
+    """Timeouts of a server with real sites."""
+    early_stopping: EarlyStoppingSection | None = None
+    """Early stopping; default: off."""
     privacy: PrivacySection | None = None
-    """What a run promises to hide; without it, nothing."""
+    """Differential privacy; default: off."""
     defence: DefenceSection = DefenceSection()
-    """What a server does against made-up weights and values."""
+    """Robust aggregation."""
     aggregation: AggregationSection = AggregationSection()
-    """How updates are summed."""
+    """Plain or secure aggregation."""
 
     @property
     def digest(self) -> str:
-        """Tells two studies apart by all that changes a turn, wherever their files lie."""
-        said = self.model_dump(mode="json", exclude=PLACES | ASIDE)
-        told = json.dumps(said, sort_keys=True) + "".join(code_of_names(self))
-        return hashlib.sha256(told.encode()).hexdigest()[:32]
+        """The first 32 hex digits of SHA-256 over all fields that affect training.
+
+        Includes the code of plug-ins, and excludes paths and NON_BINDING_FIELDS.
+        """
+        fields = self.model_dump(mode="json", exclude=PATH_FIELDS | NON_BINDING_FIELDS)
+        text = json.dumps(fields, sort_keys=True) + "".join(turn_code_fingerprints(self))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
-    def hides_clients(self) -> bool:
-        """Whether it hides that a client took part."""
+    def client_level_dp(self) -> bool:
+        """Whether the study has client-level differential privacy."""
         return self.privacy is not None and self.privacy.unit == "client"
 
     @property
-    def whole(self) -> str:
-        """Tells two studies apart by every word in them: what a site approves."""
-        told = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        told += "".join([*code_of_names(self), *code_of_metrics(self)])
-        return hashlib.sha256(told.encode()).hexdigest()
+    def full_digest(self) -> str:
+        """SHA-256 over every field and the code of all plug-ins; a site approves this digest."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        text += "".join([*turn_code_fingerprints(self), *metric_code_fingerprints(self)])
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @model_validator(mode="after")
-    def _private(self) -> Study:
-        said = self.privacy
-        if self.hides_clients and (self.clients.dropped or self.clients.late):
-            raise ValueError("privacy draws its own cohorts: no clients.dropped or clients.late")
-        if self.hides_clients and self.clients.quorum > 1:
+    def _validate_privacy(self) -> Study:
+        """Check that [privacy] fits [clients], [data] and [train]; raise ValueError if not."""
+        privacy = self.privacy
+        if self.client_level_dp and (self.clients.dropout_fraction or self.clients.late_fraction):
             raise ValueError(
-                f"clients.quorum is {self.clients.quorum}: where clients are hidden, a round that "
-                "stops for want of answers would tell who was away; leave it out"
+                "client-level privacy draws its own participants: leave out "
+                "clients.dropout_fraction and clients.late_fraction"
             )
-        if self.hides_clients and self.data.by == "column" and not self.clients.names:
+        if self.client_level_dp and self.clients.min_updates > 1:
             raise ValueError(
-                "to hide clients that a column names, say all that there may be in clients.names: "
-                "a roster read off the rows would tell who is in it"
+                f"clients.min_updates is {self.clients.min_updates}: with client-level privacy, "
+                "a round that fails for lack of answers would reveal who was absent; leave it out"
             )
-        if said and said.unit == "example" and not (self.train.steps and said.size):
-            raise ValueError("to hide examples, say train.steps and privacy.size, both public")
-        if said and said.unit == "example" and said.size < self.train.batch:
-            raise ValueError("privacy.size is below train.batch: a step takes no more than all")
-        if said and said.unit == "example":
-            with as_fault():
-                require_pace(self.train.pace)
+        if self.client_level_dp and self.data.partition == "column" and not self.clients.names:
+            raise ValueError(
+                'with client-level privacy and data.partition = "column", list all possible '
+                "clients in clients.names: names read from the data would reveal who is in it"
+            )
+        if (
+            privacy
+            and privacy.unit == "example"
+            and not (self.train.steps and privacy.examples_per_site)
+        ):
+            raise ValueError(
+                "example-level privacy needs train.steps and privacy.examples_per_site, as "
+                "public numbers"
+            )
+        if (
+            privacy
+            and privacy.unit == "example"
+            and privacy.examples_per_site < self.train.batch_size
+        ):
+            raise ValueError(
+                "privacy.examples_per_site is below train.batch_size: a batch cannot be "
+                "larger than the data"
+            )
+        if privacy and privacy.unit == "example":
+            with as_value_error():
+                require_train_config(self.train.train_config)
         return self
 
     @model_validator(mode="after")
-    def _continues(self) -> Study:
-        if self.privacy and self.continues:
+    def _validate_continue_from(self) -> Study:
+        if self.privacy and self.continue_from:
             raise ValueError(
-                "continues: what was kept in an earlier run tells of rows, and what this study "
-                "promises would not cover it: leave it out"
+                "continue_from: params kept in an earlier run reveal examples, which this study's "
+                "privacy guarantee does not cover: leave it out"
             )
         return self
 
     @property
-    def gathered(self) -> bool:
-        """Whether the rows of all clients are here, and not each at its site."""
-        return bool(self.data.path) or self.data.given
+    def has_central_data(self) -> bool:
+        """Whether the data of all clients is available here, instead of at sites."""
+        return bool(self.data.path) or self.data.from_python
 
     @model_validator(mode="after")
-    def _given(self) -> Study:
-        parts = {"model": self.model.given, "task": self.task.given, "method": self.method.given}
-        if odd := [name for name, said in parts.items() if bool(said) != self.data.given]:
-            raise ValueError(f"{odd[0]}.given is for what came from Python: all of it did, or none")
-        return self
-
-    @model_validator(mode="after")
-    def _scores(self) -> Study:
-        said = self.evaluate
-        if self.privacy and (said.sites or said.keep_best == "own"):
+    def _validate_in_memory(self) -> Study:
+        """Check that either all or none of model, task, method and data came from Python."""
+        parts = {
+            "model": self.model.from_python,
+            "task": self.task.from_python,
+            "method": self.method.from_python,
+        }
+        if mismatched := [
+            name for name, value in parts.items() if bool(value) != self.data.from_python
+        ]:
             raise ValueError(
-                'evaluate.sites and evaluate.keep_best = "own" tell of clients\' rows, and nobody '
-                "pays for that under privacy: leave them out, or test on a common test"
+                f"{mismatched[0]}.from_python is set by fedplan.simulate only: leave it out"
             )
-        if said.sites and self.aggregation.made.active:
+        return self
+
+    @model_validator(mode="after")
+    def _validate_evaluation(self) -> Study:
+        """Check that clients may reveal the metrics of [evaluate]; raise ValueError if not."""
+        section = self.evaluate
+        if self.privacy and (section.on_clients or section.keep_best == "personal"):
             raise ValueError(
-                "evaluate.sites has each client tell its scores, and sums are masked: leave it "
-                "out, or test on a common test"
+                'evaluate.on_clients and evaluate.keep_best = "personal" reveal metrics of '
+                "clients, which the privacy guarantee does not cover: leave them out, or "
+                "use a common test set"
             )
-        if said.sites and not (self.data.own_test or self.data.given):
-            raise ValueError("evaluate.sites needs rows that clients hold out: raise data.own_test")
+        if section.on_clients and self.aggregation.config.active:
+            raise ValueError(
+                "evaluate.on_clients reveals each client's metrics, which secure aggregation "
+                "hides: leave it out, or use a common test set"
+            )
+        if section.on_clients and not (self.data.holdout_fraction or self.data.from_python):
+            raise ValueError(
+                "evaluate.on_clients needs held-out examples of the clients: raise "
+                "data.holdout_fraction"
+            )
         return self
 
     @model_validator(mode="after")
-    def _stops(self) -> Study:
-        if self.privacy and self.stop:
-            with as_fault():
-                self.stop.callback.require_public()
+    def _validate_early_stopping(self) -> Study:
+        if self.privacy and self.early_stopping:
+            with as_value_error():
+                self.early_stopping.callback.require_public()
         return self
 
     @model_validator(mode="after")
-    def _sites(self) -> Study:
+    def _validate_sites(self) -> Study:
+        """Check that clients have data, and that sites know all labels; raise ValueError if not."""
         if not self.data.path and not self.clients.names:
-            raise ValueError("say data.path, or clients.names of sites with tables of their own")
-        if self.data.path and self.clients.names and self.data.by != "column":
+            raise ValueError("set data.path, or clients.names of sites with their own data")
+        if self.data.path and self.clients.names and self.data.partition != "column":
             raise ValueError(
-                "clients.names are of sites with tables of their own: no data.path, or data.by = "
-                '"column"'
+                "clients.names lists sites with their own data: leave out data.path, or set "
+                'data.partition = "column"'
             )
         task = self.task
-        number = task.kind != OWN and task_class(task.kind).answers == "number"
+        number = task.kind != CUSTOM_KIND and task_class(task.kind).answer_kind == "number"
         if self.clients.names and task.label and not task.labels and not number:
-            raise ValueError("no end sees all labels: say them in task.labels")
+            raise ValueError("no site sees all labels: list them in task.labels")
         return self
 
     @model_validator(mode="after")
-    def _towers(self) -> Study:
+    def _validate_dual_encoder(self) -> Study:
+        """Check that a dual encoder has the task image-text, and no dtype or adapter."""
         if self.model.vision and self.task.kind != "image-text":
-            raise ValueError("a model of vision and text is for the task image-text")
-        if self.task.kind == "image-text" and not self.model.plain:
+            raise ValueError('model.vision and model.text need task.kind = "image-text"')
+        if self.task.kind == "image-text" and not self.model.is_plain:
             raise ValueError(
-                "model.dtype, model.quantised and model.adapter are of a model of one tower"
+                "model.dtype, model.quantization and model.adapter cannot be used with a dual "
+                "encoder"
             )
         return self
 
 
 def read_study(file: Path, overrides: list[str] | None = None) -> Study:
-    """A study from its file, with `section.field=value` laid over it.
+    """Read a study file; `overrides` are texts such as "train.rounds=5".
 
-    Relative paths in it start from the file's folder, whatever folder one works in.
+    Relative paths in the file start from its folder. Raises ConfigError for an invalid study.
     """
-    return placed(study_of(laid_over(read_said(file), overrides)), file.parent)
+    return resolve_paths(
+        study_from_dict(apply_overrides(read_study_values(file), overrides)), file.parent
+    )
 
 
-def read_said(file: Path) -> dict[str, Any]:
-    """The plain values of a study file, as they stand there."""
+def read_study_values(file: Path) -> dict[str, Any]:
+    """Return the values of a study file as nested dicts; raise ConfigError if it cannot be read."""
     try:
-        return read_toml(file.read_text(encoding="utf-8"))
+        return parse_toml(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        there = [each.name for each in sorted(file.parent.glob("*.toml"))]
-        hint = unknown("study file", file.name, there)
-        raise ConfigError(f"{file} cannot be read: {hint}") from error
+        names = [other.name for other in sorted(file.parent.glob("*.toml"))]
+        suggestion = unknown_name_message("study file", file.name, names)
+        raise ConfigError(f"{file} cannot be read: {suggestion}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
-def placed(study: Study, base: Path) -> Study:
-    """The study with every relative path made absolute, from a folder; hub ids stay as they are."""
+def resolve_paths(study: Study, base: Path) -> Study:
+    """Return the study with relative paths made absolute, from folder `base`; Hub ids are kept."""
     return study.model_copy(
-        update={name: _place(getattr(study, name), base, held) for name, held in PLACES.items()}
+        update={
+            name: _resolve_path(getattr(study, name), base, fields)
+            for name, fields in PATH_FIELDS.items()
+        }
     )
 
 
-def _place(said: Any, base: Path, held: Mapping[str, Any]) -> Any:
-    """A path made absolute; of a section, those that it holds."""
-    if isinstance(said, BaseModel):
-        changes = {name: _place(getattr(said, name), base, held[name]) for name in held}
-        return said.model_copy(update=changes)
-    if not said:
-        return said
-    found = base.resolve() / said
-    return said if is_hub_id(said) and not found.exists() else str(found)
+def _resolve_path(value: Any, base: Path, path_fields: Mapping[str, Any]) -> Any:
+    """Return a path made absolute, or a section with its path fields made absolute."""
+    if isinstance(value, BaseModel):
+        changes = {
+            name: _resolve_path(getattr(value, name), base, path_fields[name])
+            for name in path_fields
+        }
+        return value.model_copy(update=changes)
+    if not value:
+        return value
+    path = base.resolve() / value
+    return value if is_hub_id(value) and not path.exists() else str(path)
 
 
-def differences(one: Study, other: Study) -> list[str]:
-    """The fields that two studies do not share, but for those that change no turn."""
-    left, right = (flat(s.model_dump(mode="json", exclude=PLACES | ASIDE)) for s in (one, other))
-    return sorted(k for k in left.keys() | right.keys() if left.get(k) != right.get(k))
+def changed_fields(first: Study, second: Study) -> list[str]:
+    """Return the dotted names of fields that differ and that affect training."""
+    left, right = (
+        flatten_fields(study.model_dump(mode="json", exclude=PATH_FIELDS | NON_BINDING_FIELDS))
+        for study in (first, second)
+    )
+    return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
 
 
-def study_of(said: dict[str, Any]) -> Study:
-    """A study from plain values; each fault is named by its field."""
-    faults = [f"{section}: {fault}" for section, held in said.items() if (fault := odd(held))]
+def study_from_dict(values: dict[str, Any]) -> Study:
+    """Return the study of nested dicts; raise ConfigError with one line for each invalid field."""
+    faults = [
+        f"{section}: {fault}"
+        for section, value in values.items()
+        if (fault := unserializable_reason(value))
+    ]
     code = ConfigError.code
     try:
-        found = Study.model_validate(said) if not faults else None
+        study = Study.model_validate(values) if not faults else None
     except ValidationError as error:
-        found, faults = None, [f"{_field(e['loc'])}: {_fault(e)}" for e in error.errors()]
-        code = _code(error)
-    if found is None:
-        raise ConfigError("the study does not fit:\n  " + "\n  ".join(faults)).coded(code)
-    return found
+        study, faults = (
+            None,
+            [f"{_field_name(e['loc'])}: {_fault_message(e)}" for e in error.errors()],
+        )
+        code = _error_code(error)
+    if study is None:
+        raise ConfigError("invalid study file:\n  " + "\n  ".join(faults)).with_code(code)
+    return study
 
 
-def _code(error: ValidationError) -> str:
-    """The code of a study that names what is not here; of any other fault, that of settings."""
-    causes = [each.get("ctx", {}).get("error") for each in error.errors()]
-    lacking = any(isinstance(getattr(each, "__cause__", None), UnknownName) for each in causes)
-    return UnknownName.code if lacking else ConfigError.code
+def _error_code(error: ValidationError) -> str:
+    """Return the code of an invalid study: unknown-name for a missing plug-in, else settings."""
+    causes = [cause.get("ctx", {}).get("error") for cause in error.errors()]
+    unknown_name = any(
+        isinstance(getattr(cause, "__cause__", None), UnknownName) for cause in causes
+    )
+    return UnknownName.code if unknown_name else ConfigError.code
 
 
-def _fault(error: Mapping[str, Any]) -> str:
-    """What does not fit, with the value, unless the message is our own, or there is none."""
+def _fault_message(error: Mapping[str, Any]) -> str:
+    """Return the message of one pydantic error, with the invalid value if the text lacks it."""
     if error["type"] == "extra_forbidden":
-        return _unknown_field(error["loc"])
+        return unknown_field_message(Study, error["loc"])
     if error["type"] in ("value_error", "missing"):
         return str(error["msg"]).removeprefix("Value error, ")
     return f"{error['msg']}, not {str(error['input'])[:60]!r}"
 
 
-def _unknown_field(where: tuple[int | str, ...]) -> str:
-    """The words for a field that its section does not have: the nearest, or all that there are."""
-    held: type[BaseModel] | None = Study
-    for name in where[:-1]:
-        field = held.model_fields.get(str(name)) if held else None
-        kinds = get_args(field.annotation) or (field.annotation,) if field else ()
-        held = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
-    return unknown("field", str(where[-1])[:60], held.model_fields if held else ())
-
-
-def _field(where: tuple[int | str, ...]) -> str:
-    names = (str(name) for name in where)
+def _field_name(location: tuple[int | str, ...]) -> str:
+    """Return the dotted name of a field's location in a study."""
+    names = (str(name) for name in location)
     return ".".join(n if n.isprintable() else repr(n) for n in names) or "study"
 
 
-def laid_over(said: dict[str, Any], overrides: list[str] | None) -> dict[str, Any]:
-    """Plain values of a study with `section.field=value` laid over them."""
+def apply_overrides(values: dict[str, Any], overrides: list[str] | None) -> dict[str, Any]:
+    """Set fields given as `section.field=value` in nested dicts, in place, and return these."""
     for override in overrides or ():
-        where, sign, text = override.partition("=")
-        if not sign or not where:
-            raise ConfigError(f"an override is section.field=value, not {override!r}")
-        lay_over(said, where.strip(), value_of(text.strip()))
-    return said
+        field, separator, text = override.partition("=")
+        if not separator or not field:
+            raise ConfigError(f"an override has the form section.field=value, not {override!r}")
+        set_field(values, field.strip(), parse_toml_value(text.strip()))
+    return values
 
 
-def lay_over(said: dict[str, Any], where: str, value: Any) -> None:
-    """Have a field of a study, by its dotted name, be a value."""
-    *sections, name = where.split(".")
+def set_field(values: dict[str, Any], field: str, value: Any) -> None:
+    """Set a field by its dotted name in nested dicts, in place; create missing sections."""
+    *sections, name = field.split(".")
     for section in sections:
-        said = said.setdefault(section, {})
-        if type(said) is not dict:
-            raise ConfigError(f"{where}: {section} is a value, not a section")
-    said[name] = value
+        values = values.setdefault(section, {})
+        if type(values) is not dict:
+            raise ConfigError(f"{field}: {section} is a value, not a section")
+    values[name] = value

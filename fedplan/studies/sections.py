@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections: the parts of a study file, each with its fields and their defaults."""
+"""Sections of a study file with their fields and defaults; [model] and [train] have own modules."""
 
 from __future__ import annotations
 
@@ -11,338 +11,345 @@ from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
 from fedplan.federation.callbacks import Callback, EarlyStopping
 from fedplan.federation.defence import RULES, Defence
-from fedplan.federation.evaluation import Kept, Scoring
-from fedplan.federation.exams import Exam
-from fedplan.federation.masking import SUMS, Masking
+from fedplan.federation.eval_sets import EvalSet
+from fedplan.federation.evaluation import BestBy, EvalConfig
 from fedplan.federation.participation import Participation
-from fedplan.federation.patience import Patience
-from fedplan.federation.trackers import tracker_named
+from fedplan.federation.secagg_config import AGGREGATION_KINDS, SecAggConfig
+from fedplan.federation.timeouts import Timeouts
+from fedplan.federation.trackers import make_tracker
 from fedplan.methods.method import Method
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.privacy.guarantee import Guarantee
-from fedplan.storage.names import client_names
-from fedplan.studies.words import (
+from fedplan.storage.names import validate_client_names
+from fedplan.studies.field_types import (
     STRICT,
-    Clip,
+    ClientHookName,
+    ClippingNorm,
     Count,
-    Division,
+    Fraction,
     LoopName,
     MetricName,
-    Noise,
+    NoiseMultiplier,
+    PartitionKind,
     Positive,
     ProbeName,
     ProductText,
     Scalar,
-    ServerOptimiserName,
-    Share,
+    ServerOptimizerName,
     TaskKind,
-    WrapName,
-    as_fault,
-    one_of,
+    as_value_error,
+    one_of_validator,
 )
 
 
 class Section(BaseModel):
-    """A part of the file, with fields of its own."""
+    """Base class of all sections: unknown fields and wrong types are rejected."""
 
     model_config = STRICT
 
 
 class TaskSection(Section):
-    """What the model is asked to do, and in which columns the answer stands."""
+    """The task of the model, and the columns of its inputs and labels."""
 
     kind: TaskKind
-    """The kind of task, such as text-classification or causal-lm, or one of your own by name."""
+    """Task, such as "text-classification" or "causal-lm", or the name of your own."""
     input: str = "text"
-    """The column that the model reads; of two columns, both names with a space between them."""
+    """Input column of the dataset; for two columns, both names separated by a space."""
     label: str = ""
-    """The column with the answer, for tasks that have one."""
+    """Label column, for tasks with labels."""
     labels: list[str | int] = []
-    """All labels that there are, where no end sees the rows of all or rows are hidden."""
+    """All labels; needed if clients are sites, or with [privacy]. Default: read from the data."""
     tokenizer: str = ""
-    """The folder or hub:org/name of another tokenizer than the model's own."""
+    """Folder or hub:org/name of the tokenizer; default: the model's own."""
     max_length: Positive = Task.max_length
-    """The most tokens of a row; what is longer is cut off, or makes further rows."""
+    """Maximum number of tokens of an example; longer texts are truncated, or split (causal-lm)."""
     image_size: Count = Task.image_size
-    """The side of the pictures that the model takes; of pictures it must be said."""
-    template: str = Task.template
-    """For image-text: the sentence that a label stands in."""
+    """Height and width of the model's input images, in pixels; required for images."""
+    prompt_template: str = Task.template
+    """Sentence around a label, for the task image-text."""
     packing: bool = Task.packing
-    """Whether several conversations are put into one row of tokens."""
-    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """What the loss of a label's answers is multiplied by; a label without one has 1."""
-    given: str = ""
-    """The task, or the loss and the collator, that came from Python; not for a file."""
+    """Pack several conversations into one sequence."""
+    class_weights: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Loss weight of each label, such as { rare = 5.0 }; default: 1."""
+    from_python: str = ""
+    """Set by fedplan.simulate: text of an in-memory task. Leave empty in files."""
 
 
 class DataSection(Section):
-    """The table, which of its rows are trained on and tested on, and how clients divide it.
+    """The dataset, its training and test examples, and how it is divided among clients.
 
-    There is a common test if `test_path`, `test_split` or `test` says of which rows; no row of it
-    is trained on.
+    Set `test_path`, `test_split` or `test_filter` to have a common test set; its examples are never
+    trained on.
     """
 
     path: str = ""
-    """The table, a file, folder or hub:org/name; without it each site brings its own."""
+    """Dataset: a file, folder or hub:org/name; empty if each site has its own."""
     split: str = ""
-    """Which split of the table is trained on, where it has several."""
+    """Split of the dataset to train on, if it has several."""
     test_path: str = ""
-    """The table of the common test, if it is another one."""
+    """Dataset of the common test set, if it is another file."""
     test_split: str = ""
-    """Which split is the common test."""
-    train: dict[str, str | int] = {}
-    """Which rows are trained on, by values of columns."""
-    test: dict[str, str | int] = {}
-    """Which rows are the common test, by values of columns."""
-    only: dict[str, list[Scalar]] = {}
-    """The values of a column whose rows are used at all, to train and to test."""
-    limit: Count = 0
-    """The most rows to train on, drawn by the seed; 0 is all."""
-    test_limit: Count = 0
-    """The most rows of the common test, drawn by the seed; 0 is all."""
-    by: Division = "iid"
-    """How rows are divided: iid, dirichlet, pathological or column."""
-    clients: Count = 10
-    """How many clients there are; by column, 0 is one for each value."""
-    column: str = Partition.column
-    """The column whose values make clients, or labels to divide by."""
+    """Split of the dataset that is the common test set."""
+    train_filter: dict[str, str | int] = {}
+    """Train only on rows with these column values, such as { year = 2024 }."""
+    test_filter: dict[str, str | int] = {}
+    """Use the rows with these column values as the common test set."""
+    filter: dict[str, list[Scalar]] = {}
+    """Use only rows with one of these values, to train and to test: { ward = ["a", "b"] }."""
+    max_examples: Count = 0
+    """Maximum number of training rows, drawn by the seed; 0: all."""
+    max_test_examples: Count = 0
+    """Maximum number of common test rows, drawn by the seed; 0: all."""
+    partition: PartitionKind = "iid"
+    """Partition among clients: "iid", "dirichlet", "pathological" or "column"."""
+    num_clients: Count = 10
+    """Number of clients; with partition = "column", the largest so many values, 0: all."""
+    partition_column: str = Partition.column
+    """Column whose values define the clients, or the labels to partition by."""
     alpha: Annotated[float, Field(ge=0)] = Partition.alpha
-    """How equal shares are by dirichlet: the smaller, the more skewed."""
-    classes: Count = Partition.classes
-    """How many labels a client has at most, by pathological."""
-    each: Positive = Partition.each
-    """How many clients there are for each value of a column."""
-    least: Annotated[int, Field(ge=0)] = Partition.least + 1  # to be tested on one more
-    """The fewest rows a client may have."""
-    own_test: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """The share of each client's rows that it holds out to be tested on."""
-    given: bool = False
-    """Whether the rows came from Python; not for a file."""
+    """Concentration of labels with partition dirichlet; the smaller, the more clients differ."""
+    classes_per_client: Count = Partition.classes_per_client
+    """Maximum number of labels of a client, with partition pathological."""
+    clients_per_value: Positive = Partition.clients_per_value
+    """Clients per value of the column."""
+    min_examples: Annotated[int, Field(ge=0)] = (
+        Partition.min_examples + 1
+    )  # to be tested on one more
+    """Minimum number of examples of a client."""
+    holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Fraction of each client's examples that is held out for its own test."""
+    from_python: bool = False
+    """Set by fedplan.simulate: the data came from Python. Leave out in files."""
 
 
 class MethodSection(Section):
-    """A published method with its settings, a plan of your own, or both: the plan is said after it.
+    """A published method with its settings, your own plan, or both.
 
-    What is yours is named by where it stands, as `package.module:attribute`, or as an installed
-    package offers it: the method, its probe, loop, wraps and server optimiser.
+    A plan beside a name is applied after the method's plan. Your own code is named as
+    `package.module:attribute`, or by an entry point of an installed package.
     """
 
     name: str = ""
-    """A published method, see `fedplan methods`, or one of your own."""
+    """Method, such as "fedavg" (see `fedplan methods`), or the name of your own."""
     plan: str = ""
-    """A plan in the plan language; beside a name it is said after the method's own."""
+    """Plan, such as "chain(share(), keep(head))"; with a name, it is applied after the method's."""
     settings: dict[str, Scalar] = {}
-    """What the method of this name is made with."""
+    """Settings of the method."""
     probe: ProbeName = ""
-    """What gives the scores that a plan with best(...) chooses blocks by."""
-    together: bool = Method.together
-    """Whether all clients choose the same blocks, by the sum of their scores."""
+    """Scoring function by which a plan with best(...) chooses layers; default: random."""
+    joint_choice: bool = Method.joint_choice
+    """All clients choose the same layers, by the sum of their scores."""
     phases: dict[str, Count] = {}
-    """After how many rounds each phase of the plan is announced."""
-    inside: MethodSection | None = None
-    """Another method, whose local fit and server optimiser this one takes."""
-    wire: str = ""
-    """How values travel, such as pipe(delta(), bf16()); without it, as they are."""
+    """Number of rounds after which each phase of the plan starts, such as { frozen = 20 }."""
+    base_method: MethodSection | None = None
+    """Another method, whose local training and server optimizer are used."""
+    compression: str = ""
+    """Compression of updates, such as "pipe(delta(), bf16())"; default: none."""
     loop: LoopName = ""
-    """What trains a client in the place of fedplan's own loop."""
-    wraps: list[WrapName] = []
-    """What is put around the local fit, the first outermost, all around the method's own."""
-    server_optimiser: ServerOptimiserName = ""
-    """What the server makes of the clients' mean; without it, the method's own."""
-    server_settings: dict[str, Scalar] = {}
-    """What the server optimiser is made with."""
-    product: ProductText = ""
-    """What becomes of LoRA's two sides: apart(), by_svd() or by_residual(scale=1.0)."""
-    given: list[str] = []
-    """The lines of a method that came from Python; not for a file."""
+    """Training loop of the clients; default: fedplan's own."""
+    client_hooks: list[ClientHookName] = []
+    """Client hooks around the local training, outermost first, outside the method's own."""
+    server_optimizer: ServerOptimizerName = ""
+    """Server optimizer, applied to the clients' mean; default: the method's."""
+    server_optimizer_settings: dict[str, Scalar] = {}
+    """Settings of the server optimizer."""
+    lora_aggregation: ProductText = ""
+    """Aggregation of LoRA matrices: average_separately(), by_svd() or by_residual(scale=1.0)."""
+    from_python: list[str] = []
+    """Set by fedplan.simulate: text of an in-memory method. Leave empty in files."""
 
     @model_validator(mode="after")
-    def _one(self) -> MethodSection:
-        if self.given:
+    def _validate_choice(self) -> MethodSection:
+        """Check that a name or a plan is given, and that other fields fit it."""
+        if self.from_python:
             return self
         if not self.name and not self.plan:
-            raise ValueError("say name (a published method), plan (your own) or both")
-        if self.name and (self.probe or self.together):
-            raise ValueError("probe and together are for a plan without a name: see settings")
-        if self.server_settings and not self.server_optimiser:
-            raise ValueError("server_settings are those of a server_optimiser: name it")
+            raise ValueError("set name (a published method), plan (your own), or both")
+        if self.name and (self.probe or self.joint_choice):
+            raise ValueError("probe and joint_choice are for a plan without name: use settings")
+        if self.server_optimizer_settings and not self.server_optimizer:
+            raise ValueError("server_optimizer_settings need a server_optimizer: set it")
         return self
 
 
 class ClientsSection(Section):
-    """Who takes part: a share of all, of whom some drop out and some answer too late.
+    """Participation of clients in each round, and simulated dropouts.
 
-    A round waits for all until it is time, and closes with no fewer than `quorum`.
+    A round ends when all asked clients have answered or the time is up, with at least
+    `min_updates` answers.
     """
 
-    share: Annotated[float, Field(gt=0, le=1)] = Participation.share
-    """The share of all clients that is asked in a round."""
-    dropped: Share = 0.0
-    """In a simulation: the share of those asked that do not answer."""
-    late: Share = 0.0
-    """In a simulation: the share of those asked that answer too late."""
-    names: Annotated[list[str], AfterValidator(client_names)] = []
-    """The names of the sites that bring their own tables, or of all that a column may name."""
-    quorum: Positive = 1
-    """The fewest answers that a round closes with."""
+    fraction: Annotated[float, Field(gt=0, le=1)] = Participation.fraction
+    """Fraction of all clients that is asked in each round."""
+    dropout_fraction: Fraction = 0.0
+    """Simulation: fraction of the asked clients that do not answer."""
+    late_fraction: Fraction = 0.0
+    """Simulation: fraction of the asked clients that answer too late."""
+    names: Annotated[list[str], AfterValidator(validate_client_names)] = []
+    """Names of the sites with their own data, or of all clients that a column may name."""
+    min_updates: Positive = 1
+    """Minimum number of answers of a round."""
     traits: dict[str, dict[str, str]] = {}
-    """What single clients say of themselves, for by(...) and trait(...) in a plan."""
+    """Traits of single clients, for by(...) and trait(...) in a plan: { a = { size = "big" } }."""
 
 
-class PatienceSection(Section):
-    """How many seconds a server of real sites waits."""
+class TimeoutsSection(Section):
+    """Timeouts of a server with real sites, in seconds."""
 
-    sites: Annotated[float, Field(gt=0)] = Patience.sites
-    """Seconds for the sites that a round needs to come."""
-    answers: Annotated[float, Field(gt=0)] = Patience.answers
-    """Seconds for the answers of a round."""
-    absent: Annotated[float, Field(ge=0)] = Patience.absent
-    """Seconds for a site that went away."""
-    look: Annotated[float, Field(gt=0)] = Patience.look
-    """Seconds between two looks at what has come."""
-    scores: Annotated[float, Field(gt=0)] = Patience.scores
-    """Seconds for the scores of a round."""
+    sites: Annotated[float, Field(gt=0)] = Timeouts.sites
+    """Seconds to wait until enough sites are connected for a round."""
+    updates: Annotated[float, Field(gt=0)] = Timeouts.updates
+    """Seconds to wait for the updates of a round."""
+    reconnect: Annotated[float, Field(ge=0)] = Timeouts.reconnect
+    """Seconds to wait for a site that disconnected during a round."""
+    poll_interval: Annotated[float, Field(gt=0)] = Timeouts.poll_interval
+    """Seconds between two checks for new messages."""
+    evaluations: Annotated[float, Field(gt=0)] = Timeouts.evaluations
+    """Seconds to wait for the evaluation metrics of a round."""
 
 
 class EvaluateSection(Section):
-    """When and on what the models are tested.
+    """Evaluation: how often, on which data, and with which metrics.
 
-    With `sites` each client scores the world and its own model on the rows that it holds out
-    (`data.own_test`), and lets leave of that what it allows.
+    With `on_clients`, each client evaluates the global model and its personal model on its held-out
+    examples (`data.holdout_fraction`), and sends the metrics that it allows.
     """
 
-    every: Positive = Scoring.every
-    """How many rounds lie between two tests; the last round is always tested."""
-    batch: Positive = 128
-    """How many rows are tested at a time."""
-    personal: bool = Exam.personal
-    """Whether clients' own models are scored, and not the world's alone."""
-    sites: bool = Scoring.sites
-    """Whether each client scores the models on the rows that it holds out, wherever it is."""
-    keep_best: Kept = Scoring.keep_best
-    """By whose score the best round's world is kept: world or own; without it, none is."""
-    attention: Count = 0
-    """On how many rows of the common test the move of attention is measured; 0 is none."""
+    every: Positive = EvalConfig.every
+    """Evaluate every so many rounds; the last round is always evaluated."""
+    batch_size: Positive = 128
+    """Batch size of the evaluation."""
+    personal: bool = EvalSet.personal
+    """Evaluate personal models, too, not only the global model."""
+    on_clients: bool = EvalConfig.on_clients
+    """Each client evaluates on its own held-out examples."""
+    keep_best: BestBy = EvalConfig.keep_best
+    """Keep the best round's global model, by the metric of the "global" or "personal" models;
+    default: do not."""
+    attention_examples: Count = 0
+    """Number of common test examples on which attention shift is measured; 0: none."""
     metrics: list[MetricName] = []
-    """Scores that are measured beside those of the task."""
+    """Additional metrics besides those of the task."""
     trackers: list[str] = []
-    """Callbacks by name, for whoever runs the study: no site needs them."""
+    """Experiment trackers, such as "wandb"; needed only where the run is started."""
 
     @property
     def callbacks(self) -> tuple[Callback, ...]:
-        """The trackers, imported, and made for a run."""
-        return tuple(map(tracker_named, self.trackers))
+        """New tracker callbacks; imports their modules."""
+        return tuple(map(make_tracker, self.trackers))
 
 
-class StopSection(Section):
-    """When a run stops before its last round: once a metric has not become better for a while.
+class EarlyStoppingSection(Section):
+    """Early stopping: end the run once a metric has stopped improving.
 
-    Rounds that do not have the metric do not count.
+    Rounds without the metric do not count.
     """
 
     metric: str
-    """A number of each round, such as loss, world.accuracy or personal.mean."""
+    """Metric of a round, such as loss, global.accuracy or personal.accuracy."""
     patience: Positive = EarlyStopping.patience
-    """After how many rounds without a better number the run stops."""
-    least: Annotated[float, Field(ge=0)] = EarlyStopping.least
-    """By how much a number must be better to count."""
-    better: Literal["", "higher", "lower"] = ""
-    """Which way is better, higher or lower; without it, as the metric's name says."""
+    """Number of rounds without improvement after which the run stops."""
+    min_delta: Annotated[float, Field(ge=0)] = EarlyStopping.min_delta
+    """Minimum change that counts as an improvement."""
+    mode: Literal["", "max", "min"] = ""
+    """Direction of improvement: "max" or "min"; default: by the metric's name."""
 
     @property
     def callback(self) -> EarlyStopping:
-        """The same as a callback."""
-        higher = self.better == "higher" if self.better else None
-        return EarlyStopping(self.metric, self.patience, self.least, higher)
+        """The section as an EarlyStopping callback."""
+        higher = self.mode == "max" if self.mode else None
+        return EarlyStopping(self.metric, self.patience, self.min_delta, higher)
 
 
 class DefenceSection(Section):
-    """What a server does against weights and values that a client may have made up.
+    """Robust aggregation: protection against manipulated updates and weights.
 
-    Every rule but the mean counts each client alike.
+    All rules except "mean" give each client the same weight.
     """
 
-    rule: Annotated[str, AfterValidator(one_of("rule", RULES))] = Defence.rule
-    """What one value is made of all that came: mean, median, trimmed-mean, krum or multi-krum."""
-    liars: Positive = Defence.liars
-    """How many clients may lie, for every rule but the mean."""
-    weight_cap: Count = Defence.weight_cap
-    """The most rows that a client may weigh; 0 is no cap."""
-    share_cap: Annotated[float, Field(ge=0, lt=1)] = Defence.share_cap
-    """The largest share that a client may have of the weight of all who sent; 0 is no cap."""
-    change_bound: Annotated[float, Field(ge=0)] = Defence.change_bound
-    """How many times the round's usual length a change may be; 0 is no bound."""
+    rule: Annotated[str, AfterValidator(one_of_validator("rule", RULES))] = Defence.rule
+    """Aggregation rule: "mean", "median", "trimmed-mean", "krum" or "multi-krum"."""
+    malicious_clients: Positive = Defence.malicious_clients
+    """Number of malicious clients to tolerate, for every rule except "mean"."""
+    max_weight: Count = Defence.max_weight
+    """Maximum number of examples that a client counts for in the mean; 0: no limit."""
+    max_weight_fraction: Annotated[float, Field(ge=0, lt=1)] = Defence.max_weight_fraction
+    """Maximum fraction of the total weight that a client may have; 0: no limit."""
+    max_norm_ratio: Annotated[float, Field(ge=0)] = Defence.max_norm_ratio
+    """Maximum norm of an update, as a multiple of the round's typical norm; 0: no limit."""
 
     @property
-    def made(self) -> Defence:
-        """The same as a value."""
+    def config(self) -> Defence:
+        """The section as a Defence; raises FedplanError for values that exclude each other."""
         return Defence(**self.model_dump())
 
     @model_validator(mode="after")
-    def _sound(self) -> DefenceSection:
-        with as_fault():
-            _ = self.made
+    def _validate(self) -> DefenceSection:
+        with as_value_error():
+            _ = self.config
         return self
 
 
 class AggregationSection(Section):
-    """How updates are summed: as they come, or under masks, so that a server sees the sum alone."""
+    """Aggregation of updates: in the clear, or by secure aggregation, which shows only the sum."""
 
-    kind: Annotated[str, AfterValidator(one_of("kind", SUMS))] = Masking.kind
-    """Whether updates are summed as they come (plain) or under masks (masked)."""
-    threshold: Count = Masking.threshold
-    """How many clients it takes to open a masked sum; 0 is two thirds and one more."""
-    floor: Annotated[int, Field(ge=2)] = Masking.floor
-    """How many clients must send a part for its masked sum to be opened."""
-    wide: bool = Masking.wide
-    """Whether masked numbers have two words, for weighted changes that pass one."""
-    colluders: Count = Masking.colluders
-    """How many clients may tell the server all they have, and masks and noise still hold."""
-    alike: bool = Masking.alike
-    """Whether all clients of a masked sum count alike: then no sum tells how many rows one has."""
+    kind: Annotated[str, AfterValidator(one_of_validator("kind", AGGREGATION_KINDS))] = (
+        SecAggConfig.kind
+    )
+    """Protocol: "plain" (the server sees each update) or "secure" (secure aggregation)."""
+    threshold: Count = SecAggConfig.threshold
+    """Secure aggregation: clients needed to unmask the sum; 0: two thirds plus one."""
+    min_contributors: Annotated[int, Field(ge=2)] = SecAggConfig.min_contributors
+    """Secure aggregation: minimum number of senders of a parameter for its sum to be revealed."""
+    wide_integers: bool = SecAggConfig.wide_integers
+    """Secure aggregation: use two words per number, for large weighted updates."""
+    colluders: Count = SecAggConfig.colluders
+    """Clients that may collude with the server without breaking masks and noise."""
+    equal_weights: bool = SecAggConfig.equal_weights
+    """Secure aggregation: weigh all clients equally, which hides their numbers of examples."""
 
     @property
-    def made(self) -> Masking:
-        """The same as a value."""
-        return Masking(**self.model_dump())
+    def config(self) -> SecAggConfig:
+        """The section as a secure-aggregation configuration; raises FedplanError if invalid."""
+        return SecAggConfig(**self.model_dump())
 
     @model_validator(mode="after")
-    def _sound(self) -> AggregationSection:
-        with as_fault():
-            _ = self.made
+    def _validate(self) -> AggregationSection:
+        with as_value_error():
+            _ = self.config
         return self
 
 
 class PrivacySection(Section):
-    """What a run promises: whose presence is hidden, and the epsilon that it stops at.
+    """Differential privacy: the protected unit, and the (epsilon, delta) guarantee.
 
-    A client is drawn into each round with the chance `clients.share`, if that is below 1; an
-    example into each step with the chance `train.batch` / `size`.
+    Sampling rates: a client joins each round with probability `clients.fraction`, if that is below
+    1; an example joins each step with probability `train.batch_size` / `examples_per_site`.
     """
 
     unit: Unit
-    """Whose presence is hidden: a client or an example."""
+    """Protected unit: "client" or "example"."""
     epsilon: Annotated[float, Field(gt=0)]
-    """The epsilon that the run stops before it would pass."""
+    """Epsilon of the guarantee; the run stops before it would be exceeded."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    """The delta that epsilon is said at."""
-    clip: Clip = 1.0
-    """The longest change of a client, or gradient of an example; what is longer is shortened."""
-    noise: Noise = 0.0
-    """The noise as a multiple of the clip; 0 takes the least that keeps to epsilon."""
-    size: Count = 0
-    """For examples: about how many rows a site has, as a public number."""
-    vote: Noise = Guarantee.vote
-    """The noise of a vote on the layers, as a multiple of one ballot; 0 is no vote."""
-    period: Positive = Guarantee.period
-    """How many rounds a vote holds."""
-    quantile: Annotated[float, Field(ge=0, lt=1)] = Guarantee.quantile
-    """For clients: the quantile of their lengths that the clip follows; 0 keeps it fixed."""
-    cap: Count = Guarantee.cap
-    """For clients: the rows up to which they weigh by their rows; 0 has all weigh alike."""
+    """Delta of the guarantee."""
+    clipping_norm: ClippingNorm = 1.0
+    """Clipping norm of a client's update, or of an example's gradient."""
+    noise_multiplier: NoiseMultiplier = 0.0
+    """Noise multiplier, relative to the clipping norm; 0: calibrated to epsilon."""
+    examples_per_site: Count = 0
+    """Example-level: approximate number of examples of a site, as a public number."""
+    vote_noise_multiplier: NoiseMultiplier = Guarantee.vote_noise_multiplier
+    """Noise multiplier of the private vote on layers; 0: no vote."""
+    vote_every: Positive = Guarantee.vote_every
+    """Number of rounds for which a vote holds."""
+    clipping_quantile: Annotated[float, Field(ge=0, lt=1)] = Guarantee.clipping_quantile
+    """Client-level: quantile of update norms for adaptive clipping; 0: fixed clipping norm."""
+    max_weight: Count = Guarantee.max_weight
+    """Client-level: weigh clients by examples, up to this number; 0: equal weights."""
 
     @model_validator(mode="after")
-    def _of_clients(self) -> PrivacySection:
-        if self.unit == "example" and (self.quantile or self.cap):
-            raise ValueError("quantile and cap are of clients, and this hides examples")
+    def _validate_unit(self) -> PrivacySection:
+        if self.unit == "example" and (self.clipping_quantile or self.max_weight):
+            raise ValueError('clipping_quantile and max_weight need unit = "client"')
         return self

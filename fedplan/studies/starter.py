@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starters: a commented study file that is written from a look at a table, ready to run."""
+"""Write a commented study file for a dataset and a model, ready to run."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from fedplan.data.looks import Column, TableLook, look_at
+from fedplan.data.infer_schema import ColumnSchema, TableSchema, infer_schema
 from fedplan.data.tables import DataError
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
-from fedplan.methods.registry import METHOD_NAMES
-from fedplan.models.catalog import SHORT, configuration
+from fedplan.methods.registry import METHOD_REGISTRY
+from fedplan.models.catalog import SHORT_NAMES, load_model_config
 from fedplan.models.hub import is_hub_id
-from fedplan.storage.files import put_file
+from fedplan.storage.files import write_atomic
 from fedplan.studies.schema import read_study
 
 LENGTHS = (32, 64, 128, 256, 512)
-"""How many tokens a row may have: the first that most texts fit into is taken."""
-EACH = 20
-"""Rows that a client should have at least, where rows are divided by chance."""
-MANY = 100
-"""Clients to begin with, at most, where a column names more."""
-RATE, TUNED = "1e-3", "5e-5"
-"""Rates to begin with: of fresh weights, and of trained ones."""
+"""Choices of max_length; the first that fits most texts is used."""
+MIN_EXAMPLES = 20
+"""Minimum number of examples per client, if examples are divided at random."""
+MAX_CLIENTS = 100
+"""Maximum number of clients, if a column names more."""
+NEW_WEIGHTS_LR, PRETRAINED_LR = "1e-3", "5e-5"
+"""Learning rates: for new weights, and for pretrained ones."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a person says of the study beside the table and the model; what is empty is looked up.
+class StudyOptions:
+    """Choices of the user for a new study; empty ones are inferred from the dataset.
 
-    `clients` is how many, where no column names them.
+    `input`, `label`, `client`: column names.
+    `clients`: number of clients, if no column names them; 0: chosen by the dataset's size.
     """
 
     task: str = ""
@@ -45,242 +46,280 @@ class Wanted:
     method: str = "fedavg"
 
 
-def new_study(data: str, model: str, output: Path, wanted: Wanted | None = None) -> list[str]:
-    """Write a study of a table and a model, and say in lines what was found in the table."""
-    wanted = wanted or Wanted()
+def new_study(
+    data: str, model: str, output: Path, options: StudyOptions | None = None
+) -> list[str]:
+    """Write a study file for a dataset and a model; return lines on the findings in the dataset.
+
+    Raises FedplanError if the file exists, or if no valid study can be written.
+    """
+    options = options or StudyOptions()
     if output.exists():
-        raise FedplanError(f"{output} is there already: name another file by --output")
-    METHOD_NAMES.find(wanted.method)
-    draft = _Draft(look_at(data), model, output, wanted)
+        raise FedplanError(f"{output} exists already: name another file with --output")
+    METHOD_REGISTRY.find(options.method)
+    draft = _StudyDraft(infer_schema(data), model, output, options)
     text = draft.text()
-    put_file(output, text)
+    write_atomic(output, text)
     try:
         read_study(output)
     except FedplanError:
-        output.unlink()  # what cannot be read would only be in the way of the next try
+        output.unlink()  # an invalid file would block the next attempt
         raise
-    return draft.found
+    return draft.findings
 
 
-class _Draft:
-    """A study as it is written."""
+class _StudyDraft:
+    """A study file in the making: the dataset's schema, the model's configuration, the options."""
 
-    def __init__(self, look: TableLook, model: str, output: Path, wanted: Wanted) -> None:
-        self.look, self.model, self.output, self.wanted = look, model, output, wanted
-        self.config, _ = configuration(model)
-        self.input = wanted.input or look.input()
-        if " " in self.input and any(self.input == each.name for each in look.columns):
+    def __init__(
+        self, schema: TableSchema, model: str, output: Path, options: StudyOptions
+    ) -> None:
+        """Infer columns and task; raise DataError or FedplanError if no study is possible."""
+        self.schema, self.model, self.output, self.options = schema, model, output, options
+        self.config, _ = load_model_config(model)
+        self.input = options.input or schema.input_columns()
+        if " " in self.input and any(self.input == column.name for column in schema.columns):
             raise DataError(
-                f"the column {self.input!r} of {look.path} has a space in its name, and in a study "
-                "two words are two columns: rename it in the table"
+                f"the column {self.input!r} of {schema.path} has a space in its name, but "
+                "task.input separates two columns by a space: rename the column"
             )
-        self.inputs = [look.column(name) for name in self.input.split()]
-        self.kind = wanted.task or self._kind()
-        self.label = self._label()
-        beside = [*self.input.split(), self.label]
-        self.client = wanted.client or look.client(beside)
+        self.inputs = [schema.column(name) for name in self.input.split()]
+        self.kind = options.task or self._infer_task()
+        self.label = self._find_label()
+        other_columns = [*self.input.split(), self.label]
+        self.client = options.client or schema.client_column(other_columns)
         if self.client:
-            look.column(self.client)
-        self._require_whole()
-        self._require_sight()
+            schema.column(self.client)
+        self._require_no_gaps()
+        self._require_matching_model()
 
-    def _kind(self) -> str:
-        held, columns = self.inputs[0].held, self.look.columns
-        if held == "talk" or len(self.inputs) == 2:
+    def _infer_task(self) -> str:
+        """Return the task that fits the input and label columns."""
+        content, columns = self.inputs[0].kind, self.schema.columns
+        if content == "conversation" or len(self.inputs) == 2:
             return "instruction"
-        label = self.wanted.label or self.look.label([*self.input.split(), self.wanted.client])
-        if held == "picture":
+        label = self.options.label or self.schema.label_column(
+            [*self.input.split(), self.options.client]
+        )
+        if content == "image":
             return "image-classification"
-        if held == "words":
+        if content == "words":
             return "token-classification"
         if not label:
             return "causal-lm"
-        number = any(c.name == label and c.held == "number" for c in columns)
-        return "regression" if number else "text-classification"
+        is_number = any(c.name == label and c.kind == "number" for c in columns)
+        return "regression" if is_number else "text-classification"
 
-    def _label(self) -> str:
-        if task_class(self.kind).answers == "tokens":
+    def _find_label(self) -> str:
+        """Return the label column, or "" for tasks without; raise DataError if none is found."""
+        if task_class(self.kind).answer_kind == "tokens":
             return ""
-        beside = [*self.input.split(), self.wanted.client]
-        found = self.wanted.label or self.look.label(beside)
-        if not found:
-            seen = ", ".join(f"{each.name} ({each.held})" for each in self.look.columns)
+        other_columns = [*self.input.split(), self.options.client]
+        label = self.options.label or self.schema.label_column(other_columns)
+        if not label:
+            columns = ", ".join(f"{column.name} ({column.kind})" for column in self.schema.columns)
             raise DataError(
-                f"{self.look.path} has no column that looks like labels: it has {seen}; name the "
-                "one that is meant by --label"
+                f"{self.schema.path} has no column that looks like labels: it has {columns}; name "
+                "the label column with --label"
             )
-        self.look.column(found)
-        return found
+        self.schema.column(label)
+        return label
 
-    def _require_whole(self) -> None:
-        """Refuse columns with gaps: a run would refuse them too."""
+    def _require_no_gaps(self) -> None:
+        """Raise DataError if an input, label or client column has missing values."""
         for name in filter(None, (*self.input.split(), self.label, self.client)):
-            if missing := self.look.column(name).missing:
+            if missing := self.schema.column(name).missing:
                 raise DataError(
-                    f"column {name!r} of {self.look.path} has no value in {missing} of its first "
+                    f"column {name!r} of {self.schema.path} has no value in {missing} of its first "
                     "rows: drop these rows, or name another column"
                 )
 
-    def _require_sight(self) -> None:
-        """Refuse a model of pictures for texts, and the other way round."""
-        pictures = self.kind.startswith("image")
-        sees = getattr(self._eye(), "image_size", None) is not None
-        if pictures != sees:
-            has, takes = ("pictures", "texts") if pictures else ("texts", "pictures")
+    def _require_matching_model(self) -> None:
+        """Raise FedplanError if the model takes images and the data are texts, or vice versa."""
+        has_images = self.kind.startswith("image")
+        takes_images = getattr(self._vision_config(), "image_size", None) is not None
+        if has_images != takes_images:
+            content, accepted = ("images", "texts") if has_images else ("texts", "images")
             raise FedplanError(
-                f"column {self.input!r} of {self.look.path} holds {has}, and the model "
-                f"{self.model!r} takes {takes}: name another model, or another column by --input"
+                f"column {self.input!r} of {self.schema.path} holds {content}, but the model "
+                f"{self.model!r} takes {accepted}: name another model, or another "
+                "column with --input"
             )
-        if self.model in SHORT and not pictures:
+        if self.model in SHORT_NAMES and not has_images:
             raise FedplanError(
-                f"{self.model!r} is a shape without a tokenizer: name a folder with a model and "
-                "its tokenizer, or hub:org/name"
+                f"{self.model!r} has no tokenizer: name a folder with a model and its tokenizer, "
+                "or hub:org/name"
             )
 
     @property
-    def found(self) -> list[str]:
-        """What was found in the table, for a person."""
-        look, labels = self.look, self._labels()
-        lines = [f"{look.path}: {look.rows} rows to train on", f"input   {self.input}"]
+    def findings(self) -> list[str]:
+        """Lines on the dataset, its columns, clients and task, for the user."""
+        schema, labels = self.schema, self._label_summary()
+        lines = [f"{schema.path}: {schema.rows} training examples", f"input   {self.input}"]
         if self.label:
             lines.append(f"label   {self.label}" + (f": {labels}" if labels else ""))
-        who = f"by the column {self.client}" if self.client else f"{self._count()} by chance"
-        lines.append(f"clients {who}")
+        division = (
+            f"by the column {self.client}"
+            if self.client
+            else f"{self._client_count()}, examples divided at random"
+        )
+        lines.append(f"clients {division}")
         lines.append(f"task    {self.kind}, scored by {task_class(self.kind).primary}")
         return lines
 
-    def _labels(self) -> str:
-        column: Column | None = self.look.column(self.label) if self.label else None
-        if column is None or task_class(self.kind).answers not in ("class", "labels"):
+    def _label_summary(self) -> str:
+        """Return the number of labels and the first eight, or "" for tasks without classes."""
+        column: ColumnSchema | None = self.schema.column(self.label) if self.label else None
+        if column is None or task_class(self.kind).answer_kind not in ("class", "labels"):
             return ""
-        some = ", ".join(column.values[:8])
-        return f"{len(column.values)} values, {some}{', ...' if len(column.values) > 8 else ''}"
+        shown = ", ".join(column.values[:8])
+        return f"{len(column.values)} values, {shown}{', ...' if len(column.values) > 8 else ''}"
 
-    def _count(self) -> int:
-        return self.wanted.clients or max(2, min(10, self.look.rows // EACH))
+    def _client_count(self) -> int:
+        return self.options.clients or max(2, min(10, self.schema.rows // MIN_EXAMPLES))
 
     def text(self) -> str:
-        """The study file."""
-        parts = (self._head(), self._model(), self._task(), self._data(), self._rest())
+        """Return the text of the study file."""
+        parts = (self._head(), self._model(), self._task(), self._data(), self._method_and_train())
         return "\n".join(line for part in parts for line in part) + "\n"
 
     def _head(self) -> list[str]:
-        name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(self.look.path).stem).strip("-") or "study"
-        file = _shown(self.output.name)
+        """Return the lines of the file's head: comments, name and seed."""
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(self.schema.path).stem).strip("-") or "study"
+        file, dataset = _printable(self.output.name), _printable(Path(self.schema.path).name)
         return [
-            f"# A study of {_shown(Path(self.look.path).name)}, written by `fedplan new study`.",
-            f"# Look at it:  fedplan explain {file}; fedplan data {file}",
+            f"# A study of {dataset}, written by `fedplan new study`.",
+            f"# Inspect it:  fedplan explain {file}; fedplan data {file}",
             f"# Run it:      fedplan run {file} --output run",
-            f"name = {_said(name)}",
-            _line("seed = 0", "another seed is another draw of all that is random"),
+            f"name = {_to_toml(name)}",
+            _commented("seed = 0", "seed of all random choices"),
             "",
         ]
 
     def _model(self) -> list[str]:
-        if self.model not in SHORT:
-            path = _line(f"path = {_said(self._place(self.model))}", "a folder, or hub:org/name")
+        """Return the lines of [model]: a path, or a type with a config."""
+        if self.model not in SHORT_NAMES:
+            path = _commented(
+                f"path = {_to_toml(self._relative_path(self.model))}", "a folder, or hub:org/name"
+            )
             return ["[model]", path, ""]
-        kind, _, settings = SHORT[self.model]
+        kind, _, settings = SHORT_NAMES[self.model]
         own = {k: v for k, v in settings.items() if k != "num_labels"}
         return [
             "[model]",
-            f"# The shape of {self.model} with fresh weights; for trained ones say path instead.",
-            f"type = {_said(kind)}",
-            *([f"settings = {_said(own)}"] if own else []),
+            f"# {self.model} with new weights; for pretrained ones, set path instead.",
+            f"type = {_to_toml(kind)}",
+            *([f"config = {_to_toml(own)}"] if own else []),
             "",
         ]
 
     def _task(self) -> list[str]:
-        lines = ["[task]", f"kind = {_said(self.kind)}", f"input = {_said(self.input)}"]
+        """Return the lines of [task]."""
+        lines = ["[task]", f"kind = {_to_toml(self.kind)}", f"input = {_to_toml(self.input)}"]
         if self.label:
-            lines.append(_line(f"label = {_said(self.label)}", self._labels()))
+            lines.append(_commented(f"label = {_to_toml(self.label)}", self._label_summary()))
         if self.kind.startswith("image"):
-            lines.append(_line(f"image_size = {self._side()}", "the side that the model takes"))
+            lines.append(
+                _commented(
+                    f"image_size = {self._image_size()}", "input size of the model, in pixels"
+                )
+            )
         else:
             lines.append(
-                _line(f"max_length = {self._length()}", "tokens a row; the rest is cut off")
+                _commented(
+                    f"max_length = {self._max_length()}",
+                    "tokens per example; longer texts are truncated",
+                )
             )
         return [*lines, ""]
 
-    def _eye(self) -> Any:
-        """What the configuration says of pictures; that of two towers says it of one of them."""
+    def _vision_config(self) -> Any:
+        """Return the configuration of the image encoder, or the whole one."""
         return getattr(self.config, "vision_config", self.config)
 
-    def _side(self) -> int:
-        said: Any = self._eye().image_size
-        return int(said[0] if isinstance(said, list | tuple) else said)
+    def _image_size(self) -> int:
+        """Return the model's image size in pixels."""
+        size: Any = self._vision_config().image_size
+        return int(size[0] if isinstance(size, list | tuple) else size)
 
-    def _length(self) -> int:
-        most = int(getattr(self.config, "max_position_embeddings", None) or LENGTHS[-1])
-        words = max(column.length for column in self.inputs)
-        fits = [length for length in LENGTHS if length >= 1.5 * words]
-        return min(fits[0] if fits else LENGTHS[-1], most)
+    def _max_length(self) -> int:
+        """Return the smallest choice for 1.5 times a typical text, within the model's limit."""
+        limit = int(getattr(self.config, "max_position_embeddings", None) or LENGTHS[-1])
+        text_length = max(column.length for column in self.inputs)
+        choices = [length for length in LENGTHS if length >= 1.5 * text_length]
+        return min(choices[0] if choices else LENGTHS[-1], limit)
 
     def _data(self) -> list[str]:
-        look = self.look
-        lines = ["[data]", f"path = {_said(self._place(look.path))}"]
-        lines += [f"split = {_said(look.train)}"] if look.train else []
-        if look.test:
-            why = "the common test: nobody trains on it"
-            lines.append(_line(f"test_split = {_said(look.test)}", why))
+        """Return the lines of [data]."""
+        schema = self.schema
+        lines = ["[data]", f"path = {_to_toml(self._relative_path(schema.path))}"]
+        lines += [f"split = {_to_toml(schema.train)}"] if schema.train else []
+        if schema.test:
+            comment = "the common test set: never trained on"
+            lines.append(_commented(f"test_split = {_to_toml(schema.test)}", comment))
         else:
             lines += [
-                "# There is no common test: each client is tested on rows of its own. To have one,",
-                '# name another table: test_path = "test.csv"',
+                "# No common test set: each client is tested on its own examples. To have one,",
+                '# name another file: test_path = "test.csv"',
             ]
-        why = "the share of its rows that a client is tested on"
-        return [*lines, *self._division(), _line("own_test = 0.2", why), ""]
+        comment = "fraction of its examples that a client is tested on"
+        return [*lines, *self._partition(), _commented("holdout_fraction = 0.2", comment), ""]
 
-    def _division(self) -> list[str]:
+    def _partition(self) -> list[str]:
+        """Return the lines of [data] that divide the examples among clients."""
         if self.client:
-            many = self.look.column(self.client).different > MANY
+            too_many = self.schema.column(self.client).distinct > MAX_CLIENTS
             return [
-                _line('by = "column"', "a client for each value of a column"),
-                f"column = {_said(self.client)}",
-                _line(f"clients = {MANY if many else 0}", "those with most rows; 0 is all of them"),
+                _commented('partition = "column"', "one client per value of a column"),
+                f"partition_column = {_to_toml(self.client)}",
+                _commented(
+                    f"num_clients = {MAX_CLIENTS if too_many else 0}",
+                    "those with the most examples; 0: all",
+                ),
             ]
-        count = f"clients = {self._count()}"
-        if not self._labels() or self.kind == "token-classification":
-            return [_line('by = "iid"', "by chance, in about equal shares"), count]
+        count = f"num_clients = {self._client_count()}"
+        if not self._label_summary() or self.kind == "token-classification":
+            return [_commented('partition = "iid"', "at random, in about equal parts"), count]
         return [
-            _line('by = "dirichlet"', "by chance, with labels skewed"),
-            _line("alpha = 0.5", "the smaller, the more skewed"),
+            _commented('partition = "dirichlet"', "at random, with skewed labels"),
+            _commented("alpha = 0.5", "the smaller, the more clients differ"),
             count,
         ]
 
-    def _rest(self) -> list[str]:
-        rate = RATE if self.model in SHORT else TUNED
+    def _method_and_train(self) -> list[str]:
+        """Return the lines of [method] and [train]."""
+        learning_rate = NEW_WEIGHTS_LR if self.model in SHORT_NAMES else PRETRAINED_LR
         return [
             "[method]",
-            _line(f"name = {_said(self.wanted.method)}", "see them all: fedplan methods"),
+            _commented(f"name = {_to_toml(self.options.method)}", "list them: fedplan methods"),
             "",
             "[train]",
             "rounds = 10",
-            _line(f"rate = {rate}", "of the clients' optimiser, which is adamw"),
-            "batch = 16",
-            _line("epochs = 1", "passes over a client's rows in each round"),
+            _commented(f"lr = {learning_rate}", "learning rate of AdamW"),
+            "batch_size = 16",
+            _commented("epochs = 1", "passes over a client's examples in each round"),
         ]
 
-    def _place(self, path: str) -> str:
-        """A path as the study says it: from its own folder."""
+    def _relative_path(self, path: str) -> str:
+        """Return a path relative to the study file's folder; Hub ids are kept."""
         if is_hub_id(path) and not Path(path).exists():
             return path
         return Path(os.path.relpath(path, self.output.absolute().parent)).as_posix()
 
 
-def _line(said: str, why: str = "") -> str:
-    """A field, and why it says what it says."""
-    return f"{said:<24} # {_shown(why)}" if why else said
+def _commented(assignment: str, comment: str = "") -> str:
+    """Return a line of TOML with a comment, if there is one."""
+    return f"{assignment:<24} # {_printable(comment)}" if comment else assignment
 
 
-def _shown(text: str) -> str:
-    """A text as a comment may have it: a table's values may hold anything."""
-    return "".join(sign if sign.isprintable() else " " for sign in text)
+def _printable(text: str) -> str:
+    """Return a text for a comment, with spaces in place of control characters."""
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
-def _said(value: Any) -> str:
-    """A value as TOML writes it."""
+def _to_toml(value: Any) -> str:
+    """Return a value as TOML."""
     if isinstance(value, dict):
-        held = cast("dict[str, Any]", value).items()
-        return "{ " + ", ".join(f"{k} = {_said(v)}" for k, v in held) + " }"
+        items = cast("dict[str, Any]", value).items()
+        return "{ " + ", ".join(f"{k} = {_to_toml(v)}" for k, v in items) + " }"
     return json.dumps(value, ensure_ascii=False)

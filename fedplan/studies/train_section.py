@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train section: what a study says of a client's turn, and the pace that follows from it."""
+"""The [train] section of a study: how each client trains."""
 
 from __future__ import annotations
 
@@ -8,96 +8,111 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from fedplan.studies.field_types import Count, OptimizerName, Positive, Scalar, as_value_error
 from fedplan.studies.sections import Section
-from fedplan.studies.words import Count, OptimiserName, Positive, Scalar, as_fault
-from fedplan.training.features import ROOM, Features
-from fedplan.training.fit import Pace
-from fedplan.training.optimisers import DECAY, MOMENTUM, ClientOptimiser, optimiser_named
-from fedplan.training.schedules import Schedule, schedule_named
+from fedplan.training.activation_cache import DEFAULT_MEGABYTES, ActivationCache
+from fedplan.training.fit import TrainConfig
+from fedplan.training.lr_schedules import LRSchedule, make_lr_schedule
+from fedplan.training.optimizers import DECAY, MOMENTUM, ClientOptimizer, make_client_optimizer
 
-_PLAIN = tuple(f.name for f in fields(Pace) if f.name not in ("optimiser", "schedule"))
-"""What a pace and its section say in the same words."""
+_CONFIG_FIELDS = tuple(
+    f.name for f in fields(TrainConfig) if f.name not in ("optimizer", "lr_scheduler")
+)
+"""Fields that TrainConfig and the section have in common."""
 
 
 class TrainSection(Section):
-    """How each client trains in its turn."""
+    """Training arguments of a client's turn: its local training in one round."""
 
     rounds: Positive = 10
-    """How many rounds the run has."""
-    optimiser: OptimiserName = Pace.optimiser.name
-    """The client's optimiser: a class of torch in small letters, or one of your own."""
-    optimiser_settings: dict[str, Scalar | list[Scalar]] = Field(
+    """Number of rounds."""
+    optimizer: OptimizerName = TrainConfig.optimizer.name
+    """Optimizer of the clients: a torch class in lower case, such as "adamw" or "sgd", or your
+    own."""
+    optimizer_settings: dict[str, Scalar | list[Scalar]] = Field(
         default_factory=dict[str, Scalar | list[Scalar]]
     )
-    """What else the optimiser takes, by the names of its class."""
-    rate: Annotated[float, Field(gt=0)] = Pace.rate
-    """The learning rate, before its schedule."""
-    schedule: str = Pace.schedule.name
-    """How the rate goes, by a name of transformers."""
-    schedule_settings: dict[str, str | float] = Field(default_factory=dict[str, str | float])
-    """What else the schedule takes, by its names in transformers."""
-    warmup: Annotated[float, Field(ge=0)] = Schedule.warmup
-    """How long the rate rises: below 1 a share of the schedule, else rounds or steps."""
-    over: Literal["run", "turn"] = "run"
-    """Whether the schedule goes over the whole run or over each turn anew."""
-    decay: Annotated[float, Field(ge=0)] = DECAY
-    """Weight decay, where the optimiser has it."""
-    decay_all: bool = Pace.decay_all
-    """Whether norms and biases decay too."""
+    """Further arguments of the optimizer, by torch's names, such as { eps = 1e-6 }."""
+    lr: Annotated[float, Field(gt=0)] = TrainConfig.lr
+    """Learning rate, before the schedule."""
+    lr_scheduler: str = TrainConfig.lr_scheduler.name
+    """Learning-rate schedule by its transformers name, such as "linear" or "cosine"."""
+    lr_scheduler_settings: dict[str, str | float] = Field(default_factory=dict[str, str | float])
+    """Further arguments of the schedule, by their transformers names."""
+    warmup: Annotated[float, Field(ge=0)] = LRSchedule.warmup
+    """Learning-rate warm-up: below 1, a fraction of the schedule; else rounds or steps."""
+    lr_scheduler_span: Literal["run", "round"] = "run"
+    """Length of the schedule: the whole run ("run"), or each turn from its start ("round")."""
+    weight_decay: Annotated[float, Field(ge=0)] = DECAY
+    """Weight decay, if the optimizer has it."""
+    decay_norm_and_bias: bool = TrainConfig.decay_norm_and_bias
+    """Apply weight decay to norms and biases, too."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = MOMENTUM
-    """Momentum, where the optimiser has it."""
-    epochs: Positive = Pace.epochs
-    """How often a turn goes over the client's rows."""
-    steps: Count = Pace.steps
-    """How many steps a turn has, whatever the rows; 0 leaves it to the epochs."""
-    batch: Positive = Pace.batch
-    """How many rows run at a time."""
-    accumulate: Positive = Pace.accumulate
-    """How many batches make one step."""
-    clip: Annotated[float, Field(ge=0)] = Pace.clip
-    """The longest that the gradient of a step may be; 0 is any length."""
-    precision: str = Pace.precision
-    """What forward passes compute in where that is safe: float32, bf16 or fp16."""
-    checkpointing: bool = Pace.checkpointing
-    """Whether blocks are worked out again for their gradients, to save memory."""
-    compile: str = Pace.compile
-    """A backend of torch.compile, such as inductor; without it, nothing is compiled."""
-    by_length: bool = Pace.by_length
-    """Whether texts of similar length come into one batch."""
-    workers: Count = Pace.workers
-    """How many threads make the next batches meanwhile."""
-    reuse: bool = Pace.reuse
-    """Whether the output of what is frozen below all that is trained is kept for each row."""
-    cache: Count = ROOM
-    """How many megabytes of such outputs each machine keeps; it changes no bit."""
+    """Momentum, if the optimizer has it."""
+    epochs: Positive = TrainConfig.epochs
+    """Passes over the client's examples in each turn."""
+    steps: Count = TrainConfig.steps
+    """Optimizer steps in each turn; 0: as many as the epochs need."""
+    batch_size: Positive = TrainConfig.batch_size
+    """Examples in each batch."""
+    gradient_accumulation_steps: Positive = TrainConfig.gradient_accumulation_steps
+    """Batches per optimizer step (gradient accumulation)."""
+    max_grad_norm: Annotated[float, Field(ge=0)] = TrainConfig.max_grad_norm
+    """Maximum gradient norm of a step; 0: no clipping."""
+    precision: str = TrainConfig.precision
+    """Precision of forward passes: "float32", or mixed precision with "bf16" or "fp16"."""
+    gradient_checkpointing: bool = TrainConfig.gradient_checkpointing
+    """Use gradient checkpointing: recompute activations in the backward pass to save memory."""
+    torch_compile: str = TrainConfig.torch_compile
+    """Backend of torch.compile, such as "inductor"; default: do not compile."""
+    group_by_length: bool = TrainConfig.group_by_length
+    """Group texts of similar length into batches, to save padding."""
+    num_workers: Count = TrainConfig.num_workers
+    """Threads that prepare batches in advance; 0: none."""
+    cache_activations: bool = TrainConfig.cache_activations
+    """Cache the activations of frozen layers below all trained ones."""
+    activation_cache_mb: Count = DEFAULT_MEGABYTES
+    """Size of that activation cache per process, in megabytes; results do not depend on it."""
 
     @property
-    def pace(self) -> Pace:
-        """The same as a value, the optimiser and the schedule by their names."""
-        said = {name: getattr(self, name) for name in _PLAIN}
-        return Pace(self._optimiser, schedule=self._schedule, **said)
+    def train_config(self) -> TrainConfig:
+        """The training arguments as a TrainConfig, with optimizer and schedule objects."""
+        values = {name: getattr(self, name) for name in _CONFIG_FIELDS}
+        return TrainConfig(self._optimizer, lr_scheduler=self._schedule, **values)
 
     @property
-    def features(self) -> Features | None:
-        """Where a process keeps frozen outputs, if they are to be used again."""
-        return Features(self.cache) if self.reuse else None
+    def activation_cache(self) -> ActivationCache | None:
+        """A new activation cache, or None unless `cache_activations` is set."""
+        return ActivationCache(self.activation_cache_mb) if self.cache_activations else None
 
     @property
-    def _optimiser(self) -> ClientOptimiser:
-        settings = {w: v for w in ("decay", "momentum") if (v := getattr(self, w))}
-        return optimiser_named(self.optimiser, {**self.optimiser_settings, **settings})
+    def _optimizer(self) -> ClientOptimizer:
+        settings = {
+            name: value for name in ("weight_decay", "momentum") if (value := getattr(self, name))
+        }
+        return make_client_optimizer(self.optimizer, {**self.optimizer_settings, **settings})
 
     @property
-    def _schedule(self) -> Schedule:
-        # One that stays the same does not follow from the rounds: these may be added later.
-        over = self.rounds if self.over == "run" and self.schedule != Pace.schedule.name else 0
-        settings, warm = self.schedule_settings, self.warmup
-        return schedule_named(self.schedule, settings, warmup=warm, rounds=over)
+    def _schedule(self) -> LRSchedule:
+        """The learning-rate schedule; a constant one does not depend on the number of rounds."""
+        # So that rounds can be added later.
+        over = (
+            self.rounds
+            if self.lr_scheduler_span == "run"
+            and self.lr_scheduler != TrainConfig.lr_scheduler.name
+            else 0
+        )
+        settings, warm = self.lr_scheduler_settings, self.warmup
+        return make_lr_schedule(self.lr_scheduler, settings, warmup=warm, rounds=over)
 
     @model_validator(mode="after")
-    def _makes_steps(self) -> TrainSection:
-        with as_fault():
-            self.pace.schedule.factor(self.rate, 1, 1)
-        if not self.decay_all and not self.decay:
-            raise ValueError("decay_all = false spares norms and biases: say the decay of the rest")
+    def _validate_schedule(self) -> TrainSection:
+        """Check that optimizer and schedule can be built, and the two fields of weight decay."""
+        with as_value_error():
+            self.train_config.lr_scheduler.factor(self.lr, 1, 1)
+        if not self.decay_norm_and_bias and not self.weight_decay:
+            raise ValueError(
+                "decay_norm_and_bias = false exempts norms and biases from weight decay: set "
+                "weight_decay, too"
+            )
         return self

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many runs of one study: swept, compared, rehearsed."""
+"""Many runs of one study: sweeps over settings and seeds, comparisons, and cost estimates."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fedplan.sweeps.comparisons import Comparison, compare
-    from fedplan.sweeps.rehearsals import Rehearsal, rehearse
+    from fedplan.sweeps.cost_estimate import Estimate, estimate
     from fedplan.sweeps.sweeping import Sweep, sweep
 
-__all__ = ["Comparison", "Rehearsal", "Sweep", "compare", "rehearse", "sweep"]
+__all__ = ["Comparison", "Estimate", "Sweep", "compare", "estimate", "sweep"]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "comparisons": "Comparison compare",
-        "rehearsals": "Rehearsal rehearse",
+        "cost_estimate": "Estimate estimate",
         "sweeping": "Sweep sweep",
     },
 )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparisons: groups of runs that differ only in seed, each against the first, seed by seed."""
+"""Comparisons: groups of runs that differ only in their seed, each against the first group."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
@@ -12,207 +12,228 @@ from statistics import mean
 from typing import Any
 
 from fedplan.errors import FedplanError
-from fedplan.reports.groups import seed_groups
-from fedplan.sweeps.differences import (
-    Faring,
-    faring_of,
-    role_words,
-    study_words,
+from fedplan.reports.groups import group_by_seed
+from fedplan.sweeps.results import RunResult, choose_score, find_run_folders, read_run_result
+from fedplan.sweeps.run_differences import (
+    RoleHistory,
+    describe_role_differences,
+    describe_study_differences,
+    read_role_history,
 )
-from fedplan.sweeps.results import RunResult, result_of, runs_in, score_named
-from fedplan.sweeps.statistics import Interval, holm, interval, p_value
+from fedplan.sweeps.statistics import Interval, holm, mean_interval, p_value
 
-FEW = 5
-"""Seeds below which an interval says little."""
+FEW_SEEDS = 5
+"""With fewer seeds, a comparison has a note that its intervals are wide."""
 
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs of one study over seeds; the label says what tells it from the other groups."""
+    """Runs of one study by seed; the label has the settings that differ from the other groups."""
 
     label: str
     runs: Mapping[int, RunResult]
 
     @property
     def first(self) -> RunResult:
-        """The run of its lowest seed."""
+        """The run of the lowest seed."""
         return self.runs[min(self.runs)]
 
     def scores(self, name: str) -> dict[int, float]:
-        """A score by seed."""
-        found = {seed: run.score(name) for seed, run in sorted(self.runs.items())}
-        return {seed: score for seed, score in found.items() if score is not None}
+        """Return a metric by seed, of the runs that have it."""
+        scores = {seed: run.score(name) for seed, run in sorted(self.runs.items())}
+        return {seed: score for seed, score in scores.items() if score is not None}
 
-    def number(self, name: str) -> float | None:
-        """The mean of what each run came to: `up`, `down`, `epsilon`, `rounds` or `seconds`."""
-        told = [getattr(run, name) for run in self.runs.values()]
-        return mean(told) if all(each is not None for each in told) else None
+    def mean_of(self, name: str) -> float | None:
+        """Return the mean over runs of `up`, `down`, `epsilon`, `rounds` or `seconds`.
+
+        Returns None if a run does not have it.
+        """
+        values = [getattr(run, name) for run in self.runs.values()]
+        return mean(values) if all(value is not None for value in values) else None
 
 
 @dataclass(frozen=True)
-class Contrast:
-    """A group against the first one: the score, the difference by seed, and what differs.
+class GroupComparison:
+    """A group of runs against the baseline group.
 
-    `p` is of the paired t test, and `corrected` the same for as many comparisons as there are.
+    `score` is the mean score over seeds, and `difference` the mean difference from the baseline
+    over the common seeds. `p` is the p-value of the paired t test, and `p_holm` corrected for the
+    number of groups. `differences` are sentences on fields and roles. The baseline itself has only
+    a score.
     """
 
     group: RunGroup
     score: Interval
     difference: Interval | None = None
     p: float | None = None
-    corrected: float | None = None
-    words: tuple[str, ...] = ()
+    p_holm: float | None = None
+    differences: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups of runs, the first of which the others are compared with, by one score."""
+    """A comparison of groups of runs by the metric `score`; the first row is the baseline.
+
+    `notes` are sentences on runs that were left out and on limits of the statistics.
+    """
 
     score: str
-    higher: bool
-    rows: tuple[Contrast, ...]
+    higher_is_better: bool
+    rows: tuple[GroupComparison, ...]
     notes: tuple[str, ...]
 
     @property
-    def base(self) -> RunGroup:
+    def baseline(self) -> RunGroup:
         """The group that the others are compared with."""
         return self.rows[0].group
 
     def markdown(self) -> str:
-        """It as Markdown: a table, what differs, and what to be careful with."""
-        from fedplan.sweeps.tables import markdown
+        """Return the comparison as Markdown: the table, differences in words, and notes."""
+        from fedplan.sweeps.tables import comparison_markdown
 
-        return markdown(self)
+        return comparison_markdown(self)
 
     def csv(self) -> str:
-        """Its table as CSV, numbers as they are."""
-        from fedplan.sweeps.tables import csv_text
+        """Return the table as CSV with unrounded numbers."""
+        from fedplan.sweeps.tables import comparison_csv
 
-        return csv_text(self)
+        return comparison_csv(self)
 
     def json(self) -> dict[str, Any]:
-        """It as plain values."""
-        from fedplan.sweeps.tables import plain
+        """Return the comparison as plain values."""
+        from fedplan.sweeps.tables import comparison_values
 
-        return plain(self)
+        return comparison_values(self)
 
     def html(self) -> str:
-        """It as one page, with figures of all groups."""
-        from fedplan.sweeps.page import page
+        """Return the comparison as one HTML page with figures."""
+        from fedplan.sweeps.page import comparison_page
 
-        return page(self)
+        return comparison_page(self)
 
 
 def compare(places: Sequence[Path | str], *, score: str = "") -> Comparison:
-    """Compare runs: folders of runs, and of sweeps with all of their runs.
+    """Compare the runs in folders of runs and of sweeps.
 
-    Runs that differ only in seed are one group, and the first group is what the others are compared
-    with, seed by seed. The score is the one that the task is known by, of the common test if there
-    is one, or the number of a round that is named; of each run the last round that has it counts.
+    Runs that differ only in their seed are one group; the first group is the baseline, and
+    differences are paired by seed. `score` is the metric to compare, by default the task's primary
+    metric; each run counts with the last round that has it. Runs that are unfinished or cannot be
+    read are left out with a note. Raises FedplanError if no run is left, or if not all runs have
+    the score.
     """
-    folders, notes = runs_in(places)
+    folders, notes = find_run_folders(places)
     results = list[RunResult]()
     for folder in folders:
         try:
-            each = result_of(folder)
-        except FedplanError as error:  # as a kill in its first moments leaves it
+            result = read_run_result(folder)
+        except FedplanError as error:  # for example a run that was killed as it started
             notes.append(f"{folder} cannot be read ({error}): left out")
             continue
-        if each.over:
-            results.append(each)
+        if result.finished:
+            results.append(result)
         else:
-            rounds = each.study.train.rounds
-            notes.append(f"{each.folder} is at round {each.rounds} of {rounds}: left out")
+            rounds = result.study.train.rounds
+            notes.append(f"{result.folder} is at round {result.rounds} of {rounds}: left out")
     if not results:
         raise FedplanError(
-            "; ".join([*notes, "there is no run that ended: go on with one, then compare"])
+            "; ".join([*notes, "there is no finished run: resume a run, then compare"])
         )
-    return contrasted(grouped(results), score_named(score, results), notes)
+    return compare_groups(group_results(results), choose_score(score, results), notes)
 
 
-def grouped(results: Sequence[RunResult]) -> list[RunGroup]:
-    """Runs by all that they differ in but the seed, in the order in which they came."""
-    told = seed_groups(results, lambda each: (each.study, each.plan, each.folder))
-    return [RunGroup(label, _by_seed(runs)) for label, runs in told]
+def group_results(results: Sequence[RunResult]) -> list[RunGroup]:
+    """Return groups of the runs that differ only in their seed, in the order of first runs.
+
+    Raises FedplanError if a group has two runs of one seed.
+    """
+    groups = group_by_seed(results, lambda each: (each.study, each.plan, each.folder))
+    return [RunGroup(label, _runs_by_seed(runs)) for label, runs in groups]
 
 
-def _by_seed(runs: Sequence[RunResult]) -> dict[int, RunResult]:
-    held = dict[int, RunResult]()
-    for each in runs:
-        if (before := held.setdefault(each.study.seed, each)) is not each:
+def _runs_by_seed(runs: Sequence[RunResult]) -> dict[int, RunResult]:
+    by_seed = dict[int, RunResult]()
+    for run in runs:
+        if (other := by_seed.setdefault(run.study.seed, run)) is not run:
             raise FedplanError(
-                f"{each.folder} and {before.folder} are one study with one seed: name one of them"
+                f"{run.folder} and {other.folder} have the same study and seed: name one of them"
             )
-    return held
+    return by_seed
 
 
-def contrasted(groups: Sequence[RunGroup], score: str, notes: Sequence[str] = ()) -> Comparison:
-    """Each group against the first one, by a score that all of their runs have."""
-    base = groups[0]
-    kept, words = base.scores(score), _Words(base.first)
-    rows = list[Contrast]()
+def compare_groups(groups: Sequence[RunGroup], score: str, notes: Sequence[str] = ()) -> Comparison:
+    """Compare each group with the first one by a score that all runs have.
+
+    `notes` come first in the notes of the comparison.
+    """
+    baseline = groups[0]
+    baseline_scores, differences = baseline.scores(score), _DifferenceReader(baseline.first)
+    rows = list[GroupComparison]()
     for group in groups:
-        own = group.scores(score)
-        paired = [own[seed] - kept[seed] for seed in own if seed in kept]
-        first = group is base
-        rows.append(
-            Contrast(
-                group,
-                interval(list(own.values())),
-                interval(paired) if paired and not first else None,
-                p_value(paired) if paired and not first else None,
-                words=() if first else tuple(words.of(group.first)),
+        scores = group.scores(score)
+        row = GroupComparison(group, mean_interval(list(scores.values())))
+        if group is not baseline:
+            common = [seed for seed in scores if seed in baseline_scores]
+            paired = [scores[seed] - baseline_scores[seed] for seed in common]
+            row = replace(
+                row,
+                difference=mean_interval(paired) if paired else None,
+                p=p_value(paired) if paired else None,
+                differences=tuple(differences.describe(group.first)),
             )
-        )
-    fixed = [
-        Contrast(r.group, r.score, r.difference, r.p, p, r.words)
-        for r, p in zip(rows, holm([r.p for r in rows]), strict=True)
-    ]
-    cautions = (*notes, *_cautions(fixed))
-    return Comparison(score, base.first.higher(score), tuple(fixed), cautions)
+        rows.append(row)
+    corrected = holm([row.p for row in rows])
+    rows = [replace(row, p_holm=p) for row, p in zip(rows, corrected, strict=True)]
+    higher_is_better = baseline.first.higher_is_better(score)
+    return Comparison(score, higher_is_better, tuple(rows), (*notes, *_seed_notes(rows)))
 
 
 @dataclass(frozen=True)
-class _Words:
-    """What tells runs from one of them, whose ledger is read once."""
+class _DifferenceReader:
+    """Describes differences of runs from a baseline run, whose ledger is read at most once."""
 
-    base: RunResult
+    baseline: RunResult
 
     @cached_property
-    def _faring(self) -> Faring:
-        return faring_of(self.base.folder)
+    def _baseline_roles(self) -> RoleHistory:
+        return read_role_history(self.baseline.folder)
 
-    def of(self, other: RunResult) -> list[str]:
-        base, said = self.base, study_words(self.base.study, other.study)
-        if other.plan == base.plan:
-            return said
-        said.append(f"the plan is {other.plan}, not {base.plan}")
-        if base.study.hides_clients or other.study.hides_clients:
-            return said  # what single clients did is told of nobody who is hidden
-        return said + role_words(self._faring, faring_of(other.folder))
+    def describe(self, other: RunResult) -> list[str]:
+        """Return sentences on fields, plan and roles of a run that differ from the baseline.
+
+        Roles of clients are left out if one of the runs has client-level DP.
+        """
+        baseline = self.baseline
+        sentences = describe_study_differences(baseline.study, other.study)
+        if other.plan == baseline.plan:
+            return sentences
+        sentences.append(f"the plan is {other.plan}, not {baseline.plan}")
+        if baseline.study.client_level_dp or other.study.client_level_dp:
+            return sentences
+        other_roles = read_role_history(other.folder)
+        return sentences + describe_role_differences(self._baseline_roles, other_roles)
 
 
-def _cautions(rows: Sequence[Contrast]) -> list[str]:
-    """What a reader must know of so few seeds, or of seeds that do not pair."""
-    found = list[str]()
+def _seed_notes(rows: Sequence[GroupComparison]) -> list[str]:
+    """Return notes on few seeds, diverged runs, and seeds without a pair in the baseline."""
+    notes = list[str]()
     counts = [rows[0].score.count, *(r.difference.count for r in rows[1:] if r.difference)]
     if min(counts) == 1:
-        found.append(
+        notes.append(
             "one seed: there is no interval, and a difference may be chance; run more seeds"
         )
     if 2 in counts:
-        found.append("two seeds: the interval is 12.7 standard errors wide to each side, so wide "
-                     "that it tells almost nothing")  # fmt: skip
-    if any(2 < count < FEW for count in counts):
-        found.append(f"fewer than {FEW} seeds: intervals are wide, by Student's t")
+        notes.append("two seeds: the interval reaches 12.7 standard errors to each side, so wide "
+                     "that it says almost nothing")  # fmt: skip
+    if any(2 < count < FEW_SEEDS for count in counts):
+        notes.append(f"fewer than {FEW_SEEDS} seeds: intervals are wide, by Student's t")
     for row in rows:
         if not isfinite(row.score.mean):
-            found.append(f"{row.group.label}: a run diverged, and its score is no number")
+            notes.append(f"{row.group.label}: a run diverged, so that its score is not a number")
     for row in rows[1:]:
         pairs = row.difference.count if row.difference else 0
         if pairs < row.score.count:
-            found.append(
-                f"{row.group.label}: {pairs} of {row.score.count} seeds stand in the first group "
-                "too, and only those are paired"
+            notes.append(
+                f"{row.group.label}: {pairs} of {row.score.count} seeds are in the first group "
+                "too, and only these are paired"
             )
-    return found
+    return notes

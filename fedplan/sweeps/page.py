@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a comparison: its table, and the figures of all groups side by side."""
+"""A comparison as one HTML page: its table, and figures with all groups."""
 
 from __future__ import annotations
 
@@ -12,80 +12,87 @@ from fedplan.reports.figures.lines import line_chart
 from fedplan.reports.figures.palette import HUES
 from fedplan.reports.figures.series import Series, mean_series
 from fedplan.reports.pages.clients import drift_section
-from fedplan.reports.pages.facts import facts_of
-from fedplan.reports.pages.markup import Html, listed, tag, together
-from fedplan.reports.pages.markup import table as html_table
-from fedplan.reports.pages.page import Page, PageSection, Shown
+from fedplan.reports.pages.facts import read_run_facts
+from fedplan.reports.pages.markup import Html, html_list, html_table, join_html, tag
+from fedplan.reports.pages.page import Page, PageFigure, PageSection
 from fedplan.reports.pages.roles import roles_section
-from fedplan.studies.run import looked_at
+from fedplan.studies.run import read_consistently
 from fedplan.sweeps.intervals import interval_chart
-from fedplan.sweeps.tables import cells, heads, reading
+from fedplan.sweeps.tables import column_names, row_cells, table_explanation
 
 if TYPE_CHECKING:
-    from fedplan.sweeps.comparisons import Comparison, Contrast
+    from fedplan.sweeps.comparisons import Comparison, GroupComparison
 
 CURVES = {
-    "loss": "Loss of training",
-    "personal.mean": "Clients' own models, mean",
-    "personal.worst": "The worst client's own model",
-    "sites.spread.own.mean": "Clients' own models, mean",
-    "sites.spread.own.worst": "The worst client's own model",
+    "loss": "Training loss",
+    "personal.{}": "Personal models, mean over clients",
+    "personal.{}_worst": "Personal model of the worst client",
+    "sites.spread.personal.{}": "Personal models, mean over clients",
+    "sites.spread.personal.{}_worst": "Personal model of the worst client",
 }
-"""Numbers of a round that are drawn beside the score, where all groups have them."""
-BAND = "A line is the mean over seeds, its band reaches from the lowest to the highest of them."
+"""Metrics that are drawn beside the score, if all groups have them, with their titles.
+
+`{}` stands for the task's primary metric."""
+BAND_CAPTION = "A line is the mean over seeds; its band spans the lowest and the highest seed."
 
 
-def page(found: Comparison) -> str:
-    """A comparison as one HTML file."""
-    seeds = sum(row.score.count for row in found.rows)
-    lead = f"{len(found.rows)} groups, {seeds} runs, compared by {found.score}."
+def comparison_page(comparison: Comparison) -> str:
+    """Return a comparison as one HTML document without external resources."""
+    runs = sum(row.score.count for row in comparison.rows)
+    lead = f"{len(comparison.rows)} groups, {runs} runs, compared by {comparison.score}."
     sections = (
-        PageSection("The table", words=(_table(found), *_notes(found))),
-        PageSection("Differences", figures=tuple(_differences(found))),
-        PageSection("Round by round", figures=tuple(_curves(found))),
-        PageSection("Costs", figures=tuple(_costs(found))),
-        PageSection("Part by part", figures=tuple(_parts(found))),
-        PageSection("What differs", words=tuple(_words(found))),
+        PageSection("Table", intro=(_table(comparison), *_notes(comparison))),
+        PageSection("Differences", figures=tuple(_difference_figures(comparison))),
+        PageSection("By round", figures=tuple(_curve_figures(comparison))),
+        PageSection("Costs", figures=tuple(_cost_figures(comparison))),
+        PageSection("By part of the model", figures=tuple(_part_figures(comparison))),
+        PageSection("Differences in words", intro=tuple(_difference_lists(comparison))),
     )
-    title = f"Comparison: {found.base.first.study.name}"
+    title = f"Comparison: {comparison.baseline.first.study.name}"
     return Page(title, (tag("p", lead),), sections, "Written by fedplan compare.").html()
 
 
-def _table(found: Comparison) -> Html:
-    rows = [cells(found, row) for row in found.rows]
-    return html_table(heads(found), rows, numbers=len(rows[0]) - 1)
+def _table(comparison: Comparison) -> Html:
+    rows = [row_cells(comparison, row) for row in comparison.rows]
+    return html_table(column_names(comparison), rows, numbers=len(rows[0]) - 1)
 
 
-def _notes(found: Comparison) -> list[Html]:
-    return [tag("p", f"Note: {note}.", class_="faint") for note in (*found.notes, reading(found))]
+def _notes(comparison: Comparison) -> list[Html]:
+    notes = (*comparison.notes, table_explanation(comparison))
+    return [tag("p", f"Note: {note}.", class_="faint") for note in notes]
 
 
-def _differences(found: Comparison) -> Iterator[Shown]:
-    rows = [(row.group.label, row.difference) for row in found.rows]
-    told = [(label, each) for label, each in rows if each and isfinite(each.mean)]
-    if told:
-        drawn = interval_chart(f"{found.score} minus that of {found.base.label}", told)
-        better = "right" if found.higher else "left"
+def _difference_figures(comparison: Comparison) -> Iterator[PageFigure]:
+    """Yield the chart of differences from the baseline, if there are finite ones."""
+    rows = [(row.group.label, row.difference) for row in comparison.rows]
+    finite = [(label, interval) for label, interval in rows if interval and isfinite(interval.mean)]
+    if finite:
+        title = f"{comparison.score} minus that of {comparison.baseline.label}"
+        better = "right" if comparison.higher_is_better else "left"
         caption = (
-            f"A dot is the mean difference over seeds, a line its 95 % interval; better is to the "
-            f"{better}. Where a line crosses zero, these seeds do not tell the two apart."
+            f"A dot is the mean difference over seeds, a line its 95 % confidence interval; better "
+            f"is to the {better}. Where a line crosses zero, the seeds show no detectable "
+            "difference."
         )
-        yield Shown("differences", drawn, caption)
+        yield PageFigure("differences", interval_chart(title, finite), caption)
 
 
-def _curves(found: Comparison) -> Iterator[Shown]:
-    private = any(row.group.first.study.privacy for row in found.rows)
-    beside = {} if private else CURVES  # what is hidden is not drawn, though a simulation has it
-    for name, title in {found.score: f"Score: {found.score}", **beside}.items():
-        series = [_curve(row, name) for row in found.rows]
+def _curve_figures(comparison: Comparison) -> Iterator[PageFigure]:
+    """Yield a chart by round of the score, and of each metric in CURVES that all groups have."""
+    private = any(row.group.first.study.privacy for row in comparison.rows)
+    primary = comparison.rows[0].group.first.primary
+    # A simulation has these metrics, but DP hides them.
+    others = {} if private else {name.format(primary): title for name, title in CURVES.items()}
+    for name, title in {comparison.score: f"Score: {comparison.score}", **others}.items():
+        series = [_group_series(row, name) for row in comparison.rows]
         if all(each.points for each in series):
-            banded = any(each.band for each in series)
-            # Said once: it is so of all of them.
-            told = BAND if banded and name == found.score else ""
-            yield Shown(name, line_chart(title, series, y=name), told)
+            has_band = any(each.band for each in series)
+            caption = BAND_CAPTION if has_band and name == comparison.score else ""
+            yield PageFigure(name, line_chart(title, series, y=name), caption)
 
 
-def _curve(row: Contrast, name: str) -> Series:
+def _group_series(row: GroupComparison, name: str) -> Series:
+    """Return the mean over a group's seeds of a metric by round, with a band over the seeds."""
     runs = [
         Series(str(seed), tuple((float(n), score) for n, score in run.curve(name)))
         for seed, run in sorted(row.group.runs.items())
@@ -93,37 +100,39 @@ def _curve(row: Contrast, name: str) -> Series:
     return mean_series(row.group.label, runs)
 
 
-def _costs(found: Comparison) -> Iterator[Shown]:
-    for name, title, unit, size in (
-        ("up", "Sent by all clients", "MB", 1e6),
-        ("down", "Received by all clients", "MB", 1e6),
-        ("epsilon", "Privacy spent", "epsilon", 1.0),
+def _cost_figures(comparison: Comparison) -> Iterator[PageFigure]:
+    """Yield a bar chart of upload, download, epsilon and time, each if some group has it."""
+    for name, title, unit, divisor in (
+        ("up", "Upload of all clients", "MB", 1e6),
+        ("down", "Download of all clients", "MB", 1e6),
+        ("epsilon", "Epsilon spent", "epsilon", 1.0),
         ("seconds", "Time on the machine that ran it", "seconds", 1.0),
     ):
-        told = [(row.group.label, row.group.number(name)) for row in found.rows]
+        means = [(row.group.label, row.group.mean_of(name)) for row in comparison.rows]
         bars = [
-            Bar(label, number / size, paint=HUES[place % len(HUES)])
-            for place, (label, number) in enumerate(told)
-            if number is not None
+            Bar(label, value / divisor, paint=HUES[place % len(HUES)])
+            for place, (label, value) in enumerate(means)
+            if value is not None
         ]
         if bars:
-            yield Shown(name, bar_chart(title, bars, unit=unit, told=_amount))
+            chart = bar_chart(title, bars, unit=unit, format_value=_format_amount)
+            yield PageFigure(name, chart)
 
 
-def _amount(number: float) -> str:
+def _format_amount(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _parts(found: Comparison) -> Iterator[Shown]:
-    """Roles by part and round of each group's first run, and then how far its clients drifted."""
-    named = [(row.group.label, row.group.first.folder) for row in found.rows]
-    facts = [(label, looked_at(folder, facts_of)) for label, folder in named]
+def _part_figures(comparison: Comparison) -> Iterator[PageFigure]:
+    """Yield figures of roles by part and round, then of drift, for each group's first run."""
+    firsts = [(row.group.label, row.group.first.folder) for row in comparison.rows]
+    facts = [(label, read_consistently(folder, read_run_facts)) for label, folder in firsts]
     for section in (roles_section, drift_section):
-        for label, each in facts:
-            yield from section(each, label).figures
+        for label, run_facts in facts:
+            yield from section(run_facts, label).figures
 
 
-def _words(found: Comparison) -> Iterator[Html]:
-    for row in found.rows:
-        if row.words:
-            yield together(tag("h3", row.group.label), listed(row.words))
+def _difference_lists(comparison: Comparison) -> Iterator[Html]:
+    for row in comparison.rows:
+        if row.differences:
+            yield join_html(tag("h3", row.group.label), html_list(row.differences))

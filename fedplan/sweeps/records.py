@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of a sweep: what it is of, which of its runs ended, and which failed and why."""
+"""Files of a sweep's folder: its specification, its finished trials and its failed trials."""
 
 from __future__ import annotations
 
@@ -9,37 +9,39 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from fedplan.storage.files import keep_file, put_file
+from fedplan.storage.files import write_atomic, write_if_changed
 from fedplan.studies.schema import ConfigError
 from fedplan.sweeps.settings import Setting
 from fedplan.sweeps.trials import Trial
 
-SWEEP, ENDED, FAILURES = "sweep.json", "ended.json", "failures.json"
-"""In a sweep's folder: what was asked, the runs that ended, and those that failed."""
+SWEEP_FILE, FINISHED_FILE, FAILURES_FILE = "sweep.json", "ended.json", "failures.json"
+"""In a sweep's folder: its specification, the finished trials, and the failed ones."""
 
 
 @dataclass(frozen=True)
-class End:
-    """How a run of a sweep ended: after so many seconds, and why before its last round, if it did.
+class TrialResult:
+    """How a trial ended, after `seconds`.
 
-    `error` is why it failed, and `trace` where. One that is `asked` to stop goes on another time.
+    `stopped` is the reason if it ended before its last round, and `stop_requested` whether a person
+    asked for the stop: such a trial is resumed later. A failed trial has an `error`, and a
+    traceback in `trace` if the error was unexpected.
     """
 
     seconds: float = 0.0
     stopped: str = ""
-    asked: bool = False
+    stop_requested: bool = False
     error: str = ""
     trace: str = ""
 
     @property
-    def done(self) -> bool:
-        """Whether nothing is left to do of it."""
-        return not self.error and not self.asked
+    def finished(self) -> bool:
+        """Whether the trial needs no further run."""
+        return not self.error and not self.stop_requested
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a sweep was asked for: its settings, its seeds, and a digest of each run's study."""
+class SweepSpec:
+    """The specification of a sweep: values by field, seeds, and the study digest of each trial."""
 
     settings: dict[str, list[Any]]
     seeds: list[int]
@@ -47,105 +49,119 @@ class Asked:
 
     @property
     def text(self) -> str:
-        """It as a person typed it."""
-        said = [f"{field}={','.join(map(_said, held))}" for field, held in self.settings.items()]
-        return " ".join([*said, f"seeds {','.join(map(str, self.seeds))}"])
+        """The settings and seeds as on a command line."""
+        settings = [
+            f"{field}={','.join(map(_value_text, values))}"
+            for field, values in self.settings.items()
+        ]
+        return " ".join([*settings, f"seeds {','.join(map(str, self.seeds))}"])
 
 
-def asked_of(settings: Sequence[Setting], seeds: Sequence[int], trials: Sequence[Trial]) -> Asked:
-    """What a sweep of these trials is asked for."""
-    held = {each.field: list(each.values) for each in settings}
-    return Asked(held, list(seeds), {trial.name: trial.study.whole for trial in trials})
+def make_sweep_spec(
+    settings: Sequence[Setting], seeds: Sequence[int], trials: Sequence[Trial]
+) -> SweepSpec:
+    """Return the specification of a sweep with these trials."""
+    values_by_field = {setting.field: list(setting.values) for setting in settings}
+    digests = {trial.name: trial.study.full_digest for trial in trials}
+    return SweepSpec(values_by_field, list(seeds), digests)
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether a folder is that of a sweep."""
-    return (folder / SWEEP).is_file()
+    """Whether a folder contains a sweep."""
+    return (folder / SWEEP_FILE).is_file()
 
 
-def begin(folder: Path, asked: Asked) -> None:
-    """Write what a folder is of; refuse one that holds anything but a part of this sweep.
+def start_sweep_folder(folder: Path, spec: SweepSpec) -> None:
+    """Create the folder of a sweep, or extend an existing sweep, and write the specification.
 
-    Values and seeds may be added to a sweep: all that ran before is still in it.
+    Raises ConfigError if the folder has other files, or a sweep that `spec` does not contain:
+    values and seeds may be added, but no trial may be changed or removed.
     """
     if (
         folder.is_dir()
         and not is_sweep(folder)
-        and any(each.suffix != ".tmp" for each in folder.iterdir())
+        and any(file.suffix != ".tmp" for file in folder.iterdir())
     ):
-        raise ConfigError(f"{folder} is not empty and holds no sweep: name another folder")
+        raise ConfigError(f"{folder} is not empty and is not a sweep: name another folder")
     if is_sweep(folder):
-        _require_within(folder, read_asked_for(folder), asked)
+        _require_extension(folder, read_sweep_spec(folder), spec)
     folder.mkdir(parents=True, exist_ok=True)
-    keep_file(folder / SWEEP, json.dumps(asdict(asked), indent=1) + "\n")
+    write_if_changed(folder / SWEEP_FILE, json.dumps(asdict(spec), indent=1) + "\n")
 
 
-def _require_within(folder: Path, old: Asked, new: Asked) -> None:
-    changed = [name for name, mark in old.runs.items() if new.runs.get(name, mark) != mark]
+def _require_extension(folder: Path, old: SweepSpec, new: SweepSpec) -> None:
+    """Raise ConfigError if a trial of the old specification is changed or missing in the new."""
+    changed = [name for name, digest in old.runs.items() if new.runs.get(name, digest) != digest]
     if changed:
         raise ConfigError(
-            f"{folder} holds a sweep of another study: {changed[0]} was begun with other words in "
-            "its file; take the change back, or name another folder"
+            f"{folder} has a sweep of another study: the study file has changed since "
+            f"{changed[0]} was started; undo the change, or name another folder"
         )
-    if lost := [name for name in old.runs if name not in new.runs]:
+    if removed := [name for name in old.runs if name not in new.runs]:
         raise ConfigError(
-            f"{folder} holds the sweep {old.text}, and {lost[0]} is not in what is asked now: ask "
-            "for all of that again, with more values or seeds if you like, or name another folder"
+            f"{folder} has the sweep {old.text}, but {removed[0]} is not in the present one: give "
+            "all these settings and seeds again, with more if you like, or name another folder"
         )
 
 
-def read_asked_for(folder: Path) -> Asked:
-    """What the sweep in a folder was asked for."""
-    said = _read(folder / SWEEP)
+def read_sweep_spec(folder: Path) -> SweepSpec:
+    """Return the specification of the sweep in a folder; raise ConfigError if unreadable."""
+    fields = _read_json(folder / SWEEP_FILE)
     try:
-        if any(type(mark) is not str for mark in dict(said["runs"]).values()):
-            raise TypeError("runs are names, each with a digest")
-        return Asked(**said)
+        if any(type(digest) is not str for digest in dict(fields["runs"]).values()):
+            raise TypeError("runs must map names to digests")
+        return SweepSpec(**fields)
     except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder / SWEEP} cannot be read: {error}") from error
+        raise ConfigError(f"{folder / SWEEP_FILE} cannot be read: {error}") from error
 
 
-def read_ends(folder: Path) -> dict[str, End]:
-    """How each run ended that did."""
-    return _ends(folder / ENDED)
+def read_finished(folder: Path) -> dict[str, TrialResult]:
+    """Return the results of the finished trials by name; raise ConfigError if unreadable."""
+    return _read_results(folder / FINISHED_FILE)
 
 
-def read_failures(folder: Path) -> dict[str, End]:
-    """The runs that failed, each with its error."""
-    return _ends(folder / FAILURES)
+def read_failures(folder: Path) -> dict[str, TrialResult]:
+    """Return the results of the failed trials by name; raise ConfigError if unreadable."""
+    return _read_results(folder / FAILURES_FILE)
 
 
-def _ends(file: Path) -> dict[str, End]:
+def _read_results(file: Path) -> dict[str, TrialResult]:
+    """Return the trial results in a file by name; none if there is no file."""
     try:
-        return {name: End(**said) for name, said in _read(file).items()}
+        return {name: TrialResult(**fields) for name, fields in _read_json(file).items()}
     except TypeError as error:
-        raise ConfigError(f"{file} cannot be read: {error}; remove it, and runs go on") from error
+        raise ConfigError(
+            f"{file} cannot be read: {error}; delete it, and the trials are resumed"
+        ) from error
 
 
-def write_ends(folder: Path, ends: Mapping[str, End]) -> None:
-    """Write how runs ended: what failed stands apart."""
-    done = {
-        name: {"seconds": e.seconds, "stopped": e.stopped} for name, e in ends.items() if e.done
+def write_trial_results(folder: Path, results: Mapping[str, TrialResult]) -> None:
+    """Write the results of finished trials and of failed trials into the two files of a sweep."""
+    finished = {
+        name: {"seconds": result.seconds, "stopped": result.stopped}
+        for name, result in results.items()
+        if result.finished
     }
     failed = {
-        name: {"seconds": e.seconds, "error": e.error, "trace": e.trace}
-        for name, e in ends.items()
-        if e.error
+        name: {"seconds": result.seconds, "error": result.error, "trace": result.trace}
+        for name, result in results.items()
+        if result.error
     }
-    put_file(folder / ENDED, json.dumps(done, indent=1) + "\n")
-    if failed or (folder / FAILURES).exists():
-        put_file(folder / FAILURES, json.dumps(failed, indent=1) + "\n")
+    write_atomic(folder / FINISHED_FILE, json.dumps(finished, indent=1) + "\n")
+    if failed or (folder / FAILURES_FILE).exists():
+        write_atomic(folder / FAILURES_FILE, json.dumps(failed, indent=1) + "\n")
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, empty without a file; raise ConfigError if unreadable."""
     try:
-        said: Any = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        value: Any = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
-    if not isinstance(said, dict):
-        raise ConfigError(f"{file} cannot be read: it holds no table")
-    return cast("dict[str, Any]", said)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} cannot be read: it contains no JSON object")
+    return cast("dict[str, Any]", value)
 
 
-def _said(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

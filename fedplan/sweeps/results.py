@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results: what a run came to, read from its folder, and the score that it is known by."""
+"""Result of a run, read from its folder, and the choice of the score to compare runs by."""
 
 from __future__ import annotations
 
@@ -8,136 +8,160 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from fedplan.data.own import OWN, Own
+from fedplan.data.custom_task import CUSTOM_KIND, CustomTask
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
-from fedplan.federation.callbacks import LOWER, SPREADS
+from fedplan.federation.callbacks import LOWER_IS_BETTER, SPREADS
 from fedplan.federation.history import Metrics
+from fedplan.federation.run_states import RunState, read_status
 from fedplan.federation.server import STUDY
-from fedplan.federation.states import RunState, read_status
-from fedplan.federation.trackers import DRAWN, SINGLE
-from fedplan.reports.preview import stated
-from fedplan.studies.run import Run, looked_at, open_run
+from fedplan.federation.trackers import COHORT_PREFIXES, PER_CLIENT_PREFIXES
+from fedplan.reports.privacy_statements import read_privacy_statement
+from fedplan.studies.run import Run, open_run, read_consistently
 from fedplan.studies.schema import Study
-from fedplan.sweeps.records import is_sweep, read_asked_for, read_failures
-
-OF_CLIENTS = ("personal.mean", "sites.spread.own.mean")
-"""Scores of clients' own models, by the task's own measure."""
+from fedplan.sweeps.records import is_sweep, read_failures, read_sweep_spec
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What one run came to: its numbers by round, all bytes of all clients, and what it spent.
+    """The result of one run.
 
-    `seconds` are those of its rounds, at the median of the last of them; None if nobody told.
+    `plan` is the plan's text, `rounds` the number of closed rounds, and `finished` whether the run
+    reached its last round or stopped early by a rule. `metrics` has a row per round. `seconds` is
+    the duration of all rounds, at the median of the last ones, and `epsilon` the spent one; None
+    if not known. `recorded_primary` is the primary metric in the run's status, or "".
     """
 
     folder: Path
     study: Study
     plan: str
     rounds: int
-    over: bool
+    finished: bool
     metrics: Metrics
     seconds: float | None
     epsilon: float | None
-    told: str = ""
+    recorded_primary: str = ""
 
     @property
     def up(self) -> int | None:
-        """The bytes that all clients sent."""
-        return self._sum("up")
+        """The bytes that all clients uploaded; None under client-level DP."""
+        return self._total_bytes("up")
 
     @property
     def down(self) -> int | None:
-        """The bytes that all clients received."""
-        return self._sum("down")
+        """The bytes that all clients downloaded; None under client-level DP."""
+        return self._total_bytes("down")
 
-    def _sum(self, way: str) -> int | None:
-        """Bytes of all; where clients are hidden they would tell how many were drawn."""
-        return None if self.study.hides_clients else int(sum(row[way] for row in self.metrics))
+    def _total_bytes(self, metric: str) -> int | None:
+        # Under client-level DP, the bytes would reveal the number of sampled clients.
+        return None if self.study.client_level_dp else int(sum(row[metric] for row in self.metrics))
 
     @cached_property
-    def told_of(self) -> list[dict[str, float]]:
-        """The numbers of each round that may be told: where clients are hidden, none of theirs."""
+    def public_metrics(self) -> list[dict[str, float]]:
+        """The metrics of each round without those of single clients, if the run has DP.
+
+        Under client-level DP, metrics of the sampled clients are left out too.
+        """
         if not self.study.privacy:
             return list(self.metrics)
-        aside = (*SINGLE, *DRAWN) if self.study.hides_clients else SINGLE
-        return [{k: v for k, v in row.items() if not k.startswith(aside)} for row in self.metrics]
+        hidden = PER_CLIENT_PREFIXES
+        if self.study.client_level_dp:
+            hidden = (*PER_CLIENT_PREFIXES, *COHORT_PREFIXES)
+        return [{k: v for k, v in row.items() if not k.startswith(hidden)} for row in self.metrics]
 
     def score(self, name: str) -> float | None:
-        """A number of the last round that has it."""
-        return next((row[name] for row in reversed(self.told_of) if name in row), None)
+        """Return a metric of the last round that has it; None if no round does."""
+        return next((row[name] for row in reversed(self.public_metrics) if name in row), None)
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """A number by round, of those that have it."""
-        return [(int(row["round"]), row[name]) for row in self.told_of if name in row]
+        """Return (round, value) of a metric for each round that has it."""
+        return [(int(row["round"]), row[name]) for row in self.public_metrics if name in row]
 
     @property
     def primary(self) -> str:
-        """The name of the score that its task is known by, as the run told it."""
+        """The name of the task's primary metric, as recorded by the run if it is."""
+        if self.recorded_primary:
+            return self.recorded_primary
         kind = self.study.task.kind
-        return self.told or (Own.primary if kind == OWN else task_class(kind).primary)
+        return CustomTask.primary if kind == CUSTOM_KIND else task_class(kind).primary
 
-    def higher(self, name: str) -> bool:
-        """Whether more of a score is better; how clients lie is told in the task's own score."""
+    def higher_is_better(self, name: str) -> bool:
+        """Whether a higher value of a metric is better; spreads are of the primary metric."""
         if not name.startswith(SPREADS):
-            return not name.endswith(LOWER)
+            return not name.endswith(LOWER_IS_BETTER)
         kind = self.study.task.kind
-        return not self.primary.endswith(LOWER) if kind == OWN else task_class(kind).higher
+        if kind == CUSTOM_KIND:
+            return not self.primary.endswith(LOWER_IS_BETTER)
+        return task_class(kind).higher_is_better
 
 
-def result_of(folder: Path) -> RunResult:
-    """What the run in a folder came to, as far as it is."""
-    return looked_at(folder, _result)
+def read_run_result(folder: Path) -> RunResult:
+    """Return the result so far of the run in a folder; raise FedplanError if unreadable."""
+    return read_consistently(folder, _run_result)
 
 
-def _result(run: Run) -> RunResult:
-    told = read_status(run.folder)
-    seconds = told.seconds * run.round if told and told.seconds is not None else None
-    # A rule or a callback that ended it, and no person, no signal and no fault.
-    early = told is not None and told.state == RunState.STOPPED and told.ruled
+def _run_result(run: Run) -> RunResult:
+    """Return the result of an open run."""
+    status, study = read_status(run.folder), run.study
+    # Stopped by early stopping or a callback, not by a person, a signal or an error.
+    stopped_early = status is not None and status.state == RunState.STOPPED and status.ruled
+    has_epsilon = study.privacy and study.has_central_data
     return RunResult(
         folder=run.folder,
-        study=run.study,
+        study=study,
         plan=run.agreement.method.plan.text,
         rounds=run.round,
-        over=run.round >= run.study.train.rounds or early,
+        finished=run.round >= study.train.rounds or stopped_early,
         metrics=run.metrics,
-        seconds=seconds,
-        told=told.primary if told else "",
-        epsilon=stated(run.folder).spent if run.study.privacy and run.study.gathered else None,
+        seconds=status.seconds * run.round if status and status.seconds is not None else None,
+        recorded_primary=status.primary if status else "",
+        epsilon=read_privacy_statement(run.folder).epsilon_spent if has_epsilon else None,
     )
 
 
-def runs_in(places: Sequence[Path | str]) -> tuple[list[Path], list[str]]:
-    """The folders of runs that places hold, runs or sweeps, and what is not there, in words."""
-    found, notes = list[Path](), list[str]()
+def find_run_folders(places: Sequence[Path | str]) -> tuple[list[Path], list[str]]:
+    """Return the distinct run folders of runs and sweeps, and notes on missing trials of sweeps.
+
+    Trials that failed or have not started are left out. Raises FedplanError if a place is neither
+    a run nor a sweep.
+    """
+    folders, notes = list[Path](), list[str]()
     for place in map(Path, places):
         if not is_sweep(place):
-            found.append(open_run(place).folder)
+            folders.append(open_run(place).folder)
             continue
-        names, failed = read_asked_for(place).runs, read_failures(place)
-        there = [name for name in names if (place / name / STUDY).is_file()]
-        begun = [place / name for name in there if name not in failed]
-        found += begun
+        names, failed = read_sweep_spec(place).runs, read_failures(place)
+        started = [
+            place / name
+            for name in names
+            if (place / name / STUDY).is_file() and name not in failed
+        ]
+        folders += started
         if failed:
             notes.append(f"{len(failed)} of {len(names)} runs of {place} failed: left out")
-        if missing := len(names) - len(begun) - len(failed):
-            notes.append(f"{missing} of {len(names)} runs of {place} are not begun: left out")
-    return list(dict.fromkeys(found)), notes
+        if missing := len(names) - len(started) - len(failed):
+            notes.append(f"{missing} of {len(names)} runs of {place} have not started: left out")
+    return list(dict.fromkeys(folders)), notes
 
 
-def score_named(name: str, results: Sequence[RunResult]) -> str:
-    """The score to compare by: as it is named, or the first that all runs have."""
-    kinds = {each.primary for each in results}
-    usual = [f"{where}.{kind}" for where in ("world", "sites.world") for kind in sorted(kinds)]
-    wanted = [name] if name else [*usual, *OF_CLIENTS, "loss"]
-    for each in wanted:
-        if all(result.score(each) is not None for result in results):
-            return each
-    lacking = next((r for r in results if all(r.score(w) is None for w in wanted)), results[0])
-    there = sorted({key for row in lacking.told_of for key in row})
+def choose_score(name: str, results: Sequence[RunResult]) -> str:
+    """Return the metric to compare runs by: `name` if given, else the first that all runs have.
+
+    The candidates are the primary metric of the global model, then of personal models, then the
+    loss. Raises FedplanError if no candidate is in all runs.
+    """
+    primaries = {result.primary for result in results}
+    prefixes = ("global", "sites.global", "personal", "sites.spread.personal")
+    by_model = [f"{prefix}.{primary}" for prefix in prefixes for primary in sorted(primaries)]
+    candidates = [name] if name else [*by_model, "loss"]
+    for candidate in candidates:
+        if all(result.score(candidate) is not None for result in results):
+            return candidate
+    lacking = next(
+        (r for r in results if all(r.score(each) is None for each in candidates)), results[0]
+    )
+    present = sorted({key for row in lacking.public_metrics for key in row})
     raise FedplanError(
-        f"not all runs have {name or 'one score'}: {lacking.folder} has "
-        f"{', '.join(there) or 'no round yet'}; name one that all have by --score"
+        f"not all runs have {name or 'a common score'}: {lacking.folder} has "
+        f"{', '.join(present) or 'no round yet'}; name a metric of all runs with --score"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings: the fields that a sweep varies, each with the values that it tries."""
+"""Settings of a sweep: the study fields that it varies with their values, and its seeds."""
 
 from __future__ import annotations
 
@@ -7,94 +7,111 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from fedplan.studies.plain import value_of
 from fedplan.studies.schema import ConfigError
+from fedplan.studies.toml_values import parse_toml_value
 
 SEED = "seed"
-"""The field that tells runs of one group apart: it is not varied as the others are."""
-MOST = 10_000
-"""Seeds of a sweep: more were surely not meant."""
+"""The field that differs between runs of one group; it is varied by seeds, not by settings."""
+MAX_SEEDS = 10_000
+"""The most seeds of a sweep."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a study by its dotted name, and the values that it takes one after the other."""
+    """A study field by its dotted name, and the values that the sweep tries.
+
+    Raises ConfigError if the field is the seed, or if values are missing or repeated.
+    """
 
     field: str
     values: tuple[Any, ...]
 
     def __post_init__(self) -> None:
         if self.field == SEED:
-            raise ConfigError("seed is set: say how many seeds by --seeds 5, or which by 0,3,7")
+            raise ConfigError(
+                "seed cannot be a setting: give the number of seeds as --seeds 5, or a list as "
+                "--seeds 0,3,7"
+            )
         if not self.values:
-            raise ConfigError(f"{self.field} has no value: say at least one")
-        if again := [v for i, v in enumerate(self.values) if v in self.values[:i]]:
-            raise ConfigError(f"{self.field} has {again[0]!r} twice: say each value once")
+            raise ConfigError(f"{self.field} has no value: give one or more")
+        if repeated := [v for i, v in enumerate(self.values) if v in self.values[:i]]:
+            raise ConfigError(f"{self.field} has the value {repeated[0]!r} twice: give it once")
 
 
-def read_setting(text: str) -> Setting:
-    """A setting as `--set` says it: `method.name=fedavg,fedper`."""
-    where, sign, said = text.partition("=")
-    if not sign or not where.strip():
-        raise ConfigError(f"--set is section.field=value,value, not {text!r}")
-    values = split(said)
+def parse_setting(text: str) -> Setting:
+    """Parse a setting as of `--set`, such as `method.name=fedavg,fedper`; raises ConfigError."""
+    field, equals, values_text = text.partition("=")
+    if not equals or not field.strip():
+        raise ConfigError(f"--set is {text!r}: write it as section.field=value,value")
+    values = split_values(values_text)
     if not all(values):
-        raise ConfigError(f"--set {text}: a value is empty; for an empty text write ''")
-    return Setting(where.strip(), tuple(map(value_of, values)))
+        raise ConfigError(f"--set {text}: a value is empty; for an empty string write ''")
+    return Setting(field.strip(), tuple(map(parse_toml_value, values)))
 
 
-def settings_of(said: Mapping[str, Sequence[Any]] | Iterable[str] | None) -> tuple[Setting, ...]:
-    """Settings as a person types them, or from Python: fields with lists of values."""
-    if isinstance(said, Mapping):
-        fields = cast("Mapping[str, Sequence[Any]]", said)
-        found = [Setting(field, tuple(values)) for field, values in fields.items()]
+def parse_settings(
+    settings: Mapping[str, Sequence[Any]] | Iterable[str] | None,
+) -> tuple[Setting, ...]:
+    """Return the settings of a mapping from fields to values, or of texts as of `--set`.
+
+    Raises ConfigError if one of them is invalid, or if a field is set twice.
+    """
+    if isinstance(settings, Mapping):
+        by_field = cast("Mapping[str, Sequence[Any]]", settings)
+        parsed = [Setting(field, tuple(values)) for field, values in by_field.items()]
     else:
-        found = [read_setting(text) for text in said or ()]
-    names = [each.field for each in found]
-    if again := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise ConfigError(f"{again[0]} is set twice: say all of its values at once, with commas")
-    return tuple(found)
+        parsed = [parse_setting(text) for text in settings or ()]
+    names = [setting.field for setting in parsed]
+    if repeated := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ConfigError(f"{repeated[0]} is set twice: give all its values at once, with commas")
+    return tuple(parsed)
 
 
-def seeds_of(said: str | int | Sequence[int], first: int) -> tuple[int, ...]:
-    """So many seeds, from the study's own on; or those that are listed.
+def parse_seeds(seeds: str | int | Sequence[int], first: int) -> tuple[int, ...]:
+    """Return seeds: a number of them, counted from `first`, or the seeds of a list.
 
-    >>> seeds_of("3", first=7)
+    Raises ConfigError if there are none, too many, or the same twice.
+
+    >>> parse_seeds("3", first=7)
     (7, 8, 9)
-    >>> seeds_of("0,3,7", first=7)
+    >>> parse_seeds("0,3,7", first=7)
     (0, 3, 7)
     """
     try:
-        listed = [int(each) for each in said.split(",")] if isinstance(said, str) else said
+        numbers = [int(each) for each in seeds.split(",")] if isinstance(seeds, str) else seeds
     except ValueError:
-        raise ConfigError(f"--seeds is {said!r}: say how many, or which as 0,3,7") from None
-    if isinstance(listed, int) or (isinstance(said, str) and len(listed) == 1):
-        count = listed if isinstance(listed, int) else listed[0]
-        listed = range(first, first + min(count, MOST + 1))
-    if not 1 <= len(listed) <= MOST or len(set(listed)) < len(listed):
-        raise ConfigError(f"--seeds is {said!r}: say one or more, each once, {MOST} at most")
-    return tuple(listed)
+        raise ConfigError(
+            f"--seeds is {seeds!r}: give the number of seeds, or a list as 0,3,7"
+        ) from None
+    if isinstance(numbers, int) or (isinstance(seeds, str) and len(numbers) == 1):
+        count = numbers if isinstance(numbers, int) else numbers[0]
+        numbers = range(first, first + min(count, MAX_SEEDS + 1))
+    if not 1 <= len(numbers) <= MAX_SEEDS or len(set(numbers)) < len(numbers):
+        raise ConfigError(f"--seeds is {seeds!r}: give 1 to {MAX_SEEDS} seeds, none of them twice")
+    return tuple(numbers)
 
 
-def split(text: str) -> list[str]:
-    """A text at its commas, but for those within quotes or brackets.
+def split_values(text: str) -> list[str]:
+    """Split a text at commas outside of quotes and brackets, and strip each piece.
 
-    >>> split('share(), chain(share(), keep(head))')
+    Raises ConfigError if a quote or bracket is not closed.
+
+    >>> split_values('share(), chain(share(), keep(head))')
     ['share()', 'chain(share(), keep(head))']
     """
-    pieces, depth, quote, before = [""], 0, "", ""
-    for letter in text:
+    pieces, depth, quote, previous = [""], 0, "", ""
+    for char in text:
         if quote:
-            quote = "" if letter == quote and before != "\\" else quote
-        elif letter in "\"'":
-            quote = letter
+            quote = "" if char == quote and previous != "\\" else quote
+        elif char in "\"'":
+            quote = char
         else:
-            depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and not depth and not quote:
+            depth += (char in "([{") - (char in ")]}")
+        if char == "," and not depth and not quote:
             pieces.append("")
         else:
-            pieces[-1] += letter
-        before = letter
+            pieces[-1] += char
+        previous = char
     if depth or quote:
         raise ConfigError(f"{text}: a quote or a bracket is not closed")
     return [piece.strip() for piece in pieces]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics: means over seeds with Student's intervals, and p values for many comparisons."""
+"""Statistics over seeds: confidence intervals by Student's t, paired t test, Holm correction."""
 
 from __future__ import annotations
 
@@ -9,87 +9,93 @@ from math import isfinite, nan, sqrt
 from statistics import mean, stdev
 from typing import cast
 
-LEVEL = 0.95
-"""How often an interval holds what it is of."""
-SAME = 1e-9
-"""Differences are the same if their spread is so small a share of the largest."""
+CONFIDENCE = 0.95
+"""The confidence level of intervals."""
+RELATIVE_TOLERANCE = 1e-9
+"""A standard error below this share of the largest difference is taken as rounding error."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean of some numbers, and half the width of its 95 % interval; of one there is none."""
+    """The mean of `count` numbers, and half the width of its 95 % confidence interval.
+
+    `half_width` is None for a single number, and if a number is not finite.
+    """
 
     mean: float
-    half: float | None
+    half_width: float | None
     count: int
 
     @property
     def low(self) -> float | None:
-        """Where it begins."""
-        return None if self.half is None else self.mean - self.half
+        """The lower end; None without an interval."""
+        return None if self.half_width is None else self.mean - self.half_width
 
     @property
     def high(self) -> float | None:
-        """Where it ends."""
-        return None if self.half is None else self.mean + self.half
+        """The upper end; None without an interval."""
+        return None if self.half_width is None else self.mean + self.half_width
 
     def text(self, digits: int = 3) -> str:
-        """It as `0.812 ± 0.020`.
+        """Return mean and half width, as `0.812 ± 0.020`, or the mean alone.
 
-        >>> interval([0.0, 1.0]).text()
+        >>> mean_interval([0.0, 1.0]).text()
         '0.500 ± 6.353'
         """
-        half = "" if self.half is None else f" ± {self.half:.{digits}f}"
-        return f"{self.mean:.{digits}f}{half}"
+        half_width = "" if self.half_width is None else f" ± {self.half_width:.{digits}f}"
+        return f"{self.mean:.{digits}f}{half_width}"
 
 
-def interval(numbers: Sequence[float]) -> Interval:
-    """The mean of numbers with its 95 % interval, by Student's t.
+def mean_interval(numbers: Sequence[float]) -> Interval:
+    """Return the mean of one or more numbers with its 95 % confidence interval (Student's t).
 
-    Where one of them is no number, as of a model that diverged, the mean is none either.
+    The mean is NaN if a number is not finite, as the score of a diverged model.
     """
     if not all(map(isfinite, numbers)):
         return Interval(nan, None, len(numbers))
     if len(numbers) < 2:
         return Interval(mean(numbers), None, len(numbers))
-    error = stdev(numbers) / sqrt(len(numbers))
-    return Interval(mean(numbers), quantile(len(numbers) - 1) * error, len(numbers))
+    standard_error = stdev(numbers) / sqrt(len(numbers))
+    half_width = t_quantile(len(numbers) - 1) * standard_error
+    return Interval(mean(numbers), half_width, len(numbers))
 
 
-def quantile(freedom: int) -> float:
-    """How many standard errors an interval reaches to each side, of so many degrees of freedom."""
+def t_quantile(freedom: int) -> float:
+    """Return half the width of a 95 % interval, in standard errors, by the degrees of freedom."""
     from scipy.special import stdtrit  # pyright: ignore[reportUnknownVariableType]
 
-    return float(stdtrit(freedom, (1 + LEVEL) / 2))
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
 def p_value(differences: Sequence[float]) -> float | None:
-    """How often differences as large as these come about if there is none: the paired t test.
+    """Return the two-sided p-value of the paired t test, from the differences of the pairs.
 
-    Of one difference, or of one that is no number, nobody knows. Nor where all are the same: there
-    is no spread to judge by. If they are all zero it is 1.
+    Returns None for fewer than two differences, for one that is not finite, and if all are equal
+    and not zero, since there is no spread. Returns 1 if all are zero.
     """
     from scipy.special import stdtr  # pyright: ignore[reportUnknownVariableType]
 
     if len(differences) < 2 or not all(map(isfinite, differences)):
         return None
-    middle, error = mean(differences), stdev(differences) / sqrt(len(differences))
+    standard_error = stdev(differences) / sqrt(len(differences))
     largest = max(map(abs, differences))
-    if error <= SAME * largest:  # what is left of a spread is what floats round off
+    if standard_error <= RELATIVE_TOLERANCE * largest:
         return None if largest else 1.0
-    far = abs(middle) / error
-    return 2 * float(cast("float", stdtr(len(differences) - 1, -far)))
+    t = abs(mean(differences)) / standard_error
+    return 2 * float(cast("float", stdtr(len(differences) - 1, -t)))
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """P values corrected for how many there are, by Holm's step-down; unknown ones do not count.
+    """Return p-values corrected for multiple comparisons by Holm's method, in the same order.
+
+    None stays None and does not count as a comparison.
 
     >>> holm([0.01, 0.04, None, 0.03])
     [0.03, 0.06, None, 0.06]
     """
-    known = sorted((p, place) for place, p in enumerate(values) if p is not None)
-    found, least = list[float | None](values), 0.0
-    for step, (p, place) in enumerate(known):
-        least = max(least, min(1.0, (len(known) - step) * p))
-        found[place] = least
-    return found
+    ascending = sorted((p, index) for index, p in enumerate(values) if p is not None)
+    corrected, smallest = list[float | None](values), 0.0
+    for step, (p, index) in enumerate(ascending):
+        smallest = max(smallest, min(1.0, (len(ascending) - step) * p))
+        corrected[index] = smallest
+    return corrected

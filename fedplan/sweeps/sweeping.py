@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sweeps: a study over settings and seeds, a run each, in one folder that can be gone on with."""
+"""Sweeps: run a study for all combinations of settings and seeds, in one resumable folder."""
 
 from __future__ import annotations
 
@@ -14,95 +14,126 @@ from queue import SimpleQueue
 from statistics import mean
 from typing import Any
 
-from fedplan.federation.states import read_status
-from fedplan.storage.errors import explained
-from fedplan.storage.locks import alone
+from fedplan.federation.run_states import read_status
+from fedplan.storage.errors import wrap_disk_errors
+from fedplan.storage.locks import locked_folder
 from fedplan.studies.schema import ConfigError, Study
-from fedplan.sweeps.hands import OwnProcess, Runs, ThisProcess
-from fedplan.sweeps.records import Asked, End, asked_of, begin, read_ends, write_ends
-from fedplan.sweeps.settings import seeds_of, settings_of
-from fedplan.sweeps.trials import Trial, ground_of, trials_of
+from fedplan.sweeps.records import (
+    SweepSpec,
+    TrialResult,
+    make_sweep_spec,
+    read_finished,
+    start_sweep_folder,
+    write_trial_results,
+)
+from fedplan.sweeps.settings import parse_seeds, parse_settings
+from fedplan.sweeps.trial_runner import InProcessRunner, SubprocessRunner, TrialRunner
+from fedplan.sweeps.trials import Trial, make_trials, read_base_study
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep as its folder holds it: all of its runs, and how those ended that were played."""
+    """A sweep: its folder, the names of all trials, and the results of the trials that ran."""
 
     folder: Path
     names: tuple[str, ...]
-    ends: Mapping[str, End]
+    results: Mapping[str, TrialResult]
 
     @property
     def folders(self) -> list[Path]:
-        """The folders of the runs that ended as they should."""
-        return [self.folder / name for name in self.names if self._end(name).done]
+        """The run folders of the finished trials."""
+        return [self.folder / name for name in self.names if self._result(name).finished]
 
     @property
     def failures(self) -> dict[str, str]:
-        """The runs that failed, each with its error."""
-        return {name: e.error for name in self.names if (e := self._end(name)).error}
+        """The error of each failed trial, by name."""
+        return {name: r.error for name in self.names if (r := self._result(name)).error}
 
     @property
-    def left(self) -> list[str]:
-        """The runs that are to be played or gone on with."""
-        return [name for name in self.names if not self._end(name).done]
+    def unfinished(self) -> list[str]:
+        """The names of the trials that have yet to be run or resumed, failed ones included."""
+        return [name for name in self.names if not self._result(name).finished]
 
-    def _end(self, name: str) -> End:
-        return self.ends.get(name, End(asked=True))
+    def _result(self, name: str) -> TrialResult:
+        return self.results.get(name, TrialResult(stop_requested=True))
 
 
 @dataclass(frozen=True)
-class News:
-    """What is told of a sweep when one of its runs ends: which, how, and how many ended of all.
+class SweepEvent:
+    """The end of a trial: its name and result, and the progress of the sweep.
 
-    `left` are the seconds until the last of them ends, at the pace so far.
+    `ended` of `total` trials have ended; `seconds_left` is the estimated time of the others.
     """
 
     name: str
-    end: End
+    result: TrialResult
     ended: int
-    of: int
-    left: float
+    total: int
+    seconds_left: float
+
+    def json(self) -> dict[str, Any]:
+        """Return the event as plain values."""
+        result = self.result
+        return {
+            "name": self.name,
+            "end": {
+                "seconds": result.seconds,
+                "stopped": result.stopped,
+                "stop_requested": result.stop_requested,
+                "error": result.error,
+                "trace": result.trace,
+            },
+            "ended": self.ended,
+            "of": self.total,
+            "left": self.seconds_left,
+        }
 
 
-class Course:
-    """A sweep while it is played: which runs are at it, and how long those took that ended."""
+class SweepProgress:
+    """The progress of a running sweep: running trials, counts, and an estimate of the time left.
 
-    def __init__(self, folder: Path, parallel: int, *, todo: int, ended: int = 0) -> None:
+    `remaining` trials are to be run, `parallel` at once; `ended` have ended before.
+    """
+
+    def __init__(self, folder: Path, parallel: int, *, remaining: int, ended: int = 0) -> None:
         self.folder, self.parallel, self.ended = folder, parallel, ended
-        self.of, self._waiting = ended + todo, todo
+        self.total, self._waiting = ended + remaining, remaining
         self._running = dict[str, float]()
-        self._took = list[float]()
+        self._durations = list[float]()
         self._lock = threading.Lock()
 
-    def begun(self, name: str) -> None:
-        """Say that a run is at it."""
+    def start_trial(self, name: str) -> None:
+        """Record that a trial has started."""
         with self._lock:
             self._waiting -= 1
             self._running[name] = time.monotonic()
 
-    def over(self, name: str, end: End) -> News:
-        """Say that a run ended."""
+    def finish_trial(self, name: str, result: TrialResult) -> SweepEvent:
+        """Record that a running trial has ended, and return the event."""
         with self._lock:
             del self._running[name]
             self.ended += 1
-            if not end.error:
-                self._took.append(end.seconds)
-        return News(name, end, self.ended, self.of, self.left())
+            if not result.error:
+                self._durations.append(result.seconds)
+        return SweepEvent(name, result, self.ended, self.total, self.seconds_left())
 
     @property
     def running(self) -> list[str]:
-        """The runs that are at it."""
+        """The names of the running trials."""
         return list(self._running)
 
-    def left(self) -> float:
-        """Seconds until the last run ends: by those that ended, and by what open ones say."""
+    def seconds_left(self) -> float:
+        """Estimate the seconds until the last trial ends, from durations and run statuses.
+
+        Returns 0 as long as no trial has ended or reported the duration of its rounds.
+        """
         statuses = [read_status(self.folder / name) for name in self.running]
-        told = [s for s in statuses if s is not None and s.seconds is not None]
-        whole = [s.seconds * s.rounds for s in told if s.seconds is not None]
-        each = mean(self._took or whole or [0.0])
-        open_ = sum(s.left or 0.0 for s in told) + each * (len(statuses) - len(told))
-        return (self._waiting * each + open_) / max(1, min(self.parallel, self.of - self.ended))
+        timed = [s for s in statuses if s is not None and s.seconds is not None]
+        forecasts = [s.seconds * s.rounds for s in timed if s.seconds is not None]
+        per_trial = mean(self._durations or forecasts or [0.0])
+        running = sum(s.left or 0.0 for s in timed) + per_trial * (len(statuses) - len(timed))
+        at_once = max(1, min(self.parallel, self.total - self.ended))
+        return (self._waiting * per_trial + running) / at_once
 
 
 def sweep(
@@ -112,99 +143,114 @@ def sweep(
     folder: Path | str,
     seeds: str | int | Sequence[int] = 1,
     parallel: int = 1,
-    tell: Callable[[News], None] = lambda _: None,
-    watch: Callable[[Course], None] = lambda _: None,
+    on_trial_end: Callable[[SweepEvent], None] = lambda _: None,
+    on_start: Callable[[SweepProgress], None] = lambda _: None,
 ) -> Sweep:
-    """Run a study for each combination of settings and each seed, a folder each within one folder.
+    """Run a study for each combination of settings and each seed, and return the sweep.
 
-    `settings` are fields with their values: `{"method.name": ["fedavg", "fedper"]}`. `seeds` says
-    how many, from the study's own on, or lists them. A run that ended is not run again, and one
-    that did not goes on. One that fails is kept apart with its error, and the others go on. With
-    `parallel` above 1 so many processes play runs, each with the study's threads. `tell` is told of
-    each run that ends, and `watch` is given the course of the sweep before the first one.
+    `settings` maps fields to values, as `{"method.name": ["fedavg", "fedper"]}`, or has texts as
+    `method.name=fedavg,fedper`. `seeds` is a number of seeds, counted from the study's own, or a
+    list. Each trial has its own folder inside `folder`. Finished trials are not run again, stopped
+    ones are resumed, and the error of a failed one is recorded while the others continue. With
+    `parallel` above 1, that many processes run trials, each with the study's threads. `on_start` is
+    called once before the first trial, `on_trial_end` after each. Raises ConfigError if an
+    argument or a study is invalid, or the folder belongs to something else.
     """
     if parallel < 1:
-        raise ConfigError(f"parallel is {parallel}: say how many runs at once, 1 or more")
-    ground, varied = ground_of(study), settings_of(settings)
-    numbers = seeds_of(seeds, ground.seed)
-    trials = trials_of(ground, varied, numbers)
-    asked = asked_of(varied, numbers, trials)
-    return played(Path(folder), trials, asked=asked, parallel=parallel, tell=tell, watch=watch)
+        raise ConfigError(f"parallel is {parallel}: give the number of runs at once, 1 or more")
+    base, varied = read_base_study(study), parse_settings(settings)
+    numbers = parse_seeds(seeds, base.seed)
+    trials = make_trials(base, varied, numbers)
+    return run_trials(
+        Path(folder),
+        trials,
+        spec=make_sweep_spec(varied, numbers, trials),
+        parallel=parallel,
+        on_trial_end=on_trial_end,
+        on_start=on_start,
+    )
 
 
-def played(
+def run_trials(
     folder: Path,
     trials: Sequence[Trial],
     *,
-    asked: Asked | None = None,
+    spec: SweepSpec | None = None,
     parallel: int = 1,
-    tell: Callable[[News], None] = lambda _: None,
-    watch: Callable[[Course], None] = lambda _: None,
+    on_trial_end: Callable[[SweepEvent], None] = lambda _: None,
+    on_start: Callable[[SweepProgress], None] = lambda _: None,
 ) -> Sweep:
-    """Play all trials that have not ended, each in a folder under its name.
+    """Run all unfinished trials, each in a subfolder of its name, and return the sweep.
 
-    What was `asked` is written down once no other sweep is at the folder.
+    Locks the folder against other sweeps, then writes `spec`, if given. A finished trial whose
+    folder was deleted is run again. Results are written after each trial. The callbacks are those
+    of `sweep`. Raises ConfigError if the folder has another sweep, StoreError if it is locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with _claimed(folder):
-        if asked is not None:
-            begin(folder, asked)
-        # Whoever removed a run's folder wants it anew.
-        ends = {n: end for n, end in read_ends(folder).items() if (folder / n).is_dir()}
-        todo = [trial for trial in trials if trial.name not in ends]
-        course = Course(folder, parallel, todo=len(todo), ended=len(trials) - len(todo))
-        watch(course)
-        with closing(_ends(folder, todo, course)) as coming:
-            for name, end in coming:
-                ends[name] = end
-                write_ends(folder, ends)
-                tell(course.over(name, end))
-    return Sweep(folder, tuple(trial.name for trial in trials), ends)
+    with _locked_sweep(folder):
+        if spec is not None:
+            start_sweep_folder(folder, spec)
+        results = {n: r for n, r in read_finished(folder).items() if (folder / n).is_dir()}
+        unfinished = [trial for trial in trials if trial.name not in results]
+        ended = len(trials) - len(unfinished)
+        progress = SweepProgress(folder, parallel, remaining=len(unfinished), ended=ended)
+        on_start(progress)
+        with closing(_trial_results(folder, unfinished, progress)) as coming:
+            for name, result in coming:
+                results[name] = result
+                write_trial_results(folder, results)
+                on_trial_end(progress.finish_trial(name, result))
+    return Sweep(folder, tuple(trial.name for trial in trials), results)
 
 
 @contextmanager
-def _claimed(folder: Path) -> Generator[None]:
-    """Keep other sweeps out of a folder."""
-    with ExitStack() as held:
-        with explained(f"{folder} cannot be claimed", "name another folder"):
-            held.enter_context(alone(folder))
+def _locked_sweep(folder: Path) -> Generator[None]:
+    """Lock a folder against other sweeps; disk errors of the lock become StoreError."""
+    with ExitStack() as stack:
+        with wrap_disk_errors(f"{folder} cannot be locked", "name another folder"):
+            stack.enter_context(locked_folder(folder))
         yield
 
 
-def _ends(folder: Path, trials: Sequence[Trial], course: Course) -> Generator[tuple[str, End]]:
-    """Each trial's end, as it comes."""
-    if course.parallel == 1 or len(trials) < 2:
-        here = ThisProcess()
+def _trial_results(
+    folder: Path, trials: Sequence[Trial], progress: SweepProgress
+) -> Generator[tuple[str, TrialResult]]:
+    """Run trials, here or in `progress.parallel` processes, and yield name and result as they end.
+
+    Closing the generator early ends the worker processes.
+    """
+    if progress.parallel == 1 or len(trials) < 2:
+        runner = InProcessRunner()
         for trial in trials:
-            course.begun(trial.name)
-            yield trial.name, here.play(trial.study, folder / trial.name)
+            progress.start_trial(trial.name)
+            yield trial.name, runner.run_trial(trial.study, folder / trial.name)
         return
-    hands = [OwnProcess(folder) for _ in range(min(course.parallel, len(trials)))]
-    free = SimpleQueue[Runs]()
-    for hand in hands:
-        free.put(hand)
+    runners = [SubprocessRunner(folder) for _ in range(min(progress.parallel, len(trials)))]
+    idle = SimpleQueue[TrialRunner]()
+    for runner in runners:
+        idle.put(runner)
 
-    def play(trial: Trial) -> tuple[str, End]:
-        hand = free.get()
-        course.begun(trial.name)
+    def run(trial: Trial) -> tuple[str, TrialResult]:
+        runner = idle.get()
+        progress.start_trial(trial.name)
         try:
-            return trial.name, hand.play(trial.study, folder / trial.name)
+            return trial.name, runner.run_trial(trial.study, folder / trial.name)
         finally:
-            free.put(hand)
+            idle.put(runner)
 
-    with _crew(hands) as pool:
-        for each in as_completed([pool.submit(play, trial) for trial in trials]):
-            yield each.result()
+    with _thread_pool(runners) as pool:
+        for future in as_completed([pool.submit(run, trial) for trial in trials]):
+            yield future.result()
 
 
 @contextmanager
-def _crew(hands: Sequence[Runs]) -> Generator[ThreadPoolExecutor]:
-    """A thread for each hand; whoever leaves early ends the runs that are open."""
-    pool = ThreadPoolExecutor(len(hands), thread_name_prefix="sweep")
+def _thread_pool(runners: Sequence[TrialRunner]) -> Generator[ThreadPoolExecutor]:
+    """Yield a pool with a thread for each runner; at the end, drop waiting work and close them."""
+    pool = ThreadPoolExecutor(len(runners), thread_name_prefix="sweep")
     try:
         yield pool
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for hand in hands:
-            hand.close()
+        for runner in runners:
+            runner.close()
         pool.shutdown()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables: a comparison as Markdown, as CSV and as plain values."""
+"""A comparison as Markdown, as CSV and as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -9,155 +9,172 @@ from io import StringIO
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from fedplan.reports.figures.drawing import harmless, printable
+from fedplan.reports.figures.drawing import replace_control_chars, spreadsheet_safe
 from fedplan.reports.units import duration, megabytes
 from fedplan.sweeps.statistics import Interval
 
 if TYPE_CHECKING:
-    from fedplan.sweeps.comparisons import Comparison, Contrast
+    from fedplan.sweeps.comparisons import Comparison, GroupComparison
 
-NONE = ""
-"""What a cell says that has nothing to say."""
+EMPTY_CELL = ""
+"""Text of a table cell without a value."""
 
 
-def markdown(found: Comparison) -> str:
-    """A comparison as a person reads it."""
-    parts = [table(heads(found), [cells(found, row) for row in found.rows])]
-    told = [row for row in found.rows if row.words]
-    if told:
-        parts.append(f"What differs from {found.base.label}:\n")
-        parts += [f"- **{row.group.label}**: {'; '.join(row.words)}." for row in told]
+def comparison_markdown(comparison: Comparison) -> str:
+    """Return a comparison as Markdown: the table, the differences in words, and notes."""
+    rows = comparison.rows
+    parts = [markdown_table(column_names(comparison), [row_cells(comparison, row) for row in rows])]
+    different = [row for row in rows if row.differences]
+    if different:
+        parts.append(f"Differences from {comparison.baseline.label}:\n")
+        parts += [f"- **{row.group.label}**: {'; '.join(row.differences)}." for row in different]
         parts.append("")
-    parts += [f"Note: {printable(note)}." for note in (*found.notes, reading(found))]
+    notes = (*comparison.notes, table_explanation(comparison))
+    parts += [f"Note: {replace_control_chars(note)}." for note in notes]
     return "\n".join(parts) + "\n"
 
 
-def reading(found: Comparison) -> str:
-    """How the table is read."""
-    better = "higher" if found.higher else "lower"
-    said = f"{found.score} is of the last round that has it, {better} is better; ± is half the "
-    said += "width of a 95 % interval over seeds (Student's t)"
-    if len(found.rows) > 1:
-        said += (
-            f"; 'minus {found.base.label}' is paired by seed, each interval by itself, and p is "
-            "of the paired t test, corrected for all rows of the table (Holm)"
+def table_explanation(comparison: Comparison) -> str:
+    """Return a sentence, without a period, that explains the columns of the table."""
+    better = "higher" if comparison.higher_is_better else "lower"
+    text = (
+        f"{comparison.score} is the value of the last round that has it, {better} is better; ± is "
+        "half the width of the 95 % confidence interval over seeds (Student's t)"
+    )
+    if len(comparison.rows) > 1:
+        text += (
+            f"; 'minus {comparison.baseline.label}' is the mean difference paired by seed, with an "
+            "interval for each row by itself; p is of the paired t test, corrected for all rows of "
+            "the table (Holm)"
         )
-    return said
+    return text
 
 
-def heads(found: Comparison) -> list[str]:
-    """The names of the columns."""
-    paired = [f"minus {found.base.label}", "p (Holm)"] if len(found.rows) > 1 else []
-    return ["runs", "seeds", found.score, *paired, "MB up", "MB down", *_private(found),
+def column_names(comparison: Comparison) -> list[str]:
+    """Return the names of the table's columns."""
+    several = len(comparison.rows) > 1
+    paired = [f"minus {comparison.baseline.label}", "p (Holm)"] if several else []
+    epsilon = ["epsilon"] if _has_epsilon(comparison) else []
+    return ["runs", "seeds", comparison.score, *paired, "MB up", "MB down", *epsilon,
             "rounds", "time"]  # fmt: skip
 
 
-def cells(found: Comparison, row: Contrast) -> list[str]:
-    """One group in words; bytes are of a whole run, all clients together."""
-    group, several = row.group, len(found.rows) > 1
-    paired = [row.difference.text() if row.difference else NONE, p_text(row.corrected)]
-    up, down, seconds = (group.number(name) for name in ("up", "down", "seconds"))
-    epsilon, rounds = group.number("epsilon"), group.number("rounds")
+def row_cells(comparison: Comparison, row: GroupComparison) -> list[str]:
+    """Return the cells of a group's row as texts; MB are of a whole run, all clients together."""
+    group, several = row.group, len(comparison.rows) > 1
+    difference = row.difference.text() if row.difference else EMPTY_CELL
+    paired = [difference, format_p_value(row.p_holm)]
+    up, down, seconds = (group.mean_of(name) for name in ("up", "down", "seconds"))
+    epsilon, rounds = group.mean_of("epsilon"), group.mean_of("rounds")
+    epsilon_cell = f"{epsilon:.3g}" if epsilon is not None else EMPTY_CELL
     return [
         group.label,
         str(row.score.count),
         row.score.text(),
         *(paired if several else []),
-        megabytes(int(up)) if up is not None else NONE,
-        megabytes(int(down)) if down is not None else NONE,
-        *([f"{epsilon:.3g}" if epsilon is not None else NONE] if _private(found) else []),
+        megabytes(int(up)) if up is not None else EMPTY_CELL,
+        megabytes(int(down)) if down is not None else EMPTY_CELL,
+        *([epsilon_cell] if _has_epsilon(comparison) else []),
         f"{rounds:g}",
-        duration(seconds) if seconds is not None else NONE,
+        duration(seconds) if seconds is not None else EMPTY_CELL,
     ]
 
 
-def _private(found: Comparison) -> list[str]:
-    told = any(row.group.number("epsilon") is not None for row in found.rows)
-    return ["epsilon"] if told else []
+def _has_epsilon(comparison: Comparison) -> bool:
+    return any(row.group.mean_of("epsilon") is not None for row in comparison.rows)
 
 
-def p_text(value: float | None) -> str:
-    """A p value in few digits.
+def format_p_value(value: float | None) -> str:
+    """Return a p-value with three decimals; an empty cell for None.
 
-    >>> p_text(0.0371), p_text(0.00001)
+    >>> format_p_value(0.0371), format_p_value(0.00001)
     ('0.037', '< 0.001')
     """
     if value is None:
-        return NONE
+        return EMPTY_CELL
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells as a table of Markdown; a bar within a cell stays one, and so does a line."""
-    lines = [[" ".join(each.replace("|", "\\|").split()) for each in row] for row in (names, *rows)]
-    said = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([said[0], "|---" * len(names) + "|", *said[1:], ""])
+def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; bars in cells are escaped, and line breaks become spaces."""
+    cells = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in (names, *rows)]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join([lines[0], "|---" * len(names) + "|", *lines[1:], ""])
 
 
-def csv_text(found: Comparison) -> str:
-    """The table as CSV: plain numbers, bytes and seconds; what is not known is empty."""
-    out = StringIO()
-    rows = [_flat(found, row) for row in found.rows]
-    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+def comparison_csv(comparison: Comparison) -> str:
+    """Return the table as CSV: unrounded numbers, bytes and seconds; unknown values are empty."""
+    output = StringIO()
+    rows = [_csv_row(comparison, row) for row in comparison.rows]
+    writer = csv.DictWriter(output, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return out.getvalue()
+    return output.getvalue()
 
 
-def _flat(found: Comparison, row: Contrast) -> dict[str, Any]:
-    whole = _row(row)
+def _csv_row(comparison: Comparison, row: GroupComparison) -> dict[str, Any]:
+    """Return a group's CSV row by column, with each interval as three columns."""
+    values = _group_values(row)
     for name in ("mean", "difference"):
-        held = whole.pop(name) or dict.fromkeys(("mean", "low", "high"))
-        short = "score" if name == "mean" else name
-        whole |= {short: held["mean"], f"{short}_low": held["low"], f"{short}_high": held["high"]}
-    del whole["runs"], whole["differs"]
-    return {"label": harmless(whole.pop("label")), "measure": found.score, **whole}
+        interval = values.pop(name) or dict.fromkeys(("mean", "low", "high"))
+        column = "score" if name == "mean" else name
+        values[column] = interval["mean"]
+        values |= {f"{column}_low": interval["low"], f"{column}_high": interval["high"]}
+    del values["runs"], values["differs"]
+    label = spreadsheet_safe(values.pop("label"))
+    return {"label": label, "measure": comparison.score, **values}
 
 
-def plain(found: Comparison) -> dict[str, Any]:
-    """A comparison as plain values."""
+def comparison_values(comparison: Comparison) -> dict[str, Any]:
+    """Return a comparison as plain values for JSON; numbers that are not finite become None."""
     return {
-        "score": found.score,
-        "higher_is_better": found.higher,
-        "base": found.base.label,
-        "groups": [_row(row) | {"runs": _runs(found, row)} for row in found.rows],
-        "notes": list(found.notes),
+        "score": comparison.score,
+        "higher_is_better": comparison.higher_is_better,
+        "base": comparison.baseline.label,
+        "groups": [
+            _group_values(row) | {"runs": _run_values(comparison, row)} for row in comparison.rows
+        ],
+        "notes": list(comparison.notes),
     }
 
 
-def _row(row: Contrast) -> dict[str, Any]:
+def _group_values(row: GroupComparison) -> dict[str, Any]:
+    """Return a group's values, without its runs."""
     group = row.group
     return {
         "label": group.label,
         "seeds": row.score.count,
-        "mean": _interval(row.score),
-        "difference": _interval(row.difference),
+        "mean": _interval_values(row.score),
+        "difference": _interval_values(row.difference),
         "p": row.p,
-        "p_holm": row.corrected,
-        "bytes_up": group.number("up"),
-        "bytes_down": group.number("down"),
-        "epsilon": group.number("epsilon"),
-        "rounds": group.number("rounds"),
-        "seconds": group.number("seconds"),
+        "p_holm": row.p_holm,
+        "bytes_up": group.mean_of("up"),
+        "bytes_down": group.mean_of("down"),
+        "epsilon": group.mean_of("epsilon"),
+        "rounds": group.mean_of("rounds"),
+        "seconds": group.mean_of("seconds"),
         "runs": [],
-        "differs": list(row.words),
+        "differs": list(row.differences),
     }
 
 
-def _interval(found: Interval | None) -> dict[str, float | None] | None:
-    if found is None:
+def _interval_values(interval: Interval | None) -> dict[str, float | None] | None:
+    if interval is None:
         return None
-    held = {"mean": found.mean, "low": found.low, "high": found.high}
-    return {name: _known(each) for name, each in held.items()}
+    ends = {"mean": interval.mean, "low": interval.low, "high": interval.high}
+    return {name: _finite_or_none(value) for name, value in ends.items()}
 
 
-def _known(number: float | None) -> float | None:
-    """A number that JSON has; what is none is not known."""
+def _finite_or_none(number: float | None) -> float | None:
     return number if number is not None and isfinite(number) else None
 
 
-def _runs(found: Comparison, row: Contrast) -> list[dict[str, Any]]:
+def _run_values(comparison: Comparison, row: GroupComparison) -> list[dict[str, Any]]:
     return [
-        {"seed": seed, "folder": str(run.folder), "score": _known(run.score(found.score))}
+        {
+            "seed": seed,
+            "folder": str(run.folder),
+            "score": _finite_or_none(run.score(comparison.score)),
+        }
         for seed, run in sorted(row.group.runs.items())
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trials: the studies of a sweep, one for each combination of its settings and each seed."""
+"""Trials of a sweep: one study for each combination of settings and each seed."""
 
 from __future__ import annotations
 
@@ -14,97 +14,109 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from fedplan.studies.schema import ConfigError, Study, lay_over, placed, read_said, study_of
+from fedplan.studies.schema import (
+    ConfigError,
+    Study,
+    read_study_values,
+    resolve_paths,
+    set_field,
+    study_from_dict,
+)
 from fedplan.sweeps.settings import SEED, Setting
 
-LONGEST = 120
-"""Letters of a folder's name; what is longer is cut, and told apart by a digest."""
+MAX_NAME_LENGTH = 120
+"""Characters of a folder's name; a longer name is cut, and gets a digest."""
 
-_ODD = re.compile(r"[^\w.=,+-]+", re.ASCII)
+_UNSAFE = re.compile(r"[^\w.=,+-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep: the name of its folder, which tells its settings, and its study."""
+    """One run of a sweep: its study, and the name of its folder, which has the settings."""
 
     name: str
     study: Study
 
 
 @dataclass(frozen=True)
-class Ground:
-    """What all runs of a sweep start from: the plain values of a study, and where paths begin."""
+class BaseStudy:
+    """The study that a sweep varies: its plain values, and the folder of its relative paths."""
 
-    said: dict[str, Any]
-    base: Path
+    values: dict[str, Any]
+    base_folder: Path
 
     @property
     def seed(self) -> int:
-        """The study's own seed."""
-        return self.study({}).seed
+        """The seed of the unchanged study."""
+        return self.with_changes({}).seed
 
-    def study(self, changes: dict[str, Any]) -> Study:
-        """The study with some fields changed, by their dotted names."""
-        said = copy.deepcopy(self.said)
-        for where, value in changes.items():
-            lay_over(said, where, value)
-        return placed(study_of(said), self.base)
+    def with_changes(self, changes: dict[str, Any]) -> Study:
+        """Return the study with changed fields, by dotted names as "train.rounds".
+
+        Raises ConfigError if the changed study is invalid.
+        """
+        values = copy.deepcopy(self.values)
+        for field, value in changes.items():
+            set_field(values, field, value)
+        return resolve_paths(study_from_dict(values), self.base_folder)
 
 
-def ground_of(study: Study | Path | str) -> Ground:
-    """The ground of a study, or of the one in a file."""
+def read_base_study(study: Study | Path | str) -> BaseStudy:
+    """Return the base study of a Study, or of a study file; raise ConfigError if unreadable."""
     if isinstance(study, Study):
-        return Ground(study.model_dump(mode="json"), Path.cwd())
-    return Ground(read_said(Path(study)), Path(study).parent)
+        return BaseStudy(study.model_dump(mode="json"), Path.cwd())
+    return BaseStudy(read_study_values(Path(study)), Path(study).parent)
 
 
-def trials_of(
-    ground: Ground, settings: Sequence[Setting], seeds: Iterable[int]
+def make_trials(
+    base: BaseStudy, settings: Sequence[Setting], seeds: Iterable[int]
 ) -> tuple[Trial, ...]:
-    """All trials, seed by seed: what is there early compares every setting on a few seeds.
+    """Return all trials: every combination of settings with the first seed, then the next.
 
-    Every study is read before anything runs: one that does not fit is named.
+    In this order, the settings can be compared early on a few seeds. Raises ConfigError with the
+    trial's name if one of the studies is invalid.
     """
-    fields, chosen = [each.field for each in settings], product(*(each.values for each in settings))
-    changes = [dict(zip(fields, values, strict=True)) for values in chosen]
-    said = [{**change, SEED: seed} for seed in seeds for change in changes]
-    names = _names(said)
+    fields = [setting.field for setting in settings]
+    combinations = product(*(setting.values for setting in settings))
+    varied = [dict(zip(fields, values, strict=True)) for values in combinations]
+    changes = [{**change, SEED: seed} for seed in seeds for change in varied]
     return tuple(
-        Trial(name, _fitting(ground, name, each)) for name, each in zip(names, said, strict=True)
+        Trial(name, _changed_study(base, name, change))
+        for name, change in zip(_trial_names(changes), changes, strict=True)
     )
 
 
-def _fitting(ground: Ground, name: str, changes: dict[str, Any]) -> Study:
+def _changed_study(base: BaseStudy, name: str, changes: dict[str, Any]) -> Study:
     try:
-        return ground.study(changes)
+        return base.with_changes(changes)
     except ConfigError as error:
-        raise ConfigError(f"{name}: {error}").coded(error.code) from error
+        raise ConfigError(f"{name}: {error}").with_code(error.code) from error
 
 
-def _names(said: Sequence[dict[str, Any]]) -> list[str]:
-    """A name for each, that a shell takes without quotes."""
-    plain = [_ODD.sub("-", _text(each)) for each in said]
-    often = Counter(plain)
+def _trial_names(changes: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a unique name for each set of changed fields, safe in a shell without quotes."""
+    names = [_UNSAFE.sub("-", _changes_text(each)) for each in changes]
+    counts = Counter(names)
     return [
-        name if often[name] == 1 and len(name) <= LONGEST else _marked(name, each)
-        for name, each in zip(plain, said, strict=True)
+        name if counts[name] == 1 and len(name) <= MAX_NAME_LENGTH else _digest_name(name, each)
+        for name, each in zip(names, changes, strict=True)
     ]
 
 
-def _text(changes: dict[str, Any]) -> str:
+def _changes_text(changes: dict[str, Any]) -> str:
     return ",".join(
-        f"{field}={value if isinstance(value, str) else _words(value)}"
+        f"{field}={value if isinstance(value, str) else _value_text(value)}"
         for field, value in changes.items()
     )
 
 
-def _words(value: Any) -> str:
-    """A value that is no text, in few letters: `name-fedper` for a table."""
+def _value_text(value: Any) -> str:
+    """Return a short text of a value that is no string: `name-fedper` for {"name": "fedper"}."""
     return re.sub(r'["{}\[\] ]+', "", json.dumps(value)).replace(":", "-").replace(",", "+")
 
 
-def _marked(name: str, changes: dict[str, Any]) -> str:
-    """A name with a digest of what it stands for; the seed stays readable."""
-    mark = hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()[:8]
-    tail = f"-{mark},{SEED}={changes[SEED]}"
-    return name.rpartition(",")[0][: LONGEST - len(tail)] + tail
+def _digest_name(name: str, changes: dict[str, Any]) -> str:
+    """Return a name cut to MAX_NAME_LENGTH, with a digest of the changes before the seed."""
+    digest = hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()[:8]
+    tail = f"-{digest},{SEED}={changes[SEED]}"
+    return name.rpartition(",")[0][: MAX_NAME_LENGTH - len(tail)] + tail

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named tensors: exact sums, codecs, bytes, digests."""
+"""Named tensors: exact sums, compression, serialization, digests."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.tensors.codecs import Wire, WireError
+    from fedplan.tensors.codecs import Codec, CodecError
+    from fedplan.tensors.compression import parse_codec
     from fedplan.tensors.message import BrokenMessage, Message
     from fedplan.tensors.named import Batch, Tensors, digest, digests
-    from fedplan.tensors.serialization import SerializationError, pack, packed, unpack, unpacked
+    from fedplan.tensors.serialization import (
+        SerializationError,
+        pack,
+        pack_message,
+        unpack,
+        unpack_message,
+    )
     from fedplan.tensors.sums import ExactSum, SumError
-    from fedplan.tensors.wire import parse_wire
 
 __all__ = [
     "Batch",
@@ -21,25 +27,25 @@ __all__ = [
     "SerializationError",
     "SumError",
     "Tensors",
-    "Wire",
-    "WireError",
+    "Codec",
+    "CodecError",
     "digest",
     "digests",
     "pack",
-    "packed",
-    "parse_wire",
+    "pack_message",
+    "parse_codec",
     "unpack",
-    "unpacked",
+    "unpack_message",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "codecs": "Wire WireError",
+        "codecs": "Codec CodecError",
         "message": "BrokenMessage Message",
         "named": "Batch Tensors digest digests",
-        "serialization": "SerializationError pack packed unpack unpacked",
+        "serialization": "SerializationError pack pack_message unpack unpack_message",
         "sums": "ExactSum SumError",
-        "wire": "parse_wire",
+        "compression": "parse_codec",
     },
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs: one tensor as fewer bytes and back, each with its bytes and its largest error stated."""
+"""Codecs: encode a tensor in fewer bytes and decode it, with known size and error bound."""
 
 from __future__ import annotations
 
@@ -14,162 +14,187 @@ import torch
 from torch import Tensor
 
 from fedplan.errors import TextError
-from fedplan.tensors.riders import is_rider, rider
+from fedplan.tensors.aux_tensors import aux_name, is_aux
 
 Tensors = Mapping[str, Tensor]
 
-FLOATS = {8: torch.float64, 4: torch.float32, 2: torch.float16}
-"""A float of so many bytes. Bfloat16 takes as many as float16, so that sizes need only one."""
+FLOAT_BY_SIZE = {8: torch.float64, 4: torch.float32, 2: torch.float16}
+"""Float dtype by bytes per element. float16 also stands for bfloat16, which has the same size."""
 
-CODED = frozenset((*FLOATS.values(), torch.bfloat16))
-"""The dtypes that codecs code; every other tensor is sent as it is."""
+COMPRESSIBLE = frozenset((*FLOAT_BY_SIZE.values(), torch.bfloat16))
+"""Dtypes that codecs encode; tensors of other dtypes are sent unchanged."""
 
-PIECES = frozenset({"scale", "index", "rows"})
-"""What codecs call the pieces of a coded tensor: no rider may be called so."""
-SLACK = 1.01
-"""Room for the rounding within the arithmetic of a codec, over the one rounding of its result."""
-
-
-class WireError(TextError):
-    """A wire that cannot be read, or tensors that it cannot code or cannot have coded."""
+CODED_PART_NAMES = frozenset({"scale", "index", "rows"})
+"""Names of the extra parts of an encoded tensor; an auxiliary tensor may not use them."""
+ROUNDING_SLACK = 1.01
+"""Factor on error bounds for the rounding inside a codec's arithmetic."""
 
 
-class Form(NamedTuple):
-    """The shape and dtype of a tensor."""
+class CodecError(TextError):
+    """Invalid codec text, or tensors that the codec cannot encode or decode."""
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: Tensor) -> Form:
-        """The form of a tensor."""
-        return Form(tuple(tensor.shape), tensor.dtype)
+    def of(tensor: Tensor) -> TensorSpec:
+        """Return the spec of a tensor."""
+        return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
     @property
-    def work(self) -> torch.dtype:
-        """The dtype to reckon in."""
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype for arithmetic: float64 for float64 tensors, else float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its values."""
+        """Bytes of the tensor's values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Wire(ABC):
-    """A codec for what is sent. Two wires with the same text are the same.
+class Codec(ABC):
+    """Encoding of named tensors for sending. Codecs with equal `text` are equal.
 
-    Sender and receiver have the same base: the tensors of the last round, by the same names. Its
-    names, shapes and dtypes say what comes back, so the bytes say nothing but the values.
+    Sender and receiver hold the same base: the tensors of the last round under the same names.
+    The base gives names, shapes and dtypes, so the encoded bytes contain values only.
 
-    The first methods speak of one float tensor and its coded parts: the part "" goes by the
-    tensor's own name and is what the next codec of a pipe codes, the others by `name#part`.
+    `coded_specs`, `encode_tensor`, `decode_tensor` and `max_error` handle one float tensor as a
+    dict of parts. The main part has the key "" and is sent under the tensor's own name; the next
+    codec of a pipeline encodes it. Other parts are sent as `name#part`.
     """
 
     @property
     @abstractmethod
     def text(self) -> str:
-        """The wire as `parse_wire` reads it."""
+        """The codec as text that `parse_codec` reads."""
 
     @abstractmethod
-    def form(self, whole: Form) -> dict[str, Form]:
-        """The forms of the coded parts of a tensor of form `whole`."""
+    def coded_specs(self, spec: TensorSpec) -> dict[str, TensorSpec]:
+        """Return the spec of each part that encoding a tensor of `spec` gives."""
 
     @abstractmethod
-    def code(self, value: Tensor, base: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """The coded parts of one tensor."""
+    def encode_tensor(
+        self, value: Tensor, base: Tensor, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """Return the encoded parts of one tensor; `generator` draws stochastic rounding."""
 
     @abstractmethod
-    def restore(self, parts: Tensors, whole: Form, base: Tensor) -> Tensor:
-        """The tensor that has these parts, whose forms are right."""
+    def decode_tensor(self, parts: Tensors, spec: TensorSpec, base: Tensor) -> Tensor:
+        """Return the tensor of `spec` from its parts, whose specs were checked before."""
 
     @abstractmethod
-    def error(self, value: Tensor, base: Tensor, later: float) -> float:
-        """The largest error of one tensor, if its part "" comes back with an error of `later`."""
+    def max_error(self, value: Tensor, base: Tensor, later: float) -> float:
+        """Return the largest absolute error of one tensor after encoding and decoding.
+
+        `later` is the error that later codecs of the pipeline add to the main part.
+        """
 
     def encode(
         self, values: Tensors, base: Tensors, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """The values coded. Ones that need no coding are passed on, not copied."""
-        _require_forms(values, _wholes(base))
+        """Return all encoded parts by name. Tensors of other dtypes are passed on uncopied.
+
+        Raises CodecError if names, shapes or dtypes differ from `base`, or a value is not finite.
+        """
+        _require_specs(values, _base_specs(base))
         coded = dict[str, Tensor]()
-        # By name, because the generator gives every tensor the same numbers only in one order.
+        # Sorted by name: the order decides which random numbers each tensor gets.
         for name in sorted(values):
-            parts = {"": still(values[name])}
-            if parts[""].dtype in CODED:
-                with _about(name):
-                    parts = self.code(parts[""], base[name].detach(), generator)
-            coded |= {_key(name, part): tensor for part, tensor in parts.items()}
+            parts = {"": detached(values[name])}
+            if parts[""].dtype in COMPRESSIBLE:
+                with _name_errors(name):
+                    parts = self.encode_tensor(parts[""], base[name].detach(), generator)
+            coded |= {_part_key(name, part): tensor for part, tensor in parts.items()}
         return coded
 
     def decode(self, coded: Tensors, base: Tensors) -> dict[str, Tensor]:
-        """The values, where the base is, as near as the bound says.
+        """Return the decoded values on the devices of `base`, within `error_bounds`.
 
-        What encode cannot have made from values like the base is a WireError.
+        Raises CodecError for tensors that `encode` cannot have produced for this base.
         """
-        forms = {name: self._forms(whole) for name, whole in _wholes(base).items()}
-        wanted = {_key(name, part): forms[name][part] for name in forms for part in forms[name]}
-        _require_forms(coded, wanted)
+        specs = {
+            name: self.coded_specs(spec) if spec.dtype in COMPRESSIBLE else {"": spec}
+            for name, spec in _base_specs(base).items()
+        }
+        _require_specs(
+            coded,
+            {_part_key(name, part): specs[name][part] for name in specs for part in specs[name]},
+        )
         values = dict[str, Tensor]()
-        for name, own in base.items():
-            parts = {part: coded[_key(name, part)].to(own.device) for part in forms[name]}
+        for name, base_value in base.items():
+            parts = {
+                part: coded[_part_key(name, part)].to(base_value.device) for part in specs[name]
+            }
             values[name] = parts[""]
-            if own.dtype in CODED:
-                with _about(name):
-                    values[name] = self.restore(parts, Form.of(own), own.detach())
+            if base_value.dtype in COMPRESSIBLE:
+                with _name_errors(name):
+                    spec = TensorSpec.of(base_value)
+                    values[name] = self.decode_tensor(parts, spec, base_value.detach())
         return values
 
-    def bound(self, values: Tensors, base: Tensors) -> dict[str, float]:
-        """By name, the largest absolute error that decode(encode(values)) can have."""
-        _require_forms(values, _wholes(base))
-        found = dict.fromkeys(values, 0.0)
+    def error_bounds(self, values: Tensors, base: Tensors) -> dict[str, float]:
+        """Return by name the largest absolute error of encoding and decoding these values.
+
+        Raises CodecError in the same cases as `encode`.
+        """
+        _require_specs(values, _base_specs(base))
+        bounds = dict.fromkeys(values, 0.0)
         for name, value in values.items():
-            if value.dtype in CODED:
-                with _about(name):
-                    found[name] = self.error(value.detach(), base[name].detach(), 0.0)
-        return found
+            if value.dtype in COMPRESSIBLE:
+                with _name_errors(name):
+                    bounds[name] = self.max_error(value.detach(), base[name].detach(), 0.0)
+        return bounds
 
     def nbytes(self, shape: Sequence[int], itemsize: int) -> int:
-        """The bytes that a float tensor of this shape takes when coded. Others take their own."""
-        if itemsize not in FLOATS:
-            raise WireError(f"no float takes {itemsize} bytes: it is one of {sorted(FLOATS)}")
-        parts = self.form(Form(tuple(shape), FLOATS[itemsize]))
-        return sum(form.nbytes for form in parts.values())
+        """Return the encoded bytes of a float tensor of `shape` with `itemsize` bytes each.
 
-    def _forms(self, whole: Form) -> dict[str, Form]:
-        return self.form(whole) if whole.dtype in CODED else {"": whole}
+        Raises CodecError if no float dtype has that size.
+        """
+        if itemsize not in FLOAT_BY_SIZE:
+            raise CodecError(
+                f"itemsize is {itemsize}: a float has one of {sorted(FLOAT_BY_SIZE)} bytes"
+            )
+        parts = self.coded_specs(TensorSpec(tuple(shape), FLOAT_BY_SIZE[itemsize]))
+        return sum(spec.nbytes for spec in parts.values())
 
     def __str__(self) -> str:
         return self.text
 
 
 @dataclass(frozen=True)
-class Delta(Wire):
-    """What is added to the base: off by one rounding of the difference and one of the sum."""
+class Delta(Codec):
+    """Sends value minus base. Error: one rounding of the difference and one of the sum."""
 
     @property
     def text(self) -> str:
         return "delta()"
 
-    def form(self, whole: Form) -> dict[str, Form]:
-        return {"": whole}
+    def coded_specs(self, spec: TensorSpec) -> dict[str, TensorSpec]:
+        return {"": spec}
 
-    def code(self, value: Tensor, base: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        work = Form.of(value).work
-        return {"": finite((value.to(work) - base.to(work)).to(value.dtype))}
+    def encode_tensor(
+        self, value: Tensor, base: Tensor, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        dtype = TensorSpec.of(value).compute_dtype
+        return {"": require_finite((value.to(dtype) - base.to(dtype)).to(value.dtype))}
 
-    def restore(self, parts: Tensors, whole: Form, base: Tensor) -> Tensor:
-        return clamped(base.to(whole.work) + finite(parts[""]).to(whole.work), whole.dtype)
+    def decode_tensor(self, parts: Tensors, spec: TensorSpec, base: Tensor) -> Tensor:
+        difference = require_finite(parts[""]).to(spec.compute_dtype)
+        return clamp_to_dtype(base.to(spec.compute_dtype) + difference, spec.dtype)
 
-    def error(self, value: Tensor, base: Tensor, later: float) -> float:
-        difference = self.code(value, base, torch.Generator())[""]
-        sent = later + rounding(value.dtype, largest(difference))
-        return sent + rounding(value.dtype, largest(value) + sent)
+    def max_error(self, value: Tensor, base: Tensor, later: float) -> float:
+        difference = self.encode_tensor(value, base, torch.Generator())[""]
+        error = later + rounding_error(value.dtype, max_magnitude(difference))
+        return error + rounding_error(value.dtype, max_magnitude(value) + error)
 
 
 @dataclass(frozen=True)
-class Cast(Wire):
-    """Values as shorter floats; those beyond their range become the largest."""
+class Cast(Codec):
+    """Casts values to a shorter float dtype; values beyond its range become its largest number."""
 
     dtype: torch.dtype
 
@@ -177,134 +202,140 @@ class Cast(Wire):
     def text(self) -> str:
         return "half()" if self.dtype == torch.float16 else "bf16()"
 
-    def form(self, whole: Form) -> dict[str, Form]:
-        return {"": Form(whole.shape, self.dtype)}
+    def coded_specs(self, spec: TensorSpec) -> dict[str, TensorSpec]:
+        return {"": TensorSpec(spec.shape, self.dtype)}
 
-    def code(self, value: Tensor, base: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        return {"": clamped(finite(value), self.dtype)}
+    def encode_tensor(
+        self, value: Tensor, base: Tensor, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        return {"": clamp_to_dtype(require_finite(value), self.dtype)}
 
-    def restore(self, parts: Tensors, whole: Form, base: Tensor) -> Tensor:
-        return clamped(finite(parts[""]), whole.dtype)
+    def decode_tensor(self, parts: Tensors, spec: TensorSpec, base: Tensor) -> Tensor:
+        return clamp_to_dtype(require_finite(parts[""]), spec.dtype)
 
-    def error(self, value: Tensor, base: Tensor, later: float) -> float:
-        size, most = largest(value), torch.finfo(self.dtype).max
-        sent = later + max(0.0, size - most) + rounding(self.dtype, min(size, most))
-        wider = torch.promote_types(self.dtype, value.dtype) == value.dtype
-        return sent if wider else sent + rounding(value.dtype, size + sent)
+    def max_error(self, value: Tensor, base: Tensor, later: float) -> float:
+        size, limit = max_magnitude(value), torch.finfo(self.dtype).max
+        error = later + max(0.0, size - limit) + rounding_error(self.dtype, min(size, limit))
+        exact_back = torch.promote_types(self.dtype, value.dtype) == value.dtype
+        return error if exact_back else error + rounding_error(value.dtype, size + error)
 
 
 @dataclass(frozen=True)
-class Int8(Wire):
-    """One byte a number and one scale a tensor, rounded up or down by chance: right on average."""
+class Int8(Codec):
+    """Quantizes to int8 with one scale per tensor and unbiased stochastic rounding."""
 
     @property
     def text(self) -> str:
         return "int8()"
 
-    def form(self, whole: Form) -> dict[str, Form]:
-        return {"": Form(whole.shape, torch.int8), "scale": Form((), whole.work)}
+    def coded_specs(self, spec: TensorSpec) -> dict[str, TensorSpec]:
+        return {"": TensorSpec(spec.shape, torch.int8), "scale": TensorSpec((), spec.compute_dtype)}
 
-    def code(self, value: Tensor, base: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    def encode_tensor(
+        self, value: Tensor, base: Tensor, generator: torch.Generator
+    ) -> dict[str, Tensor]:
         scale = self._scale(value)
         exact = value.to(scale.dtype) / scale
         lower = exact.floor()
-        chance = torch.rand(
+        draws = torch.rand(
             exact.shape, generator=generator, dtype=scale.dtype, device=generator.device
         )
-        steps = lower + (chance.to(value.device) < exact - lower)
+        steps = lower + (draws.to(value.device) < exact - lower)
         return {"": steps.clamp(-127, 127).to(torch.int8), "scale": scale}
 
-    def restore(self, parts: Tensors, whole: Form, base: Tensor) -> Tensor:
+    def decode_tensor(self, parts: Tensors, spec: TensorSpec, base: Tensor) -> Tensor:
         steps, scale = parts[""], parts["scale"]
         if not torch.finfo(scale.dtype).tiny <= scale.item() < math.inf:
-            raise WireError(f"a scale of {scale.item()} is not one that int8() makes")
+            raise CodecError(f"the scale is {scale.item()}, which int8() never sends")
         if (steps == -128).any():
-            raise WireError("it holds a step of -128, and int8() makes steps from -127 to 127")
-        return clamped(steps.to(scale.dtype) * scale, whole.dtype)
+            raise CodecError("a step is -128, and int8() sends steps from -127 to 127")
+        return clamp_to_dtype(steps.to(scale.dtype) * scale, spec.dtype)
 
-    def error(self, value: Tensor, base: Tensor, later: float) -> float:
-        step = self._scale(value).item() * SLACK
-        return later + step + rounding(value.dtype, largest(value) + step)
+    def max_error(self, value: Tensor, base: Tensor, later: float) -> float:
+        step = self._scale(value).item() * ROUNDING_SLACK
+        return later + step + rounding_error(value.dtype, max_magnitude(value) + step)
 
     def _scale(self, value: Tensor) -> Tensor:
-        """A 127th of the largest magnitude, and never so small that dividing by it overflows."""
-        work = Form.of(value).work
-        size = max(largest(value) / 127, torch.finfo(work).tiny)
-        return torch.tensor(size, dtype=work, device=value.device)
+        """Return the scale: largest magnitude / 127, at least the smallest normal number."""
+        dtype = TensorSpec.of(value).compute_dtype
+        scale = max(max_magnitude(value) / 127, torch.finfo(dtype).tiny)
+        return torch.tensor(scale, dtype=dtype, device=value.device)
 
 
-def still(value: Tensor) -> Tensor:
-    """A value without its gradient; the same tensor if it has none."""
+def detached(value: Tensor) -> Tensor:
+    """Return the value without gradient tracking; the same object if it tracks none."""
     return value.detach() if value.requires_grad else value
 
 
-def require_alike(given: Tensors, base: Tensors) -> None:
-    """Refuse tensors that have not the names, shapes and dtypes of the base."""
-    alike = given.keys() == base.keys() and not any(map(is_rider, base))
-    for name in base if alike else ():
-        one, other = given[name], base[name]
-        alike = alike and one.dtype == other.dtype and one.shape == other.shape
-    if not alike:
-        _require_forms(given, _wholes(base))
+def require_same_specs(tensors: Tensors, base: Tensors) -> None:
+    """Raise CodecError unless both have the same names, shapes and dtypes, and no '#' in a name."""
+    same = tensors.keys() == base.keys() and not any(map(is_aux, base))
+    for name in base if same else ():
+        one, other = tensors[name], base[name]
+        same = same and one.dtype == other.dtype and one.shape == other.shape
+    if not same:
+        _require_specs(tensors, _base_specs(base))
 
 
-def _key(name: str, part: str) -> str:
-    return rider(name, part) if part else name
+def _part_key(name: str, part: str) -> str:
+    return aux_name(name, part) if part else name
 
 
 @contextmanager
-def _about(name: str) -> Generator[None]:
-    """Say which tensor an error is about."""
+def _name_errors(name: str) -> Generator[None]:
+    """Prefix the message of a CodecError raised in the body with the tensor's name."""
     try:
         yield
-    except WireError as error:
-        raise WireError(f"{name!r}: {error}") from error
+    except CodecError as error:
+        raise CodecError(f"{name!r}: {error}") from error
 
 
-def _wholes(base: Tensors) -> dict[str, Form]:
+def _base_specs(base: Tensors) -> dict[str, TensorSpec]:
+    """Return the spec of each base tensor; raise CodecError for a name with '#'."""
     for name in base:
-        if is_rider(name):
-            raise WireError(f"{name!r} has a '#', which sets the parts of a name apart: rename it")
-    return {name: Form.of(tensor) for name, tensor in base.items()}
+        if is_aux(name):
+            raise CodecError(f"{name!r} contains '#', which separates parts of a name: rename it")
+    return {name: TensorSpec.of(tensor) for name, tensor in base.items()}
 
 
-def _require_forms(given: Tensors, wanted: Mapping[str, Form]) -> None:
-    """Refuse tensors that have not exactly these names, shapes and dtypes."""
-    for name in sorted(given.keys() ^ wanted.keys(), key=repr):
-        what = "is missing" if name in wanted else "is not of this wire and base"
-        raise WireError(f"{name!r} {what}: both ends need the same wire, plan and base")
-    for name, form in wanted.items():
-        if Form.of(given[name]) != form:
-            raise WireError(
-                f"{name!r} is {tuple(given[name].shape)} of {given[name].dtype}, and {form.shape} "
-                f"of {form.dtype} is needed: both ends need the same wire, plan and base"
+def _require_specs(tensors: Tensors, specs: Mapping[str, TensorSpec]) -> None:
+    """Raise CodecError unless the tensors have exactly these names, shapes and dtypes."""
+    for name in sorted(tensors.keys() ^ specs.keys(), key=repr):
+        fault = "is missing" if name in specs else "is not expected"
+        raise CodecError(f"{name!r} {fault}: both ends need the same codec, plan and base")
+    for name, spec in specs.items():
+        if TensorSpec.of(tensors[name]) != spec:
+            raise CodecError(
+                f"{name!r} has shape {tuple(tensors[name].shape)} and dtype {tensors[name].dtype}, "
+                f"expected {spec.shape} and {spec.dtype}: both ends need the same codec, plan and "
+                "base"
             )
 
 
-def largest(value: Tensor) -> float:
-    """The largest magnitude, if all are finite."""
+def max_magnitude(value: Tensor) -> float:
+    """Return the largest absolute value, 0 if empty; raise CodecError if any is not finite."""
     if value.numel() == 0:
         return 0.0
-    least, most = torch.aminmax(value)
-    found = max(-least.item(), most.item())
-    if not math.isfinite(least.item()) or not math.isfinite(found):
-        raise WireError("it holds values that are not finite, and only plain() sends those")
-    return found
+    low, high = torch.aminmax(value)
+    magnitude = max(-low.item(), high.item())
+    if not math.isfinite(low.item()) or not math.isfinite(magnitude):
+        raise CodecError("some values are not finite, and only plain() sends those")
+    return magnitude
 
 
-def finite(value: Tensor) -> Tensor:
-    """The value, if it is finite."""
-    largest(value)
+def require_finite(value: Tensor) -> Tensor:
+    """Return the value itself; raise CodecError if any element is not finite."""
+    max_magnitude(value)
     return value
 
 
-def clamped(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value in a dtype; what lies beyond its range becomes its largest number."""
-    most = torch.finfo(dtype).max
-    return value.to(torch.promote_types(value.dtype, dtype)).clamp(-most, most).to(dtype)
+def clamp_to_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to a float dtype; values beyond its range become its largest number."""
+    limit = torch.finfo(dtype).max
+    return value.to(torch.promote_types(value.dtype, dtype)).clamp(-limit, limit).to(dtype)
 
 
-def rounding(dtype: torch.dtype, magnitude: float) -> float:
-    """How far one rounding moves numbers of at most this magnitude."""
+def rounding_error(dtype: torch.dtype, magnitude: float) -> float:
+    """Return the largest error of rounding a number up to `magnitude` to the dtype."""
     info = torch.finfo(dtype)
-    return SLACK * (magnitude * info.eps / 2 + info.smallest_normal * info.eps)
+    return ROUNDING_SLACK * (magnitude * info.eps / 2 + info.smallest_normal * info.eps)

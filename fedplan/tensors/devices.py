@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices: where a model computes, what is brought there, and how it is left as it was found."""
+"""Devices: choose one, move tensors to it, and restore random state and module modes."""
 
 from __future__ import annotations
 
@@ -13,50 +13,52 @@ from torch import Tensor, nn
 
 from fedplan.errors import FedplanError
 
-HOST = torch.device("cpu")
-"""Where world, homes, sums, digests and start values are, wherever models compute."""
+CPU = torch.device("cpu")
+"""Device of the global state, client state, sums and digests, wherever models compute."""
 AUTO = "auto"
-"""The word for the best device of a machine: of its accelerators the first here, or the host."""
-_BEST = ("cuda", "xpu", "mps")
-_WORDS = "auto, cpu, cuda, cuda:1, mps, xpu"
+"""Device name for the first available accelerator (cuda, xpu, mps), else the CPU."""
+_ACCELERATORS = ("cuda", "xpu", "mps")
+_EXAMPLES = "auto, cpu, cuda, cuda:1, mps, xpu"
 
 
 class DeviceError(FedplanError):
-    """A device that is not there, or that cannot do what is asked of it."""
+    """An unknown or unavailable device, or an operation that the device does not support."""
 
     code = "settings"
 
 
-def device_word(text: str) -> str:
-    """A word for a device, if it is one; whether it is here is not asked."""
-    if text == AUTO:
-        return text
+def check_device_name(name: str) -> str:
+    """Return the name if it is "auto" or a torch device name; else raise DeviceError.
+
+    Does not check whether this machine has the device.
+    """
+    if name == AUTO:
+        return name
     try:
-        found = torch.device(text)
+        device = torch.device(name)
     except RuntimeError:
-        found = None
+        device = None
     # Torch takes an index modulo 256, so that cuda:300 would be cuda:44.
-    if found is None or str(found) != text or found.type == "meta":
-        raise DeviceError(f"there is no device {text!r}; the words are {_WORDS}")
-    return text
+    if device is None or str(device) != name or device.type == "meta":
+        raise DeviceError(f"there is no device {name!r}; device names are {_EXAMPLES}")
+    return name
 
 
-def device_named(text: str) -> torch.device:
-    """The device of a word, if it is on this machine."""
-    if device_word(text) == AUTO:
-        return next((torch.device(kind) for kind in _BEST if _count(kind)), HOST)
-    device = torch.device(text)
+def resolve_device(name: str) -> torch.device:
+    """Return the device of a name or of "auto"; raise DeviceError if this machine lacks it."""
+    if check_device_name(name) == AUTO:
+        return next((torch.device(kind) for kind in _ACCELERATORS if _count(kind)), CPU)
+    device = torch.device(name)
     count = 1 if device.type == "cpu" else _count(device.type)
     if (device.index or 0) >= count:
-        raise DeviceError(
-            f"device is {text!r}, and this machine has {count} of {device.type}: take another, "
-            f"or {AUTO}"
-        )
+        kind = device.type.upper()
+        fault = f"this machine has {count} {kind} devices" if count else f"{kind} is not available"
+        raise DeviceError(f'device is {name!r}, and {fault} here; use device = "cpu" or "auto"')
     return device
 
 
 def _count(kind: str) -> int:
-    """How many devices of a kind are here."""
+    """Return the number of available devices of a type such as "cuda"."""
     try:
         module: Any = torch.get_device_module(kind)
     except RuntimeError:
@@ -64,88 +66,94 @@ def _count(kind: str) -> int:
     return int(module.device_count()) if module.is_available() else 0
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes: where its first parameter is."""
-    return next((tensor.device for tensor in model.parameters()), HOST)
+def model_device(model: nn.Module) -> torch.device:
+    """Return the device of the model's first parameter; the CPU if it has none."""
+    return next((tensor.device for tensor in model.parameters()), CPU)
 
 
-def settled(model: nn.Module, device: torch.device) -> nn.Module:
-    """A model on a device; one that is there is not touched, for quantised ones refuse to move."""
-    where = device_of(model)
-    there = where.type == device.type and device.index in (None, where.index)
+def move_model(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model to a device in place and return it; one already there is not touched.
+
+    Quantized models raise on `.to()`, even to their own device.
+    """
+    current = model_device(model)
+    there = current.type == device.type and device.index in (None, current.index)
     return model if there else model.to(device)
 
 
-def device_text(device: torch.device) -> str:
-    """A device as its maker calls it, where torch knows: its kind alone does not say how it rounds.
+def device_description(device: torch.device) -> str:
+    """Return the device type, with the hardware name for cuda and xpu.
 
-    >>> device_text(HOST)
+    >>> device_description(CPU)
     'cpu'
     """
     module: Any = torch.get_device_module(device)
-    named = device.type in ("cuda", "xpu")
-    return f"{device.type} {module.get_device_name(device)}" if named else device.type
+    has_name = device.type in ("cuda", "xpu")
+    return f"{device.type} {module.get_device_name(device)}" if has_name else device.type
 
 
-def brought(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Tensors on a device; what is there already is not copied."""
-    return {name: _brought(tensor, device) for name, tensor in tensors.items()}
+def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors on a device; those already there are not copied."""
+    return {name: _to_device(tensor, device) for name, tensor in tensors.items()}
 
 
-def _brought(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and tensor.device == HOST:
-        # The allocator of pinned memory waits for the copy; nobody else writes to this one.
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda" and tensor.device == CPU:
+        # The pinned-memory allocator waits for the copy, and nobody else writes to this tensor.
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
-def widest(device: torch.device) -> torch.dtype:
-    """What sums are made in on a device: float64 where it has that."""
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype for sums on a device: float64, or float32 on mps, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def numbers(scalars: Iterable[Tensor]) -> list[float]:
-    """Scalars of a device as numbers: it is waited for once, and not once for each."""
-    return cast("list[float]", _read(scalars))
+def read_floats(scalars: Iterable[Tensor]) -> list[float]:
+    """Return scalar tensors of one device as floats, with a single transfer."""
+    return cast("list[float]", _read_scalars(scalars))
 
 
-def integers(scalars: Iterable[Tensor]) -> list[int]:
-    """Whole numbers of a device, read at once."""
-    return cast("list[int]", _read(scalars))
+def read_ints(scalars: Iterable[Tensor]) -> list[int]:
+    """Return scalar integer tensors of one device as ints, with a single transfer."""
+    return cast("list[int]", _read_scalars(scalars))
 
 
-def _read(scalars: Iterable[Tensor]) -> list[Any]:
-    held = [scalar.detach() for scalar in scalars]
-    return cast("list[Any]", torch.stack(held).to(HOST).tolist()) if held else []
+def _read_scalars(scalars: Iterable[Tensor]) -> list[Any]:
+    detached = [scalar.detach() for scalar in scalars]
+    return cast("list[Any]", torch.stack(detached).to(CPU).tolist()) if detached else []
 
 
 @contextmanager
-def forked(device: torch.device = HOST, seed: int | None = None) -> Generator[None]:
-    """Random numbers of the host and of a device, from a seed if given; then they are as before."""
+def fork_rng_state(device: torch.device = CPU, seed: int | None = None) -> Generator[None]:
+    """Run the body and then restore torch's random state of the CPU and of the device.
+
+    With `seed`, the body starts from random generators seeded with it.
+    """
     with torch.random.fork_rng(devices=[]):
-        before = None if device.type == "cpu" else _chance(device)
+        before = None if device.type == "cpu" else _device_rng_state(device)
         try:
             if seed is not None:
-                _begin(device, seed)
+                _seed_generators(device, seed)
             yield
         finally:
             if before is not None:
-                _set_chance(device, before)
+                _set_device_rng_state(device, before)
 
 
-def chance(device: torch.device = HOST) -> bytes:
-    """How far the random numbers of the host and of a device have come."""
-    states = [torch.get_rng_state(), *([] if device.type == "cpu" else [_chance(device)])]
+def rng_state(device: torch.device = CPU) -> bytes:
+    """Return torch's random state of the CPU, followed by that of the device."""
+    states = [torch.get_rng_state(), *([] if device.type == "cpu" else [_device_rng_state(device)])]
     return b"".join(cast("Any", state.numpy()).tobytes() for state in states)
 
 
-def _chance(device: torch.device) -> Tensor:
+def _device_rng_state(device: torch.device) -> Tensor:
     module: Any = torch.get_device_module(device)
-    # There is one of these at most, and it is not asked which.
+    # There is at most one mps device, and its module takes no device argument.
     return module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
 
 
-def _set_chance(device: torch.device, state: Tensor) -> None:
+def _set_device_rng_state(device: torch.device, state: Tensor) -> None:
     module: Any = torch.get_device_module(device)
     if device.type == "mps":
         module.set_rng_state(state)
@@ -153,8 +161,8 @@ def _set_chance(device: torch.device, state: Tensor) -> None:
         module.set_rng_state(state, device)
 
 
-def _begin(device: torch.device, seed: int) -> None:
-    """Begin anew on the host and on this device: others of its kind are not ours to change."""
+def _seed_generators(device: torch.device, seed: int) -> None:
+    """Seed the generators of the CPU and of this device, and of no other device of its type."""
     torch.default_generator.manual_seed(seed)
     module: Any = torch.get_device_module(device)
     if device.type == "mps":
@@ -165,41 +173,42 @@ def _begin(device: torch.device, seed: int) -> None:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Forward passes in a smaller dtype where that is safe, or as they are if there is none."""
+    """Return torch's autocast context for a dtype; a disabled one for None."""
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def scaler(device: torch.device, dtype: torch.dtype | None) -> torch.amp.GradScaler:
-    """What keeps small gradients of float16 above zero; of other dtypes it changes nothing."""
+def grad_scaler(device: torch.device, dtype: torch.dtype | None) -> torch.amp.GradScaler:
+    """Return a gradient scaler, enabled for float16 only."""
     return torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
 
 
 @contextmanager
 def deterministic(on: bool = True) -> Generator[None]:
-    """Algorithms that give the same bits each time on one device, or an error where there is none.
+    """Run the body with torch's deterministic algorithms if `on`; then restore the setting.
 
-    Two devices, or two versions of their libraries, still round differently.
+    Torch raises RuntimeError for an operation without one. Results still differ between devices
+    and library versions. Sets CUBLAS_WORKSPACE_CONFIG if it is unset.
     """
     if not on:
         yield
         return
     # cuBLAS reads it when it is first used.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    was = torch.are_deterministic_algorithms_enabled()
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         torch.use_deterministic_algorithms(True)
         yield
     finally:
-        torch.use_deterministic_algorithms(was, warn_only=warned)
+        torch.use_deterministic_algorithms(was_on, warn_only=warn_only)
 
 
 @contextmanager
-def at_rest(model: nn.Module) -> Generator[None]:
-    """A model in evaluation; then each module's mode, and the random numbers, are as before."""
+def eval_mode(model: nn.Module) -> Generator[None]:
+    """Run the body with the model in eval mode; then restore module modes and random state."""
     modes = {module: module.training for module in model.modules()}
     try:
-        with forked(device_of(model)):
+        with fork_rng_state(model_device(model)):
             model.eval()
             yield
     finally:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts: where the tensors of safetensors bytes lie, so that they are read where they are.
+"""Layout of safetensors bytes: parse the header entries and view tensors without copying.
 
-The library's own reader copies all of them. What it would refuse is refused here too.
+The safetensors library copies all tensors. Input that it rejects is rejected here too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ DTYPES = {
     **{"BOOL": torch.bool, "C64": torch.complex64},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
-"""What a tensor may hold, by the name that safetensors has for it."""
+"""Torch dtype by safetensors dtype name."""
 
 with warnings.catch_warnings():
-    # Torch says once that bytes cannot be written to. Nobody writes to what came in a message.
+    # Torch warns once that bytes are read-only. Nobody writes to tensors of a message.
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
-class Place(NamedTuple):
-    """Where a tensor lies, in bytes after the head."""
+class TensorEntry(NamedTuple):
+    """Header entry of a tensor; `start` and `stop` are byte offsets after the header."""
 
     name: str
     dtype: torch.dtype
@@ -39,52 +39,55 @@ class Place(NamedTuple):
     stop: int
 
 
-def places_in(entries: Mapping[str, Any], size: int) -> list[Place]:
-    """Where each tensor lies among `size` bytes, one after the other; else a ValueError says why.
+def parse_entries(entries: Mapping[str, Any], size: int) -> list[TensorEntry]:
+    """Parse the header's `entries` by tensor name, and return them in the order of their bytes.
 
-    `entries` are those of the head. No byte is left over, and none is of two tensors.
+    Raises ValueError if an entry is invalid, or if the tensors do not cover `size` bytes exactly,
+    without gaps or overlaps.
     """
-    places = sorted((_place(*each) for each in entries.items()), key=lambda p: (p.start, p.stop))
-    at = 0
-    for place in places:
-        if place.start != at:
-            raise ValueError(f"{place.name!r} starts at {place.start} and not at {at}")
-        at = place.stop
-    if at != size:
-        raise ValueError(f"tensors end at {at} of {size} bytes")
-    return places
+    parsed = sorted((_parse_entry(*each) for each in entries.items()), key=lambda e: (e[3], e[4]))
+    offset = 0
+    for entry in parsed:
+        if entry.start != offset:
+            raise ValueError(f"{entry.name!r} starts at {entry.start} and not at {offset}")
+        offset = entry.stop
+    if offset != size:
+        raise ValueError(f"tensors end at {offset} of {size} bytes")
+    return parsed
 
 
-def _place(name: str, entry: Any) -> Place:
-    said = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
-    if said.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name!r} has {', '.join(map(str, said))}")
-    dtype = DTYPES.get(said["dtype"]) if isinstance(said["dtype"], str) else None
-    shape, ends = _whole(said["shape"]), _whole(said["data_offsets"])
-    if dtype is None or shape is None or ends is None or len(ends) != 2:
-        raise ValueError(f"{name!r} is {str(said)[:60]}")
-    if ends[1] - ends[0] != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name!r} is {dtype} {shape}, and has {ends[1] - ends[0]} bytes")
-    return Place(name, dtype, shape, *ends)
+def _parse_entry(name: str, entry: Any) -> TensorEntry:
+    """Parse one header entry; raise ValueError unless it has valid fields and a matching size."""
+    fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+    if fields.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name!r} has {', '.join(map(str, fields))}")
+    dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+    shape, offsets = _parse_uints(fields["shape"]), _parse_uints(fields["data_offsets"])
+    if dtype is None or shape is None or offsets is None or len(offsets) != 2:
+        raise ValueError(f"{name!r} is {str(fields)[:60]}")
+    size = offsets[1] - offsets[0]
+    if size != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name!r} is {dtype} {shape}, and has {size} bytes")
+    return TensorEntry(name, dtype, shape, *offsets)
 
 
-def _whole(said: Any) -> tuple[int, ...] | None:
-    """A list of whole numbers, as safetensors counts them."""
-    found: list[Any] = cast("list[Any]", said) if isinstance(said, list) else [None]
-    return tuple(found) if all(type(n) is int and 0 <= n < 2**64 for n in found) else None
+def _parse_uints(value: Any) -> tuple[int, ...] | None:
+    """Return a list of unsigned 64-bit ints as a tuple; None if the value is anything else."""
+    items: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [None]
+    return tuple(items) if all(type(n) is int and 0 <= n < 2**64 for n in items) else None
 
 
-def viewed(data: bytes | bytearray, head: int, place: Place) -> Tensor:
-    """A tensor that lies in some bytes, `head` of which come before all of them: no copy of it."""
-    count = (place.stop - place.start) // place.dtype.itemsize
+def tensor_view(data: bytes | bytearray, header_size: int, entry: TensorEntry) -> Tensor:
+    """Return the tensor of an entry as a view of `data`; a copy only if its bytes are unaligned.
+
+    `header_size` is the number of bytes before the first tensor.
+    """
+    count = (entry.stop - entry.start) // entry.dtype.itemsize
     if not count:
-        return torch.empty(place.shape, dtype=place.dtype)
-    found = torch.frombuffer(data, dtype=place.dtype, count=count, offset=head + place.start)
-    # Other writers than ours may have left it between two words.
-    aligned = found.data_ptr() % place.dtype.itemsize == 0
-    return (found if aligned else _copied(data, head, place)).view(place.shape)
-
-
-def _copied(data: bytes | bytearray, head: int, place: Place) -> Tensor:
-    part = bytearray(memoryview(data)[head + place.start : head + place.stop])
-    return torch.frombuffer(part, dtype=place.dtype)
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    start = header_size + entry.start
+    tensor = torch.frombuffer(data, dtype=entry.dtype, count=count, offset=start)
+    if tensor.data_ptr() % entry.dtype.itemsize:  # as other programs may write it
+        copied = bytearray(memoryview(data)[start : header_size + entry.stop])
+        tensor = torch.frombuffer(copied, dtype=entry.dtype)
+    return tensor.view(entry.shape)

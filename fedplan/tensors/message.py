@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages: what is sent, as bytes, whatever carries it: a header, and tensors in a few blobs.
+"""Message: a header and blobs of bytes, the unit that transports carry.
 
-To carry one takes neither torch nor numpy.
+This module needs neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Protocol
 
 from fedplan.errors import FedplanError
 
-MOST_BLOBS = 2**16
+MAX_BLOBS = 2**16
+"""Most blobs of a message."""
 _HEAD, _SIZE = struct.Struct("<4sI"), struct.Struct("<Q")
-_MARK = b"fp01"
+_MAGIC = b"fp01"
 
 
 class Stream(Protocol):
-    """What a message is written to and read from."""
+    """Binary stream that messages are written to and read from."""
 
     def read(self, size: int, /) -> bytes: ...
     def write(self, data: bytes, /) -> int: ...
@@ -26,49 +27,52 @@ class Stream(Protocol):
 
 
 class BrokenMessage(FedplanError):
-    """Bytes that end too soon, or are no message."""
+    """Bytes that are truncated or are not a message."""
 
     code = "message"
 
 
 @dataclass(frozen=True)
 class Message:
-    """A header, as `message.pack` writes it, and blobs of tensors."""
+    """A header and blobs of tensors, as `serialization.pack` writes them."""
 
     header: bytes
     blobs: tuple[bytes, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Every byte of it."""
+        """Bytes of header and blobs."""
         return len(self.header) + sum(map(len, self.blobs))
 
     def write(self, stream: Stream) -> None:
-        """Write it so that `read` finds its end."""
-        stream.write(_HEAD.pack(_MARK, len(self.blobs)))
-        for each in (self.header, *self.blobs):
-            stream.write(_SIZE.pack(len(each)))
-            stream.write(each)
+        """Write the message with its lengths, and flush the stream."""
+        stream.write(_HEAD.pack(_MAGIC, len(self.blobs)))
+        for part in (self.header, *self.blobs):
+            stream.write(_SIZE.pack(len(part)))
+            stream.write(part)
         stream.flush()
 
     @staticmethod
     def read(stream: Stream, *, limit: int = 2**40) -> Message:
-        """The message that was written to a stream."""
-        mark, count = _HEAD.unpack(_exactly(stream, _HEAD.size))
-        if mark != _MARK or count > MOST_BLOBS:
-            raise BrokenMessage("these bytes are no message")
-        found = list[bytes]()
+        """Read one message from a stream.
+
+        Raises BrokenMessage if the bytes are not a message, end early, or exceed `limit` bytes.
+        """
+        magic, count = _HEAD.unpack(_read_exactly(stream, _HEAD.size))
+        if magic != _MAGIC or count > MAX_BLOBS:
+            raise BrokenMessage("these bytes are not a message")
+        parts = list[bytes]()
         for _ in range(count + 1):
-            (size,) = _SIZE.unpack(_exactly(stream, _SIZE.size))
+            (size,) = _SIZE.unpack(_read_exactly(stream, _SIZE.size))
             limit -= size
             if limit < 0:
-                raise BrokenMessage("the message is larger than it may be")
-            found.append(_exactly(stream, size))
-        return Message(found[0], tuple(found[1:]))
+                raise BrokenMessage("the message is larger than its limit")
+            parts.append(_read_exactly(stream, size))
+        return Message(parts[0], tuple(parts[1:]))
 
 
-def _exactly(stream: Stream, count: int) -> bytes:
-    found = stream.read(count)
-    if len(found) != count:
-        raise BrokenMessage(f"a message ended after {len(found)} of {count} bytes")
-    return found
+def _read_exactly(stream: Stream, count: int) -> bytes:
+    data = stream.read(count)
+    if len(data) != count:
+        raise BrokenMessage(f"a message ended after {len(data)} of {count} bytes")
+    return data

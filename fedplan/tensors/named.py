@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named tensors: values by their keys, their bytes, and digests that tell them apart."""
+"""Named tensors: their types, sizes, bitwise comparison, digests and checksums."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from blake3 import blake3
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
-"""Values by the keys of their params."""
+"""Values by param key."""
 
 Batch = Mapping[str, Tensor]
-"""Rows that are run together, by the names of a model's inputs."""
+"""One batch of examples, by the names of the model's inputs."""
 
-
-_AT_ONCE = 2**16
-"""Words of eight bytes that are added up at a time: what they take meanwhile stays in a cache."""
+_CHECKSUM_WORDS = 2**16
+"""Words of eight bytes that a checksum adds at a time, so that they fit a core's cache."""
 
 
 def nbytes(values: Tensors) -> int:
-    """The bytes of some values, without any header."""
+    """Return the total bytes of some tensors."""
     return sum(v.nbytes for v in values.values())
 
 
 def digest(tensor: Tensor) -> str:
-    """Sixteen hex digits of a tensor's bytes and shape."""
-    return whole_digest(tensor)[:16]
+    """Return the first 16 hex digits of a tensor's `full_digest`."""
+    return full_digest(tensor)[:16]
 
 
-def whole_digest(tensor: Tensor) -> str:
-    """A digest of which nobody finds two tensors: of sixteen digits, 2**32 trials find them.
-
-    It is BLAKE3's: SHA-256 takes seven times as long where a processor has no words for it.
-    """
-    said = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    found = blake3(said)
-    found.update(cast(Any, _bytes(tensor).numpy()))
-    return found.hexdigest()
+def full_digest(tensor: Tensor) -> str:
+    """Return the BLAKE3 hex digest of a tensor's dtype, shape and bytes; it resists collisions."""
+    # SHA-256 takes seven times as long on processors without instructions for it.
+    hasher = blake3(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    hasher.update(cast(Any, _bytes(tensor).numpy()))
+    return hasher.hexdigest()
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bytes: a NaN is the same as itself, -0.0 is not 0.0."""
+    """Return whether two tensors have the same shape, dtype, device and bytes.
+
+    A NaN equals itself, and -0.0 differs from 0.0.
+    """
     if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
         return False
     pair = [_bytes(one), _bytes(other)]
-    # Eight at a time, where they lie so: bytes and short floats are slow to compare.
-    if not any(each.numel() % 8 or each.storage_offset() % 8 for each in pair):
-        pair = [each.view(torch.int64) for each in pair]
+    # Eight bytes at a time where aligned: single bytes and short floats are slow to compare.
+    if not any(flat.numel() % 8 or flat.storage_offset() % 8 for flat in pair):
+        pair = [flat.view(torch.int64) for flat in pair]
     return torch.equal(*pair)
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether every value is a number; to look for the largest needs no memory of its own."""
+    """Return whether every value is finite."""
     if tensor.numel() == 0:
         return True
-    return all(isfinite(float(end)) for end in torch.aminmax(tensor.detach()))
+    # The extremes take no extra memory, as a mask would.
+    return all(isfinite(float(extreme)) for extreme in torch.aminmax(tensor.detach()))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -67,55 +67,55 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A number that tells two tensors apart but for chance, worked out on their own device.
+    """Return an int64 checksum of a tensor's bytes, as a scalar tensor on its device.
 
-    Each word counts by its place. It is no digest: who wants two tensors of one number finds them.
+    Words are weighted by position. Detects accidental changes only: collisions are easy to make.
     """
     flat = _bytes(tensor)
-    whole = len(flat) // 8 * 8
-    head = flat[:whole]
-    odd_place = head.storage_offset() % 8 or head.data_ptr() % 8
-    words = (head.clone() if odd_place else head).view(torch.int64)
-    odd = torch.arange(1, 2 * _AT_ONCE, 2, device=tensor.device)
-    total = (flat[whole:].long() * odd[: len(flat) - whole]).sum()
-    for start in range(0, len(words), _AT_ONCE):
-        some = words[start : start + _AT_ONCE]
-        total += (some * odd[: len(some)]).sum() + 2 * start * some.sum()
+    word_bytes = len(flat) // 8 * 8
+    head = flat[:word_bytes]
+    unaligned = head.storage_offset() % 8 or head.data_ptr() % 8
+    words = (head.clone() if unaligned else head).view(torch.int64)
+    odd = torch.arange(1, 2 * _CHECKSUM_WORDS, 2, device=tensor.device)
+    total = (flat[word_bytes:].long() * odd[: len(flat) - word_bytes]).sum()
+    for start in range(0, len(words), _CHECKSUM_WORDS):
+        chunk = words[start : start + _CHECKSUM_WORDS]
+        total += (chunk * odd[: len(chunk)]).sum() + 2 * start * chunk.sum()
     return total
 
 
 def digests(values: Mapping[str, Tensor]) -> dict[str, str]:
-    """The digest of each value."""
+    """Return the 16-digit digest of each tensor."""
     return {key: digest(value) for key, value in values.items()}
 
 
-class Digests:
-    """Digests of tensors, each worked out once while somebody has it and nobody changes it.
+class DigestCache:
+    """Digests of tensors, each computed once while the tensor is alive and unchanged.
 
-    Whoever writes to a tensor moves its version on, as all operations of torch do; what is written
-    past them (`.data`) is not seen.
+    A change is detected by torch's version counter. Writes that bypass it (`.data`) are missed.
+    The cache holds weak references only.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[ref[Tensor], int, str]] = {}
+        self._entries: dict[int, tuple[ref[Tensor], int, str]] = {}
 
-    def of(self, tensor: Tensor) -> str:
-        """The digest of a tensor."""
-        return self.whole(tensor)[:16]
+    def short_digest(self, tensor: Tensor) -> str:
+        """Return the 16-digit digest of a tensor, cached."""
+        return self.full_digest(tensor)[:16]
 
-    def whole(self, tensor: Tensor) -> str:
-        """The whole digest of a tensor."""
-        # How often it was written to; of one of inference nobody counts.
+    def full_digest(self, tensor: Tensor) -> str:
+        """Return the full digest of a tensor, cached."""
+        # Inference tensors have no version counter.
         version = 0 if tensor.is_inference() else tensor._version  # pyright: ignore
-        number = id(tensor)
-        known = self._known.get(number)
-        if known is None or known[0]() is not tensor or known[1] != version:
-            # Not held here: a site that stays would else keep the world of every round.
-            held = ref(tensor, lambda _: self._known.pop(number, None))
-            known = self._known[number] = (held, version, whole_digest(tensor))
-        return known[2]
+        key = id(tensor)
+        entry = self._entries.get(key)
+        if entry is None or entry[0]() is not tensor or entry[1] != version:
+            # A weak reference: a long-lived site would else keep the global model of every round.
+            weak = ref(tensor, lambda _: self._entries.pop(key, None))
+            entry = self._entries[key] = (weak, version, full_digest(tensor))
+        return entry[2]
 
-    def only(self, tensors: Iterable[Tensor]) -> None:
-        """Forget all but these."""
+    def keep_only(self, tensors: Iterable[Tensor]) -> None:
+        """Drop the cached digests of all other tensors."""
         ids = {id(tensor) for tensor in tensors}
-        self._known = {i: held for i, held in self._known.items() if i in ids}
+        self._entries = {i: entry for i, entry in self._entries.items() if i in ids}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse: the codec that sends the largest numbers or rows of a tensor, and where they stand."""
+"""Sparse: the codec that sends the largest numbers or rows of a tensor, with their indices."""
 
 from __future__ import annotations
 
@@ -11,95 +11,109 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedplan.tensors.codecs import Form, Tensors, Wire, WireError, finite, largest
+from fedplan.tensors.codecs import (
+    Codec,
+    CodecError,
+    Tensors,
+    TensorSpec,
+    max_magnitude,
+    require_finite,
+)
 
 
 @dataclass(frozen=True)
-class Sparse(Wire):
-    """A fraction of the numbers, or of the rows; those of smaller magnitude become zero.
+class Sparse(Codec):
+    """Sends the `fraction` of numbers or rows with the largest norm; the rest decode to zero.
 
-    A tensor with fewer than two dimensions has no rows and is kept whole.
+    `part_name` is the name of the part with the indices: "index" selects single numbers, "rows"
+    selects rows. With "rows", a tensor of fewer than two dimensions is sent whole.
     """
 
-    what: str
+    part_name: str
     fraction: float
 
     @property
     def text(self) -> str:
-        return f"{'prune' if self.what == 'rows' else 'topk'}({self.fraction!r})"
+        return f"{'prune' if self.part_name == 'rows' else 'topk'}({self.fraction!r})"
 
-    def form(self, whole: Form) -> dict[str, Form]:
-        laid = self._laid(whole.shape)
-        if laid is None:
-            return {"": whole}
-        kept = _share(self.fraction, laid[0])
+    def coded_specs(self, spec: TensorSpec) -> dict[str, TensorSpec]:
+        item_shape = self._item_shape(spec.shape)
+        if item_shape is None:
+            return {"": spec}
+        count = _sent_count(self.fraction, item_shape[0])
         return {
-            "": Form((kept, *laid[1:]), whole.dtype),
-            self.what: Form((kept,), torch.int32),
+            "": TensorSpec((count, *item_shape[1:]), spec.dtype),
+            self.part_name: TensorSpec((count,), torch.int32),
         }
 
-    def code(self, value: Tensor, base: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        laid = self._laid(finite(value).shape)
-        if laid is None:
+    def encode_tensor(
+        self, value: Tensor, base: Tensor, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        item_shape = self._item_shape(require_finite(value).shape)
+        if item_shape is None:
             return {"": value}
-        items = value.reshape(laid)
-        kept = _foremost(items, self.fraction)
-        return {"": items[kept], self.what: kept.to(torch.int32)}
+        items = value.reshape(item_shape)
+        indices = _largest_items(items, self.fraction)
+        return {"": items[indices], self.part_name: indices.to(torch.int32)}
 
-    def restore(self, parts: Tensors, whole: Form, base: Tensor) -> Tensor:
-        laid = self._laid(whole.shape)
-        if laid is None:
-            return finite(parts[""])
-        items = torch.zeros(laid, dtype=whole.dtype, device=base.device)
-        items[_places(parts[self.what], len(items))] = finite(parts[""])
-        return items.reshape(whole.shape)
+    def decode_tensor(self, parts: Tensors, spec: TensorSpec, base: Tensor) -> Tensor:
+        item_shape = self._item_shape(spec.shape)
+        if item_shape is None:
+            return require_finite(parts[""])
+        items = torch.zeros(item_shape, dtype=spec.dtype, device=base.device)
+        items[_checked_indices(parts[self.part_name], len(items))] = require_finite(parts[""])
+        return items.reshape(spec.shape)
 
-    def error(self, value: Tensor, base: Tensor, later: float) -> float:
-        laid = self._laid(finite(value).shape)
-        if laid is None:
+    def max_error(self, value: Tensor, base: Tensor, later: float) -> float:
+        item_shape = self._item_shape(require_finite(value).shape)
+        if item_shape is None:
             return later
-        rest = value.reshape(laid).clone()
-        rest[_foremost(rest, self.fraction)] = 0
-        return max(later, largest(rest))
+        dropped = value.reshape(item_shape).clone()
+        dropped[_largest_items(dropped, self.fraction)] = 0
+        return max(later, max_magnitude(dropped))
 
-    def _laid(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape in which the first dimension counts what is kept or not."""
-        if self.what == "index":
+    def _item_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape whose first dimension counts the items; None if all is sent."""
+        if self.part_name == "index":
             return (math.prod(shape),)
         return tuple(shape) if len(shape) >= 2 else None
 
 
-def _share(fraction: float, count: int) -> int:
-    """How many of `count` are kept. Reckoned exactly, so that both ends agree."""
+def _sent_count(fraction: float, count: int) -> int:
+    """Return ceil(fraction * count) in exact arithmetic, so that both ends agree."""
     return math.ceil(Fraction(repr(fraction)) * count)
 
 
-def _foremost(items: Tensor, fraction: float) -> Tensor:
-    """Where the items of the largest norm stand, in order; of equal ones the first."""
+def _largest_items(items: Tensor, fraction: float) -> Tensor:
+    """Return the ascending indices of the items with the largest norms; first ones win ties.
+
+    Raises CodecError for 2**31 items or more.
+    """
     if len(items) >= 2**31:
-        raise WireError(f"{len(items)} items are too many for an index of 32 bits")
-    count = _share(fraction, len(items))
+        raise CodecError(f"{len(items)} items are too many for an index of 32 bits")
+    count = _sent_count(fraction, len(items))
     if count == len(items):
         return torch.arange(count, device=items.device)
-    norms = _norms(items)
-    edge = norms.kthvalue(len(items) - count + 1).values
-    above = (norms > edge).nonzero().flatten()
-    level = (norms == edge).nonzero().flatten()
-    return torch.cat([above, level[: count - len(above)]]).sort().values
+    norms = _item_norms(items)
+    threshold = norms.kthvalue(len(items) - count + 1).values
+    above = (norms > threshold).nonzero().flatten()
+    tied = (norms == threshold).nonzero().flatten()
+    return torch.cat([above, tied[: count - len(above)]]).sort().values
 
 
-def _norms(items: Tensor) -> Tensor:
+def _item_norms(items: Tensor) -> Tensor:
+    """Return the L2 norm of each item, up to a common factor for float64 rows."""
     if items.dim() == 1:
-        return items.abs().to(Form.of(items).work)
+        return items.abs().to(TensorSpec.of(items).compute_dtype)
     rows = items.reshape(len(items), math.prod(items.shape[1:]))
-    if rows.dtype == torch.float64:  # of which the squares may be beyond the range
-        rows = rows / (largest(rows) or 1.0)
+    if rows.dtype == torch.float64:  # squares of float64 could overflow
+        rows = rows / (max_magnitude(rows) or 1.0)
     return cast("Tensor", torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64))
 
 
-def _places(index: Tensor, length: int) -> Tensor:
-    """An index, if it points at different items in order."""
-    found = index.to(torch.int64)
-    if len(found) and (found[0] < 0 or found[-1] >= length or (found.diff() <= 0).any()):
-        raise WireError(f"its index does not point at different items out of {length} in order")
-    return found
+def _checked_indices(indices: Tensor, length: int) -> Tensor:
+    """Return the indices as int64; raise CodecError unless ascending, distinct and in range."""
+    wide = indices.to(torch.int64)
+    if len(wide) and (wide[0] < 0 or wide[-1] >= length or (wide.diff() <= 0).any()):
+        raise CodecError(f"its index does not point at different items out of {length} in order")
+    return wide

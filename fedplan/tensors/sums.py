@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums: weighted sums of named tensors with the same bits in whatever order they are added."""
+"""Exact sums: weighted sums of named tensors, bitwise equal in whatever order they are added."""
 
 from __future__ import annotations
 
@@ -11,17 +11,27 @@ import torch
 from torch import Tensor
 
 from fedplan.errors import FedplanError
+from fedplan.tensors.accumulator import (
+    CARRY_BITS,
+    DTYPE_BY_NAME,
+    GRID,
+    SUMMABLE_DTYPES,
+    Accumulator,
+    AccumulatorBuffer,
+    dtype_name,
+)
+from fedplan.tensors.chunks import flatten_tensors, max_magnitudes, peaks_and_squared_distances
 from fedplan.tensors.named import all_finite
-from fedplan.tensors.stretches import extents, flattened, magnitudes
-from fedplan.tensors.totals import ADDED, CARRY, FLOATS, GRID, Arena, Total, dtype_of
 
-LARGEST_VALUE = 2.0**40
-LARGEST_WEIGHT = 2**27
-LARGEST_SUM = 2**98
-"""In steps of the grid: the sum of weight times the largest magnitude stays below it."""
+MAX_VALUE = 2.0**40
+"""Largest magnitude of a value that can be added."""
+MAX_WEIGHT = 2**27
+"""Largest weight of one update."""
+MAX_SUM_STEPS = 2**98
+"""In grid steps: the sum of weight times the largest magnitude stays below it."""
 
 _FACTS = ("dtype", "weight", "senders", "reach")
-_RAW = (*_FACTS, "shape", "load", "lifted")
+_RAW_FACTS = (*_FACTS, "shape", "load", "lifted")
 
 
 class SumError(FedplanError):
@@ -31,183 +41,213 @@ class SumError(FedplanError):
 class ExactSum:
     """A running weighted sum of named tensors, exactly associative and commutative.
 
-    Each value is rounded once to a multiple of GRID; from there on all is whole numbers. So the
-    bits do not depend on the order of updates or on how partial sums were merged, and the memory,
-    8 or 16 bytes a number, does not depend on how many came. An error leaves the sum as it was.
+    Each value is rounded once to a multiple of GRID; all further arithmetic is on integers. So the
+    bits depend neither on the order of updates nor on how partial sums are merged, and the memory
+    is 8 or 16 bytes a number for any number of updates. A method that raises changes nothing.
     """
 
     def __init__(self) -> None:
-        self._totals: dict[str, Total] = {}
-        self._arenas: list[Arena] = []
+        self._accumulators: dict[str, Accumulator] = {}
+        self._buffers: list[AccumulatorBuffer] = []
 
     @torch.no_grad()
     def add(
         self, values: Mapping[str, Tensor], weight: int, peaks: Mapping[str, int] | None = None
     ) -> None:
-        """Add one sender's tensors, each times the weight. Each name has senders of its own.
+        """Add one sender's tensors, each times the weight; senders may have different names.
 
-        `peaks` are those of just these tensors, if somebody has looked at them already.
+        `peaks` are the `peak_steps` of these tensors, if already computed. Raises SumError as
+        `validate` does.
         """
-        peaks, flat = self.require(values, weight, peaks), flattened(values)
-        if fresh := {name: value for name, value in values.items() if name not in self._totals}:
-            arena = Arena.of({name: flat[name] for name in fresh})
-            self._arenas.append(arena)
-            self._totals |= arena.totals(fresh)
-        narrow = {n: v for n, v in flat.items() if self._totals[n].expect(weight, peaks[n])}
-        added = {name for arena in self._arenas for name in arena.add(narrow, weight)}
+        peaks, flat = self.validate(values, weight, peaks), flatten_tensors(values)
+        if new := {name: value for name, value in values.items() if name not in self._accumulators}:
+            buffer = AccumulatorBuffer.allocate({name: flat[name] for name in new})
+            self._buffers.append(buffer)
+            self._accumulators |= buffer.accumulators(new)
+        narrow = {n: v for n, v in flat.items() if self._accumulators[n].reserve(weight, peaks[n])}
+        added = {n for buffer in self._buffers for n in buffer.add_whole_chunks(narrow, weight)}
         for name in flat.keys() - added:
-            self._totals[name].add(flat[name], weight, wide=name not in narrow)
+            self._accumulators[name].add(flat[name], weight, wide=name not in narrow)
 
-    def require(
+    def validate(
         self, values: Mapping[str, Tensor], weight: int, peaks: Mapping[str, int] | None = None
     ) -> dict[str, int]:
-        """Refuse tensors that `add` would refuse; else the peak of each."""
-        if type(weight) is not int or not 1 <= weight <= LARGEST_WEIGHT:
-            most = LARGEST_WEIGHT
-            raise SumError(f"weight {weight!r} is not an int from 1 to {most}: count examples")
-        found = dict(peaks) if peaks is not None else peaks_of(values)
+        """Return the `peak_steps` of the tensors (or a copy of `peaks`); changes nothing.
+
+        Raises SumError for a weight, dtype, shape or value that cannot be added exactly.
+        """
+        if type(weight) is not int or not 1 <= weight <= MAX_WEIGHT:
+            raise SumError(
+                f"weight {weight!r} is not an int from 1 to {MAX_WEIGHT}: count examples"
+            )
+        peaks = dict(peaks) if peaks is not None else peak_steps(values)
         for name, tensor in values.items():
-            self._check(name, dtype_of(tensor), tuple(tensor.shape), weight * found[name])
-        return found
+            self._require_fit(name, dtype_name(tensor), tuple(tensor.shape), weight * peaks[name])
+        return peaks
 
     def merge(self, other: ExactSum) -> None:
-        """Add all that another sum holds, as if its updates had come here."""
-        for name, theirs in other._totals.items():
-            self._check(name, theirs.dtype, theirs.shape, theirs.reach)
-        fresh = {n: t.copy() for n, t in other._totals.items() if n not in self._totals}
-        for name in other._totals.keys() - fresh.keys():
-            self._totals[name].merge(other._totals[name])
-        self._totals |= fresh
+        """Add all updates of another sum; raise SumError if dtypes or shapes differ or overflow."""
+        for name, theirs in other._accumulators.items():
+            self._require_fit(name, theirs.dtype, theirs.shape, theirs.reach)
+        new = {n: a.copy() for n, a in other._accumulators.items() if n not in self._accumulators}
+        for name in other._accumulators.keys() - new.keys():
+            self._accumulators[name].merge(other._accumulators[name])
+        self._accumulators |= new
 
-    def _check(self, name: str, dtype: str, shape: tuple[int, ...], reach: int) -> None:
-        """Refuse what does not fit the sum under a name, or could overflow it."""
-        held = self._totals.get(name)
-        if held and (held.dtype, held.shape) != (dtype, shape):
-            before = f"but was {held.dtype} {held.shape} before"
+    def _require_fit(self, name: str, dtype: str, shape: tuple[int, ...], reach: int) -> None:
+        """Raise SumError if dtype or shape differ from before, or `reach` more could overflow."""
+        existing = self._accumulators.get(name)
+        if existing and (existing.dtype, existing.shape) != (dtype, shape):
+            before = f"but was {existing.dtype} {existing.shape} before"
             raise SumError(f"{name} is {dtype} {shape}, {before}: send all of a name alike")
-        if reach + (held.reach if held else 0) >= LARGEST_SUM:
-            most = f"{LARGEST_SUM * GRID:.0f}"
-            raise SumError(f"the sum of {name} could pass {most}: give smaller weights")
+        if reach + (existing.reach if existing else 0) >= MAX_SUM_STEPS:
+            limit = f"{MAX_SUM_STEPS * GRID:.0f}"
+            raise SumError(f"the sum of {name} could pass {limit}: give smaller weights")
 
-    def mean(self, over: Mapping[str, int] | None = None) -> dict[str, Tensor]:
-        """Each sum divided by the weight of its own senders, or by `over`, in the dtype it had."""
-        shares = self.weights() if over is None else over
-        for name in self._totals:
-            share = shares.get(name)
-            if type(share) is not int or share < 1:
-                raise SumError(f"{name} cannot be divided by {share!r}: give a positive int")
-        joined = {n: m for each in self._arenas for n, m in each.means(self._totals, shares)}
+    def mean(self, divisors: Mapping[str, int] | None = None) -> dict[str, Tensor]:
+        """Return each sum divided by its weight, or by `divisors[name]`, in its own dtype.
+
+        Raises SumError if a divisor is not a positive int, or a float16 mean overflows.
+        """
+        divisors = self.weights() if divisors is None else divisors
+        for name in self._accumulators:
+            divisor = divisors.get(name)
+            if type(divisor) is not int or divisor < 1:
+                raise SumError(f"{name} cannot be divided by {divisor!r}: give a positive int")
+        joined = {
+            name: mean
+            for buffer in self._buffers
+            for name, mean in buffer.joined_means(self._accumulators, divisors)
+        }
         means = {
-            name: joined[name] if name in joined else total.over(shares[name])
-            for name, total in self._sorted()
+            name: joined[name] if name in joined else accumulator.divide(divisors[name])
+            for name, accumulator in self._sorted()
         }
         for name, mean in means.items():
-            # No sum is too large for the others.
+            # No sum is too large for the other dtypes.
             if mean.dtype is torch.float16 and not all_finite(mean):
                 raise SumError(f"the mean of {name} is too large for {mean.dtype}: divide by more")
         return means
 
     def weights(self) -> dict[str, int]:
-        """The weight of all senders of each name."""
-        return {name: total.weight for name, total in self._sorted()}
+        """Return the total weight of the updates of each name."""
+        return {name: accumulator.weight for name, accumulator in self._sorted()}
 
     def senders(self) -> dict[str, int]:
-        """How many updates held each name."""
-        return {name: total.senders for name, total in self._sorted()}
+        """Return the number of updates of each name."""
+        return {name: accumulator.senders for name, accumulator in self._sorted()}
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the counts take."""
-        return sum(t.lower.nbytes * (1 + (t.upper is not None)) for t in self._totals.values())
+        """Bytes of the counts in memory."""
+        accumulators = self._accumulators.values()
+        return sum(a.lower.nbytes * (1 + (a.upper is not None)) for a in accumulators)
 
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """The sum as tensors for safetensors and facts for JSON: equal sums give equal bits."""
+    def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, object]]:
+        """Return the sum as tensors (`name.upper`, `name.lower`) and JSON facts by name.
+
+        Equal sums give equal bits. Normalizes the counts in place.
+        """
         tensors: dict[str, Tensor] = {}
         facts: dict[str, object] = {}
-        for name, total in self._sorted():
-            total.settle()
-            assert total.upper is not None
-            tensors[f"{name}.upper"] = total.upper.view(total.shape).clone()
-            tensors[f"{name}.lower"] = total.lower.view(total.shape).clone()
-            facts[name] = {key: getattr(total, key) for key in _FACTS}
+        for name, accumulator in self._sorted():
+            accumulator.normalize()
+            assert accumulator.upper is not None
+            tensors[f"{name}.upper"] = accumulator.upper.view(accumulator.shape).clone()
+            tensors[f"{name}.lower"] = accumulator.lower.view(accumulator.shape).clone()
+            facts[name] = {key: getattr(accumulator, key) for key in _FACTS}
         return tensors, facts
 
     @classmethod
-    def read(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, object]) -> ExactSum:
-        """The sum that `tensors` wrote."""
-        found = cls()
+    def from_tensors(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, object]) -> ExactSum:
+        """Return the sum that `to_tensors` wrote; raise SumError if a part is invalid."""
+        total = cls()
         for name, fact in facts.items():
             try:
-                pair = tensors[f"{name}.upper"], tensors[f"{name}.lower"]
-                found._totals[name] = _read(*pair, **cast("dict[str, Any]", fact))
+                counts = tensors[f"{name}.upper"], tensors[f"{name}.lower"]
+                accumulator = _read_accumulator(*counts, **cast("dict[str, Any]", fact))
             except (KeyError, TypeError) as error:
-                text = f"{name} is not part of a sum ({error}): read what `tensors` wrote"
-                raise SumError(text) from error
-        return found
+                raise SumError(
+                    f"{name} is not part of a sum ({error}): read what `to_tensors` wrote"
+                ) from error
+            total._accumulators[name] = accumulator
+        return total
 
-    def raw(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The sum as it stands, for one who trusts it and merges it at once: nothing is copied."""
+    def export_raw(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the counts as they are, uncopied, and JSON facts; only for `from_raw`."""
         tensors, facts = dict[str, Tensor](), dict[str, Any]()
-        for name, total in self._sorted():
-            tensors[f"{name}.lower"] = total.lower
-            tensors |= {f"{name}.upper": total.upper} if total.upper is not None else {}
-            facts[name] = {key: getattr(total, key) for key in _RAW}
+        for name, accumulator in self._sorted():
+            tensors[f"{name}.lower"] = accumulator.lower
+            if accumulator.upper is not None:
+                tensors[f"{name}.upper"] = accumulator.upper
+            facts[name] = {key: getattr(accumulator, key) for key in _RAW_FACTS}
         return tensors, facts
 
     @classmethod
-    def of_raw(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> ExactSum:
-        """The sum that `raw` gave."""
-        found = cls()
+    def from_raw(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> ExactSum:
+        """Return the sum that `export_raw` gave, sharing its tensors; the input is trusted."""
+        total = cls()
         for name, fact in facts.items():
-            said: dict[str, Any] = {**fact, "shape": tuple(fact["shape"])}
+            fields: dict[str, Any] = {**fact, "shape": tuple(fact["shape"])}
             lower, upper = tensors[f"{name}.lower"], tensors.get(f"{name}.upper")
-            found._totals[name] = Total(lower=lower, upper=upper, **said)
-        return found
+            total._accumulators[name] = Accumulator(lower=lower, upper=upper, **fields)
+        return total
 
-    def _sorted(self) -> list[tuple[str, Total]]:
-        return sorted(self._totals.items())
+    def _sorted(self) -> list[tuple[str, Accumulator]]:
+        return sorted(self._accumulators.items())
 
 
-def _read(upper: Tensor, lower: Tensor, dtype: str, weight: int, senders: int, reach: int) -> Total:
-    """A settled total, or a TypeError that says what is wrong with it."""
-    counts, most = (weight, senders, reach), (reach >> CARRY) + 1
-    fit = 1 <= senders <= weight <= senders * LARGEST_WEIGHT and 0 <= reach < LARGEST_SUM
-    if not fit or {type(count) for count in counts} != {int}:
-        raise TypeError(f"its weight, senders and reach are {counts}")
-    if {upper.dtype, lower.dtype} != {torch.int64} or dtype not in ADDED:
+def _read_accumulator(
+    upper: Tensor, lower: Tensor, dtype: str, weight: int, senders: int, reach: int
+) -> Accumulator:
+    """Return a normalized accumulator with copied counts; raise TypeError if they are invalid."""
+    facts, limit = (weight, senders, reach), (reach >> CARRY_BITS) + 1
+    valid = 1 <= senders <= weight <= senders * MAX_WEIGHT and 0 <= reach < MAX_SUM_STEPS
+    if not valid or {type(fact) for fact in facts} != {int}:
+        raise TypeError(f"its weight, senders and reach are {facts}")
+    if {upper.dtype, lower.dtype} != {torch.int64} or dtype not in DTYPE_BY_NAME:
         raise TypeError(f"its dtypes are {upper.dtype}, {lower.dtype} and {dtype}")
-    over = upper.clamp(-most, most).ne(upper).any() or (lower >> CARRY).any()
-    if upper.shape != lower.shape or bool(over):
+    too_large = upper.clamp(-limit, limit).ne(upper).any() or (lower >> CARRY_BITS).any()
+    if upper.shape != lower.shape or bool(too_large):
         raise TypeError("its counts are of two shapes, or out of range")
-    flat = lower.flatten(), upper.flatten()
-    return Total(dtype, tuple(lower.shape), *flat, *counts, load=2**CARRY).copy()
+    counts = lower.flatten(), upper.flatten()
+    return Accumulator(dtype, tuple(lower.shape), *counts, *facts, load=2**CARRY_BITS).copy()
 
 
-def peaks_of(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """Each tensor's largest magnitude in steps of the grid, rounded up, if all can be added."""
+def peak_steps(values: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return each tensor's largest magnitude in grid steps, rounded up.
+
+    Raises SumError for a dtype or value that cannot be added.
+    """
     _require_floats(values)
-    return _in_steps(values, magnitudes(values))
+    return _in_steps(values, max_magnitudes(values))
 
 
-def looked_at(
+def peak_steps_and_squared_distances(
     values: Mapping[str, Tensor], base: Mapping[str, Tensor]
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """The same, and each tensor's squared distance from the base, in one pass."""
+    """Return `peak_steps`, and each tensor's squared distance from the base, in one pass.
+
+    Raises SumError as `peak_steps` does.
+    """
     _require_floats(values)
-    peaks, squares = extents(values, base)
+    peaks, squares = peaks_and_squared_distances(values, base)
     return _in_steps(values, peaks), squares
 
 
 def _require_floats(values: Mapping[str, Tensor]) -> None:
     for name, tensor in values.items():
-        if tensor.dtype not in FLOATS:
-            raise SumError(f"{name} is {dtype_of(tensor)}: send one of {', '.join(ADDED)}")
+        if tensor.dtype not in SUMMABLE_DTYPES:
+            raise SumError(
+                f"{name} is {dtype_name(tensor)}: send one of {', '.join(DTYPE_BY_NAME)}"
+            )
 
 
 def _in_steps(values: Mapping[str, Tensor], peaks: Mapping[str, float]) -> dict[str, int]:
+    """Convert peaks to grid steps, rounded up; raise SumError for one over MAX_VALUE or NaN."""
     for name, peak in peaks.items():
-        if not peak <= LARGEST_VALUE:  # so that NaN is refused too
-            ends = [float(end) for end in torch.aminmax(values[name].detach())]
-            worst = next(end for end in ends if not abs(end) <= LARGEST_VALUE)
-            raise SumError(f"{name} holds {worst}: send finite values up to {LARGEST_VALUE:.0f}")
+        if not peak <= MAX_VALUE:  # so that NaN is refused too
+            extremes = [float(extreme) for extreme in torch.aminmax(values[name].detach())]
+            worst = next(extreme for extreme in extremes if not abs(extreme) <= MAX_VALUE)
+            raise SumError(f"{name} holds {worst}: send finite values up to {MAX_VALUE:.0f}")
     return {name: math.ceil(peak / GRID) for name, peak in peaks.items()}

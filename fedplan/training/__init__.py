@@ -1,85 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client's turn on its own rows: fit, wraps, freezing, probes."""
+"""A client's local training: settings, loops, client hooks, freezing and probes."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.training.features import Features
-    from fedplan.training.fit import Done, Fit, Job, Pace, Wrap, plain
-    from fedplan.training.freezing import Marked, mark
-    from fedplan.training.loops import RowsOf, attach
-    from fedplan.training.optimisers import (
-        ClientOptimiser,
+    from fedplan.training.activation_cache import ActivationCache
+    from fedplan.training.client_hooks import alternate, control_variates, proximal
+    from fedplan.training.fit import ClientHook, Fit, FitResult, Job, TrainConfig, plain_fit
+    from fedplan.training.freezing import TrainableParams, trainable
+    from fedplan.training.loops import ExamplesDataset, attach
+    from fedplan.training.lora_ranks import train_at_client_rank
+    from fedplan.training.lr_schedules import LRSchedule, make_lr_schedule
+    from fedplan.training.optimizers import (
+        ClientOptimizer,
         adamw,
-        optimiser_named,
-        register_optimiser,
+        make_client_optimizer,
+        register_optimizer,
         sgd,
     )
     from fedplan.training.probes import (
-        Look,
         Probe,
-        at_random,
-        attention,
-        fixed,
-        from_the_middle,
-        from_the_top,
-        gradient,
-        probe_named,
-        public,
+        ProbeInput,
+        attention_probe,
+        data_independent,
+        fixed_probe,
+        get_probe,
+        gradient_probe,
+        last_probe,
+        middle_probe,
+        random_probe,
     )
-    from fedplan.training.ranks import narrowed
-    from fedplan.training.schedules import Schedule, schedule_named
-    from fedplan.training.wraps import alternate, controlled, proximal
 
 __all__ = [
-    "ClientOptimiser",
-    "Done",
-    "Features",
+    "ActivationCache",
+    "ClientHook",
+    "ClientOptimizer",
+    "ExamplesDataset",
     "Fit",
+    "FitResult",
     "Job",
-    "Look",
-    "Marked",
-    "Pace",
+    "LRSchedule",
     "Probe",
-    "RowsOf",
-    "Schedule",
-    "Wrap",
+    "ProbeInput",
+    "TrainConfig",
+    "TrainableParams",
     "adamw",
     "alternate",
-    "at_random",
     "attach",
-    "attention",
-    "controlled",
-    "fixed",
-    "from_the_middle",
-    "from_the_top",
-    "gradient",
-    "mark",
-    "narrowed",
-    "optimiser_named",
-    "plain",
-    "probe_named",
+    "attention_probe",
+    "control_variates",
+    "data_independent",
+    "fixed_probe",
+    "get_probe",
+    "gradient_probe",
+    "last_probe",
+    "make_client_optimizer",
+    "make_lr_schedule",
+    "middle_probe",
+    "plain_fit",
     "proximal",
-    "public",
-    "register_optimiser",
-    "schedule_named",
+    "random_probe",
+    "register_optimizer",
     "sgd",
+    "train_at_client_rank",
+    "trainable",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "features": "Features",
-        "fit": "Done Fit Job Pace Wrap plain",
-        "freezing": "Marked mark",
-        "loops": "RowsOf attach",
-        "optimisers": "ClientOptimiser adamw optimiser_named register_optimiser sgd",
-        "probes": "Look Probe at_random attention fixed from_the_middle from_the_top gradient "
-        "probe_named public",
-        "ranks": "narrowed",
-        "schedules": "Schedule schedule_named",
-        "wraps": "alternate controlled proximal",
+        "activation_cache": "ActivationCache",
+        "client_hooks": "alternate control_variates proximal",
+        "fit": "ClientHook Fit FitResult Job TrainConfig plain_fit",
+        "freezing": "TrainableParams trainable",
+        "loops": "ExamplesDataset attach",
+        "lora_ranks": "train_at_client_rank",
+        "lr_schedules": "LRSchedule make_lr_schedule",
+        "optimizers": "ClientOptimizer adamw make_client_optimizer register_optimizer sgd",
+        "probes": "Probe ProbeInput attention_probe data_independent fixed_probe "
+        "get_probe gradient_probe last_probe middle_probe random_probe",
     },
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches: which rows each step of a turn takes, and the batches of them, made ahead or in time."""
+"""Batches of a client's training steps: epoch order, splitting a step, and prefetching."""
 
 from __future__ import annotations
 
@@ -16,90 +16,107 @@ from fedplan.data.examples import NO_LABEL, Examples
 from fedplan.errors import FedplanError
 
 T = TypeVar("T")
-Made = TypeVar("Made")
-_POOL = 50
-"""Among the rows of so many steps, those of similar length are put together."""
-_PIECE = 1000
+Result = TypeVar("Result")
+_STEPS_PER_POOL = 50
+"""With grouping by length, examples are sorted by length within pools of so many steps."""
+_CHUNK_SIZE = 1000
+"""Examples that are loaded at once to read their lengths."""
 
 
-class Weighed(NamedTuple):
-    """A batch, its share of the step that it is part of, and the numbers of its rows."""
+class WeightedBatch(NamedTuple):
+    """One batch of a step.
+
+    `share`: weight of the batch's loss in the step; the shares of a step sum to 1.
+    `indices`: indices of the batch's examples.
+    """
 
     batch: dict[str, Tensor]
     share: float
-    rows: Tensor
+    indices: Tensor
 
 
-def epoch(
+def epoch_steps(
     count: int, size: int, generator: torch.Generator, lengths: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """The rows of each step of one epoch: every row once, in an order by chance.
+    """Return the example indices of each step of one epoch, in random order.
 
-    With lengths, rows of similar length are in one step.
+    Every index below `count` occurs once; a step has `size` indices, the last one may have fewer.
+    With `lengths` (one number for each example), a step has examples of similar length.
     """
     order = torch.randperm(count, generator=generator)
     if lengths is None:
         return iter(_split(order, size))
-    pools = _split(order, _POOL * size)
+    pools = _split(order, _STEPS_PER_POOL * size)
     steps = [s for p in pools for s in _split(p[lengths[p].argsort(stable=True)], size)]
-    # A step of long rows must not always come last.
+    # Without this shuffle the steps with the longest examples would come last in each pool.
     shuffled = cast("list[int]", torch.randperm(len(steps), generator=generator).tolist())
-    return (steps[place] for place in shuffled)
+    return (steps[i] for i in shuffled)
 
 
-def lengths_of(rows: Examples) -> Tensor:
-    """How many tokens each row has."""
-    found = list[Tensor]()
-    for piece in _split(torch.arange(len(rows)), _PIECE):
-        batch = rows.batch(piece)
+def token_lengths(examples: Examples) -> Tensor:
+    """Return the number of tokens of each example, from its attention mask.
+
+    Raises FedplanError if the examples have no attention_mask.
+    """
+    lengths = list[Tensor]()
+    for indices in _split(torch.arange(len(examples)), _CHUNK_SIZE):
+        batch = examples.batch(indices)
         if "attention_mask" not in batch:
             raise FedplanError(
-                "by_length puts texts of similar length together, and these rows have no "
-                "attention_mask that would tell their length: leave it out"
+                "by_length groups texts of similar length, and these examples have no "
+                "attention_mask to read their length from: leave by_length out"
             )
-        found.append(batch["attention_mask"].flatten(1).sum(1).cpu())
-    return torch.cat(found) if found else torch.zeros(0)
+        lengths.append(batch["attention_mask"].flatten(1).sum(1).cpu())
+    return torch.cat(lengths) if lengths else torch.zeros(0)
 
 
-def weighed(rows: Examples, indices: Tensor, size: int) -> list[Weighed]:
-    """The rows of one step in batches of a size, each with its share of what the step is a mean of.
+def split_step(examples: Examples, indices: Tensor, size: int) -> list[WeightedBatch]:
+    """Load the examples of one step as batches of at most `size` examples, with loss weights.
 
-    That is a mean over answers: labels, wherever there is one; or over rows, if no label is a whole
-    number. So a step in parts is the step of one large batch.
+    A batch's share is its part of the step's labels (those that are not NO_LABEL), or of the
+    step's examples if labels are floating-point or absent. So the weighted sum of the batches' mean
+    losses equals the mean loss of one large batch.
     """
     if len(indices) <= size:
-        return [Weighed(rows.batch(indices), 1.0, indices)]
+        return [WeightedBatch(examples.batch(indices), 1.0, indices)]
     parts = _split(indices, size)
-    found = [rows.batch(each) for each in parts]
-    counts = [_answers(batch, len(each)) for batch, each in zip(found, parts, strict=True)]
-    whole = sum(counts)
-    shares = [count / whole for count in counts] if whole else [1 / len(found)] * len(found)
-    return [Weighed(*each) for each in zip(found, shares, parts, strict=True)]
+    batches = [examples.batch(part) for part in parts]
+    counts = [_count_labels(batch, len(part)) for batch, part in zip(batches, parts, strict=True)]
+    total = sum(counts)
+    shares = [count / total for count in counts] if total else [1 / len(batches)] * len(batches)
+    return [WeightedBatch(*fields) for fields in zip(batches, shares, parts, strict=True)]
 
 
-def _answers(batch: dict[str, Tensor], rows: int) -> int:
+def _count_labels(batch: dict[str, Tensor], example_count: int) -> int:
+    """Return the number of integer labels of a batch; without integer labels, `example_count`."""
     labels = batch.get("labels")
     if labels is None or labels.is_floating_point():
-        return rows
+        return example_count
     return int((labels != NO_LABEL).sum())
 
 
-def ahead(make: Callable[[T], Made], of: Iterable[T], workers: int) -> Iterator[Made]:
-    """What is made of each, in their order; by threads ahead of its use, if there are workers."""
-    if not workers:
-        yield from map(make, of)
+def prefetch(
+    function: Callable[[T], Result], items: Iterable[T], num_workers: int
+) -> Iterator[Result]:
+    """Yield `function(item)` for each item, in order.
+
+    With `num_workers` threads, up to twice as many results are computed ahead; with 0, each result
+    is computed when it is requested.
+    """
+    if not num_workers:
+        yield from map(function, items)
         return
-    left, waiting = iter(of), deque[Future[Made]]()
-    with ThreadPoolExecutor(workers, "fedplan-batches") as pool:
+    remaining, pending = iter(items), deque[Future[Result]]()
+    with ThreadPoolExecutor(num_workers, "fedplan-batches") as pool:
         try:
-            waiting.extend(pool.submit(make, each) for each in islice(left, 2 * workers))
-            while waiting:
-                first = waiting.popleft().result()
-                waiting.extend(pool.submit(make, each) for each in islice(left, 1))
-                yield first
+            pending.extend(pool.submit(function, i) for i in islice(remaining, 2 * num_workers))
+            while pending:
+                result = pending.popleft().result()
+                pending.extend(pool.submit(function, item) for item in islice(remaining, 1))
+                yield result
         finally:
-            for each in waiting:
-                each.cancel()
+            for future in pending:
+                future.cancel()
 
 
 def _split(indices: Tensor, size: int) -> tuple[Tensor, ...]:

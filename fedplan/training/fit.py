@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits: local training in one turn, a plain loop and the ways in which methods change it."""
+"""Local training in one turn: its settings, its inputs and result, and the default loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import reduce
 from itertools import islice
 from math import ceil, nan
@@ -13,207 +13,270 @@ from operator import add
 import torch
 from torch import Tensor, nn
 
-from fedplan.data.examples import Examples, Loss, Seeded
+from fedplan.data.examples import Examples, Loss, SeededExamples
 from fedplan.errors import FedplanError
+from fedplan.language.canonical import format_call, with_text
 from fedplan.language.plan import Roles
-from fedplan.language.wording import spelled_out, stated
 from fedplan.models.params import Param
-from fedplan.tensors.devices import autocast, brought, device_of, forked, numbers, scaler
+from fedplan.tensors.devices import (
+    autocast,
+    fork_rng_state,
+    grad_scaler,
+    model_device,
+    read_floats,
+    to_device,
+)
 from fedplan.tensors.named import Tensors
-from fedplan.training.batches import Weighed, ahead, epoch, lengths_of, weighed
-from fedplan.training.features import Features
-from fedplan.training.freezing import Marked, mark
-from fedplan.training.optimisers import ClientOptimiser, adamw
-from fedplan.training.passes import PRECISIONS, checkpointed, compiled
-from fedplan.training.prefix import prefix_of
-from fedplan.training.schedules import Schedule
-from fedplan.training.steps import Stepper
+from fedplan.training.activation_cache import ActivationCache
+from fedplan.training.activation_reuse import frozen_prefix
+from fedplan.training.batches import (
+    WeightedBatch,
+    epoch_steps,
+    prefetch,
+    split_step,
+    token_lengths,
+)
+from fedplan.training.forward_options import (
+    PRECISIONS,
+    compile_model,
+    use_gradient_checkpointing,
+)
+from fedplan.training.freezing import TrainableParams, trainable
+from fedplan.training.lr_schedules import LRSchedule
+from fedplan.training.optimizers import ClientOptimizer, adamw
+from fedplan.training.stepper import Stepper
 
-_USUAL = adamw()
-_STEADY = Schedule()
+_DEFAULT_OPTIMIZER = adamw()
+_CONSTANT_LR = LRSchedule()
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How a client trains: the optimiser and its rate, how long, and in batches of what size.
+class TrainConfig:
+    """Training arguments of a client.
 
-    A step takes `accumulate` batches, one after the other, and counts as one of `steps`. With
-    `decay_all` off, neither norms nor biases decay. `precision` is what forward passes compute in
-    where that is safe (bf16, fp16); values, gradients and steps stay as they are. `compile` names a
-    backend of torch.compile. `by_length` puts texts of similar length into one batch. `workers` are
-    threads that make batches ahead. With `reuse` the output of what is frozen below all that is
-    trained is worked out row by row, and kept for later steps and turns.
+    `optimizer`, `lr`, `lr_scheduler`: the optimizer, its learning rate, and the rate's schedule.
+    `epochs`: passes over the examples in a turn; ignored if `steps` is set.
+    `steps`: optimizer steps in a turn; 0 uses `epochs`.
+    `batch_size`: examples in one forward pass.
+    `gradient_accumulation_steps`: batches in one optimizer step.
+    `max_grad_norm`: gradients are clipped to this norm; 0 does not clip.
+    `decay_norm_and_bias`: False excludes norms and biases from weight decay.
+    `precision`: autocast precision of forward passes: float32 (off), bf16 or fp16.
+    `gradient_checkpointing`: recompute activations in the backward pass to save memory.
+    `torch_compile`: a backend of torch.compile; empty does not compile.
+    `group_by_length`: put texts of similar length into one batch.
+    `num_workers`: threads that load batches ahead.
+    `cache_activations`: compute the activations of frozen layers below all trained ones once per
+    example, and cache them for later steps and turns.
     """
 
-    optimiser: ClientOptimiser = _USUAL
-    rate: float = 1e-3
+    optimizer: ClientOptimizer = _DEFAULT_OPTIMIZER
+    lr: float = 1e-3
     epochs: int = 1
     steps: int = 0
-    batch: int = 32
-    clip: float = 0.0
-    schedule: Schedule = _STEADY
-    accumulate: int = 1
-    decay_all: bool = True
+    batch_size: int = 32
+    max_grad_norm: float = 0.0
+    lr_scheduler: LRSchedule = _CONSTANT_LR
+    gradient_accumulation_steps: int = 1
+    decay_norm_and_bias: bool = True
     precision: str = "float32"
-    checkpointing: bool = False
-    compile: str = ""
-    by_length: bool = False
-    workers: int = 0
-    reuse: bool = False
+    gradient_checkpointing: bool = False
+    torch_compile: str = ""
+    group_by_length: bool = False
+    num_workers: int = 0
+    cache_activations: bool = False
 
     def __post_init__(self) -> None:
-        if self.accumulate < 1 or self.workers < 0:
-            wrong = "accumulate" if self.accumulate < 1 else "workers"
-            raise FedplanError(f"{wrong} is {getattr(self, wrong)}: give a larger whole number")
+        """Raise FedplanError if a number is too small, or if two settings exclude each other."""
+        for name, least in (("gradient_accumulation_steps", 1), ("num_workers", 0)):
+            if (value := getattr(self, name)) < least:
+                raise FedplanError(f"{name} is {value}: give {least} or more")
         if self.precision not in PRECISIONS:
-            known = ", ".join(PRECISIONS)
-            raise FedplanError(f"there is no precision {self.precision!r}; there are {known}")
-        if self.reuse and self.compile:
             raise FedplanError(
-                f"reuse does not go together with compile = {self.compile!r}, which runs the whole "
-                "model: leave one of them out"
+                f"there is no precision {self.precision!r}: use one of {', '.join(PRECISIONS)}"
+            )
+        if self.cache_activations and self.torch_compile:
+            raise FedplanError(
+                "cache_activations cannot be combined with torch_compile = "
+                f"{self.torch_compile!r}, which runs the whole model: leave one of them out"
             )
 
     @property
     def text(self) -> str:
-        """All of it in one line, for both ends to compare."""
-        return spelled_out("pace", self)
+        """All settings in one line; part of the text that server and clients compare."""
+        return format_call("train", **{f.name: getattr(self, f.name) for f in fields(self)})
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What forward passes compute in, if it is not the model's own."""
+        """Autocast dtype of forward passes; None leaves the model's own dtype."""
         return PRECISIONS[self.precision]
 
-    def steps_of(self, rows: int) -> int:
-        """How many steps a turn on so many rows has."""
-        return (self.steps or self.epochs * ceil(rows / self._rows)) if rows else 0
+    def step_count(self, example_count: int) -> int:
+        """Return the number of optimizer steps of a turn on so many examples; 0 for none."""
+        if not example_count:
+            return 0
+        return self.steps or self.epochs * ceil(example_count / self._step_size)
 
     @property
-    def _rows(self) -> int:
-        return self.batch * self.accumulate
+    def _step_size(self) -> int:
+        """Examples in one optimizer step."""
+        return self.batch_size * self.gradient_accumulation_steps
 
-    def draw(self, rows: Examples, seed: int) -> Iterator[Tensor]:
-        """The rows of each step: epochs in fresh orders, or a number of steps if it says so."""
-        generator, left = torch.Generator().manual_seed(seed), self.steps_of(len(rows))
-        lengths = lengths_of(rows) if self.by_length else None
-        while left:
-            for indices in islice(epoch(len(rows), self._rows, generator, lengths), left):
-                left -= 1
+    def draw_steps(self, examples: Examples, seed: int) -> Iterator[Tensor]:
+        """Yield the example indices of each step of a turn, in an order drawn by the seed.
+
+        Every epoch has a new order. With `steps` set, epochs repeat until the steps are done.
+        """
+        generator, remaining = torch.Generator().manual_seed(seed), self.step_count(len(examples))
+        lengths = token_lengths(examples) if self.group_by_length else None
+        while remaining:
+            steps = epoch_steps(len(examples), self._step_size, generator, lengths)
+            for indices in islice(steps, remaining):
+                remaining -= 1
                 yield indices
 
-    def start(self, marked: Marked) -> torch.optim.Optimizer:
-        """The optimiser of one turn: it starts without memory."""
-        return self.optimiser.start(marked, self.rate, decay_all=self.decay_all)
+    def make_optimizer(self, trainable_params: TrainableParams) -> torch.optim.Optimizer:
+        """Create the torch optimizer of one turn, without state from earlier turns."""
+        return self.optimizer.make_optimizer(
+            trainable_params, self.lr, decay_all=self.decay_norm_and_bias
+        )
 
 
-Adjust = Callable[[Param, Tensor, Tensor], None]
-"""Changes one param's gradient in place, given its value, before each step."""
+GradientHook = Callable[[Param, Tensor, Tensor], None]
+"""Called before each step as `hook(param, value, gradient)`; changes the gradient in place."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a fit may use: the marked roles, the rows, and what came with the world.
+    """Inputs of one local fit.
 
-    `start` holds the values as they were before the turn; `riders` what else came down with them;
-    `memory` what the client itself remembers from its last turn; `traits` what it says of itself.
-    `round` counts from 1. `features` is where outputs of what is frozen are kept, by `mark`, which
-    tells the rows from all others; without it, by the object that they are.
+    `roles`: role of each param; SHARE and KEEP params are trained.
+    `start`: values of the params before the turn.
+    `aux`: auxiliary tensors received from the server, such as SCAFFOLD's control variates.
+    `memory`: auxiliary tensors that the client stored in its last turn.
+    `gradient_hooks`: called in order for each trained param before each step.
+    `traits`: the client's traits. `round`: number of the round, from 1.
+    `activation_cache`: cache of frozen activations, used with `train_config.cache_activations`.
+    `examples_digest`: key of the examples in that cache; empty uses the object's id.
     """
 
     model: nn.Module
     roles: Roles
-    rows: Examples
+    examples: Examples
     loss: Loss
-    pace: Pace
+    train_config: TrainConfig
     seed: int
     start: Tensors
-    riders: Tensors = field(default_factory=dict[str, Tensor])
+    aux: Tensors = field(default_factory=dict[str, Tensor])
     memory: Tensors = field(default_factory=dict[str, Tensor])
-    adjust: tuple[Adjust, ...] = ()
+    gradient_hooks: tuple[GradientHook, ...] = ()
     traits: Mapping[str, str] = field(default_factory=dict[str, str])
     round: int = 1
-    features: Features | None = None
-    mark: str = ""
+    activation_cache: ActivationCache | None = None
+    examples_digest: str = ""
 
-    def stepper(self, marked: Marked, steps: int) -> Stepper:
-        """What takes the steps of this turn, which has so many."""
-        pace, device = self.pace, device_of(self.model)
-        _require_scaling(pace, marked)
-        factor = pace.schedule.factor(pace.rate, self.round, steps)
-        return Stepper(pace.start(marked), factor, scaler(device, pace.dtype))
+    def stepper(self, trainable_params: TrainableParams, steps: int) -> Stepper:
+        """Create the Stepper of this turn: optimizer, learning rates of `steps` steps, and scaler.
+
+        Raises FedplanError if precision is fp16 and a trained param is in float16 itself.
+        """
+        config, device = self.train_config, model_device(self.model)
+        _require_scalable(config, trainable_params)
+        factor = config.lr_scheduler.factor(config.lr, self.round, steps)
+        optimizer = config.make_optimizer(trainable_params)
+        return Stepper(optimizer, factor, grad_scaler(device, config.dtype))
 
 
 @dataclass(frozen=True)
-class Done:
-    """What a fit leaves: its mean loss and steps, what rides up, and what the client remembers.
+class FitResult:
+    """Result of one local fit.
 
-    `distance` is the sum of the rates of its steps, where they were not all the pace's.
+    `loss`: mean training loss over all steps; nan without steps. `steps`: optimizer steps taken.
+    `aux`: auxiliary tensors for the server, sent beside the update.
+    `memory`: auxiliary tensors that the client stores for its next turn.
+    `lr_sum`: sum of the learning rates of all steps; None if every step used `train_config.lr`.
     """
 
     loss: float
     steps: int
-    riders: Tensors = field(default_factory=dict[str, Tensor])
+    aux: Tensors = field(default_factory=dict[str, Tensor])
     memory: Tensors = field(default_factory=dict[str, Tensor])
-    distance: float | None = None
+    lr_sum: float | None = None
 
 
-Fit = Callable[[Job], Done]
-"""Trains a client's model in one turn."""
+Fit = Callable[[Job], FitResult]
+"""Trains a client's model, in place, for one turn."""
 
-Wrap = Callable[[Fit], Fit]
-"""Makes another fit of a fit: how a method changes local training."""
+ClientHook = Callable[[Fit], Fit]
+"""Wraps a fit into another: a method's change to local training, such as FedProx's."""
 
 
-@stated("plain")
-def plain(job: Job) -> Done:
-    """Train every SHARE and KEEP param on the client's rows."""
-    pace, device, losses = job.pace, device_of(job.model), list[Tensor]()
+@with_text("plain")
+def plain_fit(job: Job) -> FitResult:
+    """Train every SHARE and KEEP param of `job.model` in place, and leave it in eval mode.
+
+    Random numbers are drawn from the job's seed; the global random state is restored at the end.
+    Without trained params nothing runs, and the result has loss nan and 0 steps.
+    """
+    config, device, losses = job.train_config, model_device(job.model), list[Tensor]()
     with (
-        forked(device, job.seed),
-        mark(job.model, job.roles) as marked,
-        checkpointed(job.model, pace.checkpointing),
+        fork_rng_state(device, job.seed),
+        trainable(job.model, job.roles) as trainable_params,
+        use_gradient_checkpointing(job.model, config.gradient_checkpointing),
     ):
-        if not list(marked.parameters()):
-            return Done(loss=nan, steps=0)
-        rows = job.rows.seeded(job.seed) if isinstance(job.rows, Seeded) else job.rows
-        stepper = job.stepper(marked, pace.steps_of(len(rows)))
-        model = compiled(job.model, pace.compile)
+        if not list(trainable_params.parameters()):
+            return FitResult(loss=nan, steps=0)
+        examples = job.examples
+        if isinstance(examples, SeededExamples):
+            examples = examples.with_seed(job.seed)
+        stepper = job.stepper(trainable_params, config.step_count(len(examples)))
+        model = compile_model(job.model, config.torch_compile)
         job.model.train()
-        with prefix_of(job, rows) as prefix:
-            for batches in _steps(prefix.rows if prefix else rows, pace, job.seed):
-                for batch, share, which in batches:
+        with frozen_prefix(job, examples) as prefix:
+            for batches in _load_steps(prefix.examples if prefix else examples, config, job.seed):
+                for batch, share, indices in batches:
                     if prefix:
-                        prefix.enter(batch, which)
-                    with autocast(device, pace.dtype):
-                        loss = job.loss(model, brought(batch, device))
+                        prefix.enter(batch, indices)
+                    with autocast(device, config.dtype):
+                        loss = job.loss(model, to_device(batch, device))
                     stepper.backward(loss * share)
                     losses.append(loss.detach().reshape(()) * share)
-                stepper.step(lambda: adjust(marked, job))
+                stepper.step(lambda: adjust_gradients(trainable_params, job))
         job.model.eval()
-    mean = reduce(add, numbers(losses), 0.0) / max(pace.steps_of(len(job.rows)), 1)
-    return Done(mean, stepper.taken, distance=pace.rate * stepper.factors)
+    mean = reduce(add, read_floats(losses), 0.0) / max(config.step_count(len(job.examples)), 1)
+    return FitResult(mean, stepper.steps_taken, lr_sum=config.lr * stepper.factor_sum)
 
 
-def _steps(rows: Examples, pace: Pace, seed: int) -> Iterator[list[Weighed]]:
-    """The batches of each step."""
-    return ahead(lambda of: weighed(rows, of, pace.batch), pace.draw(rows, seed), pace.workers)
+def _load_steps(
+    examples: Examples, config: TrainConfig, seed: int
+) -> Iterator[list[WeightedBatch]]:
+    """Yield the batches of each step of a turn, loaded ahead if the config has workers."""
+    steps = config.draw_steps(examples, seed)
+    return prefetch(
+        lambda indices: split_step(examples, indices, config.batch_size), steps, config.num_workers
+    )
 
 
-def _require_scaling(pace: Pace, marked: Marked) -> None:
-    """Refuse to scale the gradients of values that are as coarse as they are."""
-    for key, tensor in marked.named_parameters() if pace.dtype is torch.float16 else ():
+def _require_scalable(config: TrainConfig, trainable_params: TrainableParams) -> None:
+    """Raise FedplanError if precision is fp16 and a trained param is in float16 itself.
+
+    Gradient scaling needs params of a finer dtype than the forward pass.
+    """
+    for key, tensor in trainable_params.named_parameters() if config.dtype is torch.float16 else ():
         if tensor.dtype is torch.float16:
             raise FedplanError(
-                f"{key} is in float16, and precision fp16 needs values that are finer than what it "
+                f"{key} is in float16, and precision fp16 needs params of a finer dtype than it "
                 "computes in: load the model in float32"
             )
 
 
 @torch.no_grad()
-def adjust(marked: Marked, job: Job) -> None:
-    """Change gradients as the job says, then clip them as its pace does."""
-    for param, value, gradient in marked.gradients() if job.adjust else ():
-        for change in job.adjust:
-            change(param, value, gradient)
-    if job.pace.clip:
-        nn.utils.clip_grad_norm_(list(marked.parameters()), job.pace.clip)
+def adjust_gradients(trainable_params: TrainableParams, job: Job) -> None:
+    """Run the job's gradient hooks, then clip the gradients to `max_grad_norm`; both in place."""
+    for param, value, gradient in trainable_params.gradients() if job.gradient_hooks else ():
+        for hook in job.gradient_hooks:
+            hook(param, value, gradient)
+    if job.train_config.max_grad_norm:
+        nn.utils.clip_grad_norm_(
+            list(trainable_params.parameters()), job.train_config.max_grad_norm
+        )

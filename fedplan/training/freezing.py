@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Freezing: a live model's params marked as trainable or not, rows of fused tensors too."""
+"""Sets which params of a model are trained, including parts of fused tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from fedplan.models.params import Param
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Trained rows of a fused tensor, as a parameter that an optimiser can hold.
+class _TrainedRows:
+    """The trained rows of a fused tensor, as a parameter for an optimizer.
 
-    Dense rows share the tensor's memory: a step on them is a step on the tensor. Rows with gaps
-    are a copy that is written back after each step, because fused optimisers write over the gaps.
+    `leaf`: the parameter. If the rows are contiguous it shares the tensor's memory (`shared`), so a
+    step on it is a step on the tensor. Otherwise it is a copy, written back after each step, since
+    fused optimizers write over the gaps.
     """
 
     param: Param
@@ -32,76 +33,79 @@ class _Rows:
     shared: bool
 
     @staticmethod
-    def of(param: Param, tensor: nn.Parameter) -> _Rows:
+    def of(param: Param, tensor: nn.Parameter) -> _TrainedRows:
         rows = param.view(tensor.detach())
-        return _Rows(param, tensor, nn.Parameter(rows.contiguous()), rows.is_contiguous())
+        return _TrainedRows(param, tensor, nn.Parameter(rows.contiguous()), rows.is_contiguous())
 
-    def take_gradient(self, whole: Tensor) -> None:
-        """Add this share of the tensor's gradient to the leaf's."""
-        mine = self.param.view(whole)
-        self.leaf.grad = mine.clone() if self.leaf.grad is None else self.leaf.grad.add_(mine)
+    def take_gradient(self, gradient: Tensor) -> None:
+        """Add the rows' part of the tensor's gradient to the leaf's gradient."""
+        part = self.param.view(gradient)
+        self.leaf.grad = part.clone() if self.leaf.grad is None else self.leaf.grad.add_(part)
 
     def write_back(self) -> None:
-        """Carry what a step did to the leaf over to the tensor."""
+        """Copy the leaf's values into the tensor."""
         with torch.no_grad():
             self.param.view(self.tensor).copy_(self.leaf)
 
 
-class Marked:
-    """A model whose trained params, and only those, an optimiser can reach.
+class TrainableParams:
+    """The trained params of a model, for an optimizer; created by `trainable`.
 
-    Where a fused tensor is trained in part, its trained rows are parameters of their own that
-    receive their share of the gradient. The frozen rows are in no optimiser, so neither decay nor
-    momentum can move them, and they cost it no memory.
+    If a fused tensor is trained in part, its trained rows are parameters of their own that receive
+    their part of the gradient. The frozen rows are in no optimizer: neither weight decay nor
+    momentum can change them, and they need no optimizer state.
     """
 
     def __init__(self, model: nn.Module, roles: Roles) -> None:
         tensors = dict(model.named_parameters())
-        self._found = {tensor: tensor.requires_grad for tensor in tensors.values()}
+        self._original_flags = {tensor: tensor.requires_grad for tensor in tensors.values()}
         self._trained: dict[str, nn.Parameter] = {}
         self._hooks: list[RemovableHandle] = []
-        self._copies: list[_Rows] = []
+        self._copies: list[_TrainedRows] = []
         self._model, self._roles = model, roles
-        self._asked = False
-        held: dict[str, list[Param]] = {}
+        self._parameters_read = False
+        params: dict[str, list[Param]] = {}
         for param in roles:
-            held.setdefault(param.name, []).append(param)
+            params.setdefault(param.name, []).append(param)
         for name, tensor in tensors.items():
-            self._mark(tensor, held.get(name, []), roles)
+            self._set_trainable(tensor, params.get(name, []), roles)
         if self._copies:
             self._hooks.append(register_optimizer_step_post_hook(self._write_back))
 
-    def _mark(self, tensor: nn.Parameter, held: list[Param], roles: Roles) -> None:
-        trained = [param for param in held if roles[param].trained]
+    def _set_trainable(self, tensor: nn.Parameter, params: list[Param], roles: Roles) -> None:
+        """Set a tensor's requires_grad by the roles of its params; split it if roles differ."""
+        trained = [param for param in params if roles[param].is_trained]
         tensor.requires_grad_(bool(trained))
-        if trained and len(trained) == len(held):
-            self._trained[held[0].name] = tensor
+        if trained and len(trained) == len(params):
+            self._trained[params[0].name] = tensor
         elif trained:
-            self._split(tensor, [_Rows.of(param, tensor) for param in trained])
+            self._split(tensor, [_TrainedRows.of(param, tensor) for param in trained])
 
-    def _split(self, tensor: nn.Parameter, rows: list[_Rows]) -> None:
-        place = tensor.untyped_storage()
+    def _split(self, tensor: nn.Parameter, rows: list[_TrainedRows]) -> None:
+        """Register a fused tensor's trained rows, and a hook that gives them their gradients."""
+        storage = tensor.untyped_storage()
 
-        def hand_over(tensor: Tensor) -> None:
-            self._require_use(tensor.untyped_storage() is place)
+        def pass_gradients(tensor: Tensor) -> None:
+            self._require_use(in_place=tensor.untyped_storage() is storage)
             assert tensor.grad is not None
-            for each in rows:
-                each.take_gradient(tensor.grad)
+            for part in rows:
+                part.take_gradient(tensor.grad)
             tensor.grad = None
 
-        self._hooks.append(tensor.register_post_accumulate_grad_hook(hand_over))
-        self._trained |= {each.param.key: each.leaf for each in rows}
-        self._copies += [each for each in rows if not each.shared]
+        self._hooks.append(tensor.register_post_accumulate_grad_hook(pass_gradients))
+        self._trained |= {part.param.key: part.leaf for part in rows}
+        self._copies += [part for part in rows if not part.shared]
 
-    def _require_use(self, in_place: bool) -> None:
+    def _require_use(self, *, in_place: bool) -> None:
+        """Raise FedplanError if the model was moved, or `parameters()` was never called."""
         if not in_place:
             raise FedplanError(
-                "the model was moved or cast after mark: do that first, then mark it"
+                "the model was moved or cast after trainable(): do that before the call"
             )
-        if not self._asked:
+        if not self._parameters_read:
             raise FedplanError(
-                "a fused tensor is trained in part, which its own optimiser entry cannot do: build "
-                "the optimiser from marked.parameters(), not from model.parameters()"
+                "a fused tensor is trained in part, which its own optimizer entry cannot do: build "
+                "the optimizer from trainable_params.parameters(), not from model.parameters()"
             )
 
     def _write_back(self, *_: Any) -> None:
@@ -109,40 +113,46 @@ class Marked:
             rows.write_back()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What an optimiser gets: `torch.optim.AdamW(marked.parameters())`."""
+        """Return the parameters for an optimizer: `AdamW(trainable_params.parameters())`."""
         return (tensor for _, tensor in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same by key, for optimisers with groups."""
-        self._asked = True
+        """Return pairs of key and parameter, for optimizers with param groups."""
+        self._parameters_read = True
         return iter(self._trained.items())
 
     def leaves(self) -> Iterator[tuple[Param, nn.Parameter]]:
-        """The same with the param of each; of a whole tensor of several, its first."""
+        """Return pairs of Param and parameter; a whole fused tensor has the first of its params."""
         params = reversed([*self._roles])
-        firsts = {p.key if p.key in self._trained else p.name: p for p in params}
-        return ((firsts[key], tensor) for key, tensor in self.named_parameters())
+        first_params = {p.key if p.key in self._trained else p.name: p for p in params}
+        return ((first_params[key], tensor) for key, tensor in self.named_parameters())
 
     def gradients(self) -> Iterator[tuple[Param, Tensor, Tensor]]:
-        """Each trained param that has a gradient, with its value and gradient, to be changed."""
+        """Yield each trained param that has a gradient, with its value and its gradient.
+
+        Both tensors are views, so that a change of the gradient in place takes effect.
+        """
         tensors = dict(self._model.named_parameters())
         for param, role in self._roles.items():
             leaf = self._trained.get(param.key) if param.key != param.name else None
-            whole = tensors[param.name]
+            tensor = tensors[param.name]
             if leaf is not None and leaf.grad is not None:
                 yield param, leaf.detach(), leaf.grad
-            elif role.trained and leaf is None and whole.grad is not None:
-                yield param, param.view(whole.detach()), param.view(whole.grad)
+            elif role.is_trained and leaf is None and tensor.grad is not None:
+                yield param, param.view(tensor.detach()), param.view(tensor.grad)
 
     def release(self) -> None:
-        """Give the model its own flags back; what was trained stays trained."""
+        """Restore the model's original requires_grad flags and remove all hooks.
+
+        Trained values stay.
+        """
         self._write_back()
         for hook in self._hooks:
             hook.remove()
-        for tensor, trained in self._found.items():
-            tensor.requires_grad_(trained)
+        for tensor, requires_grad in self._original_flags.items():
+            tensor.requires_grad_(requires_grad)
 
-    def __enter__(self) -> Marked:
+    def __enter__(self) -> TrainableParams:
         return self
 
     def __exit__(
@@ -154,14 +164,14 @@ class Marked:
         self.release()
 
 
-def mark(model: nn.Module, roles: Roles) -> Marked:
-    """Make exactly the SHARE and KEEP params of a model trainable, rows of fused tensors included.
+def trainable(model: nn.Module, roles: Roles) -> TrainableParams:
+    """Set requires_grad of exactly the SHARE and KEEP params, including parts of fused tensors.
 
-    Give the optimiser `marked.parameters()`. Leave the `with` block, or call `release`, and the
-    model's own flags are back.
+    Build the optimizer from the result's `parameters()`. Use it as a context manager, or call
+    `release()`, to restore the model's original flags.
 
-        with mark(model, resolve(plan, describe(model), turn)) as marked:
-            optimiser = torch.optim.AdamW(marked.parameters(), weight_decay=0.1)
+        with trainable(model, resolve(plan, describe(model), turn)) as trainable_params:
+            optimizer = torch.optim.AdamW(trainable_params.parameters(), weight_decay=0.1)
             ...
     """
-    return Marked(model, roles)
+    return TrainableParams(model, roles)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes: a look at a client's own rows that gives each block a score, for `best` to choose by."""
+"""Probes: functions that score the blocks of a model, for `best` to choose blocks by."""
 
 from __future__ import annotations
 
@@ -14,179 +14,207 @@ from torch import Tensor, nn
 from fedplan import seeds
 from fedplan.data.examples import Examples, Loss
 from fedplan.errors import FedplanError
-from fedplan.language.wording import phrase, stated
-from fedplan.models.attention import aligned, listen, places
-from fedplan.models.description import blocks_of
+from fedplan.language.canonical import format_call, with_text
+from fedplan.models.attention import align_mask, capture_attention, token_mask
+from fedplan.models.description import block_modules
 from fedplan.models.params import Block
 from fedplan.naming import Registry
-from fedplan.tensors.devices import at_rest, brought, device_of, numbers, widest
+from fedplan.tensors.devices import eval_mode, model_device, read_floats, sum_dtype, to_device
 from fedplan.tensors.named import Batch
 
-AT_ONCE = 8
-"""Rows that a probe runs together: maps grow with the square of the length."""
+PROBE_BATCH_SIZE = 8
+"""Examples in one pass of a probe: attention maps grow with the square of the length."""
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a probe may use: the model as the turn begins, the rows, their loss, and a seed."""
+class ProbeInput:
+    """Inputs of a probe: the model at the start of the turn, the client's examples, and a seed.
+
+    `blocks`: the blocks to be scored. `loss`: the loss of a batch.
+    """
 
     model: nn.Module
-    rows: Examples
+    examples: Examples
     blocks: tuple[Block, ...]
     seed: int
     loss: Loss
 
-    def some(self, rows: int) -> Iterator[Tensor]:
-        """Indices of some of the rows, drawn by the seed, a few at once."""
-        drawn = torch.randperm(len(self.rows), generator=seeds.generator("probe", self.seed))
-        if not len(drawn):
-            raise FedplanError("a probe needs rows to look at, and the client has none")
-        yield from cast("tuple[Tensor, ...]", drawn[:rows].split(AT_ONCE))
+    def sample_batches(self, count: int) -> Iterator[Tensor]:
+        """Yield indices of up to `count` examples, drawn by the seed, in small batches.
+
+        Raises FedplanError if there are no examples.
+        """
+        order = torch.randperm(len(self.examples), generator=seeds.generator("probe", self.seed))
+        if not len(order):
+            raise FedplanError("a probe needs examples, and the client has none")
+        yield from cast("tuple[Tensor, ...]", order[:count].split(PROBE_BATCH_SIZE))
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        """Rows of these indices, where the model is."""
-        return brought(self.rows.batch(indices), device_of(self.model))
+        """Return the batch of some examples, on the model's device."""
+        return to_device(self.examples.batch(indices), model_device(self.model))
 
 
-Probe = Callable[[Look], Mapping[Block, float]]
-"""Scores blocks. One that looks at no rows says so by `public`: see the function of this name."""
+Probe = Callable[[ProbeInput], Mapping[Block, float]]
+"""Returns a score for each block. A probe that uses no examples is marked by `data_independent`."""
 Scorer = TypeVar("Scorer", bound=Probe)
 
 
-def public(probe: Scorer) -> Scorer:
-    """Say of a probe that it looks at no rows. It is given none, so what it says tells nothing."""
+def data_independent(probe: Scorer) -> Scorer:
+    """Mark a probe as using no examples, and return it; used as a decorator.
+
+    Such a probe is called without examples, so its scores reveal nothing about them.
+    """
     probe.public = True  # pyright: ignore[reportFunctionMemberAccess]
     return probe
 
 
-def is_public(probe: Probe) -> bool:
-    """Whether a probe says that it looks at no rows; who does not say it looks at them."""
+def is_data_independent(probe: Probe) -> bool:
+    """Whether a probe is marked as using no examples."""
     return getattr(probe, "public", False) is True
 
 
-@public
-@stated("random")
-def at_random(look: Look) -> dict[Block, float]:
-    """Scores that look at nothing: the control that a probe must beat."""
-    drawn = torch.rand(len(look.blocks), generator=seeds.generator("probe", look.seed))
-    return {block: float(score) for block, score in zip(look.blocks, drawn, strict=True)}
+@data_independent
+@with_text("random")
+def random_probe(inputs: ProbeInput) -> dict[Block, float]:
+    """Return uniform random scores by the seed: the baseline that a probe must beat."""
+    scores = torch.rand(len(inputs.blocks), generator=seeds.generator("probe", inputs.seed))
+    return {block: float(score) for block, score in zip(inputs.blocks, scores, strict=True)}
 
 
-@public
-@stated("last")
-def from_the_top(look: Look) -> dict[Block, float]:
-    """The later a block, the higher its score: `best(k)` is then the last k blocks."""
-    return {block: float(block.number) for block in look.blocks}
+@data_independent
+@with_text("last")
+def last_probe(inputs: ProbeInput) -> dict[Block, float]:
+    """Return each block's number as its score, so that `best(k)` chooses the last k blocks."""
+    return {block: float(block.number) for block in inputs.blocks}
 
 
-@public
-@stated("middle")
-def from_the_middle(look: Look) -> dict[Block, float]:
-    """The nearer to the middle of its stack a block is, the higher its score."""
-    counts = Counter(block.stack for block in look.blocks)
-    return {b: -abs(b.number - counts[b.stack] / 2) for b in look.blocks}
+@data_independent
+@with_text("middle")
+def middle_probe(inputs: ProbeInput) -> dict[Block, float]:
+    """Return higher scores for blocks that are nearer to the middle of their stack."""
+    counts = Counter(block.stack for block in inputs.blocks)
+    return {b: -abs(b.number - counts[b.stack] / 2) for b in inputs.blocks}
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """A probe that always names the same blocks."""
+class FixedProbe:
+    """A probe that always prefers the same blocks, by their numbers; the first number most."""
 
     numbers: tuple[int, ...]
     public: ClassVar[bool] = True
 
     @property
     def text(self) -> str:
-        """It in one line, for both ends to compare."""
-        return phrase("fixed", *self.numbers)
+        """The probe in one line; part of the text that server and clients compare."""
+        return format_call("fixed", *self.numbers)
 
-    def __call__(self, look: Look) -> dict[Block, float]:
-        if strange := set(self.numbers) - {block.number for block in look.blocks}:
-            raise FedplanError(f"there is no block {min(strange)} to fix the choice on")
+    def __call__(self, inputs: ProbeInput) -> dict[Block, float]:
+        """Return the scores; raise FedplanError if the model has no block of a number."""
+        if missing := set(self.numbers) - {block.number for block in inputs.blocks}:
+            raise FedplanError(f"the model has no block {min(missing)}: name others in fixed")
         scores = {number: float(len(self.numbers) - i) for i, number in enumerate(self.numbers)}
-        return {block: scores.get(block.number, 0.0) for block in look.blocks}
+        return {block: scores.get(block.number, 0.0) for block in inputs.blocks}
 
 
-def fixed(*numbers: int) -> Probe:
-    """These blocks of each stack, always; where `best` wants fewer, those named first."""
-    return Fixed(numbers)
+def fixed_probe(*numbers: int) -> Probe:
+    """Return a probe for these blocks of each stack; those named first have higher scores."""
+    return FixedProbe(numbers)
 
 
-def public_look(blocks: tuple[Block, ...], seed: int) -> Look:
-    """All that a public probe may use: neither rows, nor their loss, nor a model of theirs."""
-    return Look(nn.Module(), _Nothing(), blocks, seed, _no_loss)
+def data_independent_input(blocks: tuple[Block, ...], seed: int) -> ProbeInput:
+    """Return the inputs of a data-independent probe: an empty model, no examples, and no loss.
+
+    Loading a batch or computing the loss raises FedplanError.
+    """
+    return ProbeInput(nn.Module(), _NoExamples(), blocks, seed, _no_loss)
 
 
-class _Nothing:
-    """No rows."""
+class _NoExamples:
+    """An empty set of examples."""
 
     def __len__(self) -> int:
         return 0
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        raise FedplanError("a probe that is said to look at no rows looked at some")
+        raise FedplanError("a probe that is marked as data_independent loaded examples")
 
 
 def _no_loss(model: nn.Module, batch: Batch) -> Tensor:
-    raise FedplanError("a probe that is said to look at no rows asked for their loss")
+    raise FedplanError("a probe that is marked as data_independent computed a loss")
 
 
-def _require_rows(rows: int) -> None:
-    if rows < 1:
-        raise FedplanError(f"a probe cannot look at rows = {rows}: give it 1 or more")
+def _require_count(count: int) -> None:
+    if count < 1:
+        raise FedplanError(f"a probe cannot use rows = {count}: give 1 or more")
 
 
-def _first(real: Tensor) -> Tensor:
-    return real & (real.cumsum(1) == 1)
+def _first(tokens: Tensor) -> Tensor:
+    return tokens & (tokens.cumsum(1) == 1)
 
 
-def _last(real: Tensor) -> Tensor:
-    return _first(real.flip(1)).flip(1)
+def _last(tokens: Tensor) -> Tensor:
+    return _first(tokens.flip(1)).flip(1)
 
 
-def _content(real: Tensor) -> Tensor:
-    return real & ~_first(real) & ~_last(real)
+def _content(tokens: Tensor) -> Tensor:
+    return tokens & ~_first(tokens) & ~_last(tokens)
 
 
-_BY: dict[str, Callable[[Tensor], Tensor]] = {"all": Tensor.clone, "first": _first, "last": _last}
-_TO: dict[str, Callable[[Tensor], Tensor]] = {"first": _first, "last": _last, "content": _content}
+_QUERY_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": Tensor.clone,
+    "first": _first,
+    "last": _last,
+}
+_KEY_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "first": _first,
+    "last": _last,
+    "content": _content,
+}
+"""Functions from a mask of real tokens to a mask of the tokens that a name selects."""
 
 
-def attention(to: str = "", by: str = "", rows: int = 64, bounded: bool = False) -> Probe:
-    """How much each block attends to the positions that matter, per example (SAFL's formula 1).
+def attention_probe(to: str = "", by: str = "", rows: int = 64, bounded: bool = False) -> Probe:
+    """Return a probe that scores a block by its attention probabilities (SAFL's formula 1).
 
-    The sum over heads, over queries `by` (all, first, last) and over keys `to` (first, last,
-    content: all but these two, labelled) of the probabilities. `bounded` divides it by heads and
-    queries. By default all look to the first, where a [CLS] stands. In a causal decoder the last,
-    which has seen all others, looks to the content: there the first token is a sink of attention
-    whatever the task, and the last is seen by itself alone.
+    The score is the mean over `rows` examples of the sum over heads, queries and keys.
+    `by`: the queries: all, first or last token.
+    `to`: the keys: first, last, content (all but these two), or labelled tokens.
+    `bounded`: divide each example's sum by the number of heads times queries.
+    Defaults: all queries to the first token, where [CLS] is; in a causal decoder the last query to
+    the content. There the first token attracts attention whatever the task, and only the last
+    token can attend to all others.
     """
-    _require_rows(rows)
-    _require("to", to, (*_TO, "labelled"))
-    _require("by", by, tuple(_BY))
+    _require_count(rows)
+    _require_choice("to", to, (*_KEY_MASKS, "labelled"))
+    _require_choice("by", by, tuple(_QUERY_MASKS))
 
-    @stated(phrase("attention", to=to, by=by, rows=rows, bounded=bounded))
-    def attending(look: Look) -> dict[Block, float]:
-        total, count = dict.fromkeys(look.blocks, 0.0), 0
-        for indices in look.some(rows):
-            batch = look.batch(indices)
-            heard = _Heard(batch, to, by)
-            listen(look.model, batch, heard)
-            for block in look.blocks:
-                total[block] += heard.score(block, bounded)
+    @with_text(format_call("attention", to=to, by=by, rows=rows, bounded=bounded))
+    def score_by_attention(inputs: ProbeInput) -> dict[Block, float]:
+        totals, count = dict.fromkeys(inputs.blocks, 0.0), 0
+        for indices in inputs.sample_batches(rows):
+            batch = inputs.batch(indices)
+            sums = _AttentionSums(batch, to, by)
+            capture_attention(inputs.model, batch, sums)
+            for block in inputs.blocks:
+                totals[block] += sums.score(block, bounded)
             count += len(indices)
-        return {block: score / count for block, score in total.items()}
+        return {block: total / count for block, total in totals.items()}
 
-    return attending
+    return score_by_attention
 
 
-def _require(what: str, word: str, known: tuple[str, ...]) -> None:
-    if word and word not in known:
-        raise FedplanError(f"attention has no {what} = {word!r}; there are {', '.join(known)}")
+def _require_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
+    if value and value not in choices:
+        raise FedplanError(f"attention has no {argument} = {value!r}; use {', '.join(choices)}")
 
 
 @dataclass(frozen=True)
-class _Heard:
-    """The attention of a batch: each example's sum, and heads times queries, of each block."""
+class _AttentionSums:
+    """Attention sums of one batch: a callback for `capture_attention`.
+
+    `sums`: of each block, each example's sum of the selected probabilities.
+    `sizes`: of each block, each example's number of heads times queries.
+    """
 
     batch: Batch
     to: str
@@ -195,100 +223,125 @@ class _Heard:
     sizes: dict[Block, Tensor] = field(default_factory=dict[Block, Tensor])
 
     def __call__(self, block: Block, maps: Tensor) -> None:
-        queries, keys = (each.to(maps.device) for each in self._positions(block, maps))
-        queries, keys = aligned(queries, maps.shape[2]), aligned(keys, maps.shape[3])
-        wide = widest(maps.device)
-        # Rows one by one: what a padded query attends to may be no number at all.
+        """Add the attention maps of a block: a tensor (examples, heads, queries, keys)."""
+        queries, keys = (each.to(maps.device) for each in self._select(block, maps))
+        queries, keys = align_mask(queries, maps.shape[2]), align_mask(keys, maps.shape[3])
+        dtype = sum_dtype(maps.device)
+        # Example by example: the probabilities of a padded query may be nan.
         sums = [
-            each[:, query][..., key].sum(dtype=wide)
+            each[:, query][..., key].sum(dtype=dtype)
             for each, query, key in zip(maps, queries, keys, strict=True)
         ]
         self._add(self.sums, block, torch.stack(sums))
-        self._add(self.sizes, block, queries.sum(1).to(wide) * maps.shape[1])
+        self._add(self.sizes, block, queries.sum(1).to(dtype) * maps.shape[1])
 
-    def _positions(self, block: Block, maps: Tensor) -> tuple[Tensor, Tensor]:
-        real = places(self.batch, block.stack)
-        if real is None:
-            real = maps.new_ones(maps.shape[0], maps.shape[2], dtype=torch.bool)
+    def _select(self, block: Block, maps: Tensor) -> tuple[Tensor, Tensor]:
+        """Return masks (examples, tokens) of the selected queries and keys."""
+        tokens = token_mask(self.batch, block.stack)
+        if tokens is None:
+            tokens = maps.new_ones(maps.shape[0], maps.shape[2], dtype=torch.bool)
         causal = block.stack == "decoder"
         to = self.to or ("content" if causal else "first")
         by = self.by or ("last" if causal else "all")
-        return _BY[by](real), self._labelled(real) if to == "labelled" else _TO[to](real)
+        keys = self._labelled(tokens) if to == "labelled" else _KEY_MASKS[to](tokens)
+        return _QUERY_MASKS[by](tokens), keys
 
-    def _labelled(self, real: Tensor) -> Tensor:
+    def _labelled(self, tokens: Tensor) -> Tensor:
+        """Return the mask of tokens with a label; raise FedplanError without labels per token."""
         labels = self.batch.get("labels")
-        if labels is None or labels.shape != real.shape:
-            raise FedplanError('attention(to="labelled") needs a label for each token of the rows')
-        return real & (labels.to(real.device) != -100)
+        if labels is None or labels.shape != tokens.shape:
+            raise FedplanError('attention(to="labelled") needs a label for each token')
+        return tokens & (labels.to(tokens.device) != -100)
 
-    def _add(self, held: dict[Block, Tensor], block: Block, each: Tensor) -> None:
-        """Add what belongs to each example: its row, its image's windows, or texts of no row."""
-        rows = len(next(iter(self.batch.values())))
+    def _add(self, totals: dict[Block, Tensor], block: Block, values: Tensor) -> None:
+        """Add values to each example's total.
+
+        An example may have several values, one for each window of its image. Texts that belong to
+        no example, such as class names, count for every example.
+        """
+        examples = len(next(iter(self.batch.values())))
         if block.stack == "text" and "input_ids" not in self.batch:
-            each = each.sum().expand(rows)
-        held[block] = each.reshape(rows, -1).sum(1).cpu().double() + held.get(block, 0.0)
+            values = values.sum().expand(examples)
+        totals[block] = values.reshape(examples, -1).sum(1).cpu().double() + totals.get(block, 0.0)
 
     def score(self, block: Block, bounded: bool) -> float:
+        """Return a block's sum over the batch's examples; see `attention_probe` for `bounded`.
+
+        Raises FedplanError if no attention of the block was captured.
+        """
         if block not in self.sums:
             raise FedplanError(
-                f"no self-attention was heard in {block.stack} block {block.number}: its attention "
-                "gives no probabilities, so another probe must choose"
+                f"{block.stack} block {block.number} gives no attention probabilities: use another "
+                "probe"
             )
         sums = self.sums[block]
         return float((sums / self.sizes[block].clamp(min=1) if bounded else sums).sum())
 
 
-def gradient(rows: int = 64) -> Probe:
-    """How steep the loss is in each block: the norm of its gradient, whatever is frozen."""
-    _require_rows(rows)
+def gradient_probe(rows: int = 64) -> Probe:
+    """Return a probe that scores a block by the norm of its gradient of the mean loss.
 
-    @stated(phrase("gradient", rows=rows))
-    def steepness(look: Look) -> dict[Block, float]:
-        modules = blocks_of(look.model)
-        found = _gradients(look, [w for b in look.blocks for w in modules[b].parameters()], rows)
-        wide = widest(device_of(look.model))
-        sums = [each.to(wide).square().sum() for each in found.values()]
-        squares = dict(zip(found, numbers(sums), strict=True))
+    Frozen params count too. `rows`: examples that are used.
+    """
+    _require_count(rows)
+
+    @with_text(format_call("gradient", rows=rows))
+    def score_by_gradient(inputs: ProbeInput) -> dict[Block, float]:
+        modules = block_modules(inputs.model)
+        params = [w for b in inputs.blocks for w in modules[b].parameters()]
+        gradients = _mean_gradients(inputs, params, rows)
+        dtype = sum_dtype(model_device(inputs.model))
+        sums = [each.to(dtype).square().sum() for each in gradients.values()]
+        squares = dict(zip(gradients, read_floats(sums), strict=True))
         return {
             block: sum(squares.get(weight, 0.0) for weight in modules[block].parameters()) ** 0.5
-            for block in look.blocks
+            for block in inputs.blocks
         }
 
-    return steepness
+    return score_by_gradient
 
 
-def _gradients(look: Look, weights: list[nn.Parameter], rows: int) -> dict[nn.Parameter, Tensor]:
-    """The gradient of the mean loss over the rows looked at; the model's own stay untouched."""
-    flags = {weight: weight.requires_grad for weight in weights if weight.is_floating_point()}
-    found, parts = {weight: torch.zeros_like(weight) for weight in flags}, list(look.some(rows))
+def _mean_gradients(
+    inputs: ProbeInput, params: list[nn.Parameter], rows: int
+) -> dict[nn.Parameter, Tensor]:
+    """Return the gradients of the mean loss over sampled examples in some params.
+
+    Integer params are left out. The params' own `grad` and `requires_grad` stay as they were.
+    """
+    flags = {param: param.requires_grad for param in params if param.is_floating_point()}
+    total = {param: torch.zeros_like(param) for param in flags}
+    batches = list(inputs.sample_batches(rows))
     try:
-        for weight in flags:
-            weight.requires_grad_(True)
-        with at_rest(look.model), torch.enable_grad():
-            for indices in parts:
-                share = len(indices) / sum(map(len, parts))
-                loss = look.loss(look.model, look.batch(indices)) * share
-                each = torch.autograd.grad(loss, list(flags), materialize_grads=True)
-                for weight, steps in zip(flags, each, strict=True):
-                    found[weight] += steps
+        for param in flags:
+            param.requires_grad_(True)
+        with eval_mode(inputs.model), torch.enable_grad():
+            for indices in batches:
+                share = len(indices) / sum(map(len, batches))
+                loss = inputs.loss(inputs.model, inputs.batch(indices)) * share
+                gradients = torch.autograd.grad(loss, list(flags), materialize_grads=True)
+                for param, gradient in zip(flags, gradients, strict=True):
+                    total[param] += gradient
     finally:
-        for weight, flag in flags.items():
-            weight.requires_grad_(flag)
-    return found
+        for param, flag in flags.items():
+            param.requires_grad_(flag)
+    return total
 
 
 PROBES: dict[str, Probe] = {
-    "attention": attention(),
-    "gradient": gradient(),
-    "random": at_random,
-    "last": from_the_top,
-    "middle": from_the_middle,
+    "attention": attention_probe(),
+    "gradient": gradient_probe(),
+    "random": random_probe,
+    "last": last_probe,
+    "middle": middle_probe,
 }
-"""The probes that everybody has, with their defaults."""
+"""The built-in probes, with their default settings."""
 PROBE_NAMES: Registry[Probe] = Registry("probe", PROBES)
 """All probes that a study can name."""
 
 
-def probe_named(name: str) -> Probe:
-    """The probe of a name, or that which stands at `package.module:attribute`."""
+def get_probe(name: str) -> Probe:
+    """Return the probe of a name, or at `package.module:attribute`.
+
+    Raises UnknownName if there is none.
+    """
     return PROBE_NAMES.find(name).value

@@ -7,16 +7,20 @@ import re
 import sys
 from pathlib import Path
 
-from fedplan.sweeps.tables import table
+from fedplan.sweeps.tables import markdown_table
 from lab.decide.curves import by_bytes
 from lab.decide.question import QuestionError, QuestionFile, read_question
 from lab.decide.results import RESULTS, decided, read_results, report
 from lab.decide.verdicts import power
 
 LAB = Path(__file__).parents[1]
-PAGE = LAB.parent / "docs" / "decided.md"
+PAGE = LAB / "pages" / "decided.md"
 MARK = "## The verdicts\n"
-PAGES = ("claims.md", "fedfrozen.md", "safl.md", "pfeddc.md")
+EVIDENCE = LAB.parent / "docs" / "evidence"
+PAGES = (
+    LAB / "pages" / "claims.md",
+    *(EVIDENCE / f"{name}.md" for name in ("fedfrozen", "safl", "pfeddc")),
+)
 """Other pages that tell of verdicts, each at its marks."""
 BY_BYTES = ("safl-bytes",)
 """Questions whose curves are drawn against bytes."""
@@ -35,7 +39,9 @@ def told() -> str:
     left = [each for each in asked if each not in there]
     if left:
         heads = ["question", "it asks", "comparisons", "seeds", "runs", "of them first", "power"]
-        parts.append("### Asked, and not run\n\n" + table(heads, [_row(each) for each in left]))
+        parts.append(
+            "### Asked, and not run\n\n" + markdown_table(heads, [_row(each) for each in left])
+        )
     return MARK + "\n" + "\n\n".join(each.strip() for each in parts) + "\n"
 
 
@@ -91,8 +97,7 @@ def main() -> None:
         return
     before = PAGE.read_text().partition(MARK)[0]
     PAGE.write_text(before + told())
-    for name in PAGES:
-        page = PAGE.parent / name
+    for page in PAGES:
         page.write_text(filled(page.read_text()))
     for name, drawing in drawn().items():
         (RESULTS / f"{name}.svg").write_text(drawing)

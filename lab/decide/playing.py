@@ -13,18 +13,19 @@ from typing import Any
 
 from fedplan.studies.export import export_run
 from fedplan.studies.schema import Study
-from fedplan.sweeps.results import result_of
-from fedplan.sweeps.sweeping import played
-from fedplan.sweeps.trials import Ground, Trial
+from fedplan.sweeps.results import read_run_result
+from fedplan.sweeps.sweeping import run_trials
+from fedplan.sweeps.trials import BaseStudy, Trial
 from lab.bench.facts import facts_of
 from lab.decide.places import digest_of_path, first_of, here, placed, texts_in
 from lab.decide.proof import commit_of
 from lab.decide.question import QuestionError, QuestionFile
 from lab.decide.results import Played, fault_of
+from lab.words import translate_changes, translate_metric, translate_study
 
 ROOT = Path(__file__).parents[2]
 MODEL = "start"
-"""In a run's folder: its last world, for those that begin with it."""
+"""In a run's folder: its last global model, for those that begin with it."""
 
 
 FACTS = facts_of(ROOT)
@@ -44,11 +45,11 @@ class Bench:
 
     def study(self, asked: QuestionFile, arm: str, seed: int) -> Study:
         """The study of one run; one that begins with another loads its exported world."""
-        said = placed(asked.said, self.places, seed)
-        changes = placed(asked.question.changes(arm), self.places, seed)
+        said = translate_study(placed(asked.said, self.places, seed))
+        changes = translate_changes(placed(asked.question.changes(arm), self.places, seed))
         if start := asked.question.arms[arm].start:
             changes["model"] = {"path": str(self.exported(asked, start, seed))}
-        return Ground(said, asked.files[0].parent).study({**changes, "seed": seed})
+        return BaseStudy(said, asked.files[0].parent).with_changes({**changes, "seed": seed})
 
     def exported(self, asked: QuestionFile, arm: str, seed: int) -> Path:
         """Where an arm's last world is."""
@@ -64,26 +65,27 @@ class Bench:
         """Play a run, or go on with it, and say what it came to."""
         began, commit = int(time.time()), commit_of(asked)
         name, home = f"{arm}-{seed}", self.home(asked)
-        swept = played(home, [Trial(name, self.study(asked, arm, seed))])
+        swept = run_trials(home, [Trial(name, self.study(asked, arm, seed))])
         if fault := swept.failures.get(name):
             raise QuestionError(f"{name} failed: {fault}")
-        if name in swept.left:
+        if name in swept.unfinished:
             raise QuestionError(f"{name} was asked to stop: the same command goes on with it")
         if any(each.start == arm for each in asked.question.arms.values()):
             self._export(asked, arm, seed)
-        found = result_of(home / name)
+        found, score = read_run_result(home / name), asked.question.score.name
+        tells = {n: translate_metric(t, found.primary) for n, t in asked.question.tells.items()}
         return Played(
             arm=arm,
             seed=seed,
             question=asked.digest,
             commit=commit,
             began=began,
-            seconds=round(swept.ends[name].seconds, 1),
+            seconds=round(swept.results[name].seconds, 1),
             up=found.up,
             down=found.down,
-            curve=found.curve(asked.question.score.name),
+            curve=found.curve(translate_metric(score, found.primary)),
             facts=FACTS,
-            told=told_of(found.metrics[-1], asked.question.tells),
+            told=told_of(found.metrics[-1], tells),
             sources=self.sources(asked, arm, seed),
         )
 

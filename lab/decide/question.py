@@ -13,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as strict
 
 from fedplan.errors import FedplanError
-from fedplan.studies.schema import read_said
+from fedplan.studies.schema import read_study_values
 
 FEWEST = 5
 """Seeds below which nothing is decided."""
@@ -158,10 +158,10 @@ def digest_of(contents: Sequence[bytes]) -> str:
 
 def read_question(file: Path) -> QuestionFile:
     """The question of a file; whatever does not fit is named."""
-    question = question_of(read_said(file), str(file))
+    question = question_of(read_study_values(file), str(file))
     files = (file, file.parent / question.study)
     digest = digest_of([each.read_bytes() for each in files])
-    return QuestionFile(question, read_said(files[1]), files, digest)
+    return QuestionFile(question, read_study_values(files[1]), files, digest)
 
 
 def question_of(said: Mapping[str, Any], where: str = "the question") -> Question:

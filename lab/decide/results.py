@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fedplan.storage.files import put_file
-from fedplan.sweeps.statistics import interval
-from fedplan.sweeps.tables import table
+from fedplan.storage.files import write_atomic
+from fedplan.sweeps.statistics import mean_interval
+from fedplan.sweeps.tables import markdown_table
 from lab.decide.places import SEED
 from lab.decide.proof import digest_at, time_of
 from lab.decide.question import Question, QuestionError, QuestionFile, Score
@@ -82,7 +82,7 @@ def write_results(asked: QuestionFile, runs: Mapping[str, Played], folder: Path 
         "runs": [asdict(each) for each in runs.values()],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    put_file(folder / f"{asked.name}.json", _text(said).encode())
+    write_atomic(folder / f"{asked.name}.json", _text(said).encode())
     return report(asked, runs)
 
 
@@ -101,12 +101,12 @@ def arms_told(asked: QuestionFile, runs: Mapping[str, Played]) -> str:
         own = [r for r in runs.values() if r.arm == arm and not fault_of(asked, r)]
         if not own:
             continue
-        scores = interval([each.score(asked.question.score) for each in own]).text()
-        others = [interval([each.told[name] for each in own]).text() for name in tells]
+        scores = mean_interval([each.score(asked.question.score) for each in own]).text()
+        others = [mean_interval([each.told[name] for each in own]).text() for name in tells]
         sent = [_mega([each.up for each in own]), _mega([each.down for each in own])]
         found.append([arm, str(len(own)), scores, *others, *sent])
     heads = ["arm", "seeds", asked.question.score.name, *tells, "MB up", "MB down"]
-    return f"\n{table(heads, found)}" if found else ""
+    return f"\n{markdown_table(heads, found)}" if found else ""
 
 
 def _mega(counts: Sequence[int | None]) -> str:

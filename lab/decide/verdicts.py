@@ -10,8 +10,8 @@ from statistics import mean
 import numpy as np
 from scipy.special import stdtr
 
-from fedplan.sweeps.statistics import Interval, holm, interval, p_value
-from fedplan.sweeps.tables import p_text, table
+from fedplan.sweeps.statistics import Interval, holm, mean_interval, p_value
+from fedplan.sweeps.tables import format_p_value, markdown_table
 from lab.decide.question import Asked, Question
 
 MET, MISSED, UNDECIDED, OPEN = "met", "missed", "undecided", "not all run"
@@ -47,7 +47,7 @@ def judged(question: Question, scores: Scores) -> list[Verdict]:
     short = _corrected([_against(g, c.least) if w else None for c, g, w in pairs])
     found = list[Verdict]()
     for (asked, gain, ended), p, below in zip(pairs, none, short, strict=True):
-        kept = interval(gain) if gain else None
+        kept = mean_interval(gain) if gain else None
         word = _word(asked, gain, p, below, question.alpha) if ended else OPEN
         found.append(Verdict(asked, len(gain), kept, p, below, word))
     return found
@@ -88,7 +88,7 @@ def markdown(question: Question, verdicts: Sequence[Verdict]) -> str:
         "power",
         "verdict",
     ]
-    return table(heads, [_cells(question, each) for each in verdicts])
+    return markdown_table(heads, [_cells(question, each) for each in verdicts])
 
 
 def _cells(question: Question, found: Verdict) -> list[str]:
@@ -100,8 +100,8 @@ def _cells(question: Question, found: Verdict) -> list[str]:
         f"{gain.mean:+.4f}" if gain is not None else "",
         f"{gain.low:+.4f} to {gain.high:+.4f}" if gain is not None and there else "",
         f"{found.asked.least:+g}",
-        p_text(found.p),
-        p_text(found.short),
+        format_p_value(found.p),
+        format_p_value(found.short),
         f"{power(question, found.asked):.2f}",
         found.word,
     ]

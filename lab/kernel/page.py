@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/kernel.md, from the result files: `python -m lab.kernel.page` writes them."""
+"""The tables of lab/pages/kernel.md, from the result files: `python -m lab.kernel.page` writes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 OUT = Path(__file__).parents[1] / "results" / "kernel"
-PAGE = Path(__file__).parents[2] / "docs" / "kernel.md"
+PAGE = Path(__file__).parents[1] / "pages" / "kernel.md"
 
 
 def tables(folder: Path = OUT) -> dict[str, str]:

@@ -44,16 +44,16 @@ def train(message, context):
         model.load_state_dict(context.state["norms"].to_torch_state_dict(), strict=False)
         gap = context.state["gap"].to_torch_state_dict()
     rows = load_data(context.node_config["partition-id"])
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for batch in DataLoader(rows, batch_size=32, shuffle=True):
         loss = model(**batch).loss
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         for name, param in model.named_parameters():
             if name in start:
                 param.grad += ALPHA * (param.detach() - start[name] - gap[name])
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     end, norms = split(model)
     gap = {name: gap[name] + start[name] - end[name] for name in gap}

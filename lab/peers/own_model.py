@@ -45,13 +45,13 @@ client = ClientApp()
 def train(message, context):
     model = load_model(message, context)
     rows, _ = load_data(context.node_config["partition-id"])
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     losses = []
     for images, labels in DataLoader(rows, batch_size=32, shuffle=True):
         loss = nn.functional.cross_entropy(model(images), labels, label_smoothing=0.1)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     context.state["head"] = ArrayRecord(model.top.state_dict())
     shared = {name: v for name, v in model.state_dict().items() if not name.startswith("top.")}

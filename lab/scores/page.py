@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/scores.md, from the result files: `python -m lab.scores.page` writes them."""
+"""The tables of lab/pages/scores.md, from the result files: `python -m lab.scores.page` writes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lab.scores.results import (
     verdicts,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "scores.md"
+PAGE = Path(__file__).parents[1] / "pages" / "scores.md"
 TITLES = {"ncbi": "NCBI-disease", "medquad": "MedQuAD", "newsgroups": "20 Newsgroups"}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an observer finds out, as laws: what leaks without privacy, and what privacy leaves of it."""
+"""What an observer finds out, as laws: what report without privacy, and what privacy leaves of it."""
 
 from __future__ import annotations
 
@@ -14,30 +14,36 @@ import torch
 from commands import run
 from torch import Tensor
 
-from fedplan.audits.attacks import leaks, victims
-from fedplan.audits.attacks.choices import Observed, seen
-from fedplan.audits.attacks.inference import auc, fit_in, named, told_apart, touched
-from fedplan.audits.attacks.leaks import Leaks
-from fedplan.audits.attacks.recovery import (
-    CHANCE,
+from fedplan.audits.attacks import report, victims
+from fedplan.audits.attacks.block_choice import ChoiceLeak, attack_block_choices
+from fedplan.audits.attacks.inference import (
+    auc,
+    distinguishing_auc,
+    row_norms,
+    span_scores,
+    top_scores_recall,
+)
+from fedplan.audits.attacks.neighbors import MECHANISM, NEIGHBOR_PAIRS, EpsilonAudit, audit_epsilon
+from fedplan.audits.attacks.report import AttackReport
+from fedplan.audits.attacks.token_recovery import (
+    CHANCE_RECALL,
+    EXAMPLES,
     LENGTH,
-    MASKED,
     METHODS,
-    ROWS,
+    ONE_STEP_MASKED,
     VOCABULARY,
     CuriousServer,
-    Read,
-    Recovered,
-    drawn,
-    masked,
-    recovered,
-    updates,
-    ways,
+    PartLeak,
+    UpdateLeak,
+    attack_updates,
+    first_round_changes,
+    make_text_model,
+    masked_changes,
+    training_setups,
 )
-from fedplan.audits.attacks.worlds import MECHANISM, PAIRS, Audited, audited
 from fedplan.models.params import Kind
-from fedplan.privacy.mechanisms.gaussian import Mechanism
-from fedplan.privacy.mechanisms.noise import Noise
+from fedplan.privacy.mechanisms.gaussian import GaussianMechanism
+from fedplan.privacy.mechanisms.noise import NoiseStream
 
 LOG = logging.getLogger(__name__)
 SECRET = bytes(range(32))
@@ -45,21 +51,21 @@ BIG = pytest.mark.nightly
 
 
 @cache
-def worlds(draws: int) -> list[Audited]:
-    return audited(draws, SECRET)
+def worlds(draws: int) -> list[EpsilonAudit]:
+    return audit_epsilon(draws, SECRET)
 
 
 @cache
-def choices(clients: int, trials: int) -> list[Observed]:
-    return seen(clients, trials, SECRET)
+def choices(clients: int, trials: int) -> list[ChoiceLeak]:
+    return attack_block_choices(clients, trials, SECRET)
 
 
 @cache
-def rows(clients: int) -> list[Recovered]:
-    return list(recovered(clients, epsilon=8.0))
+def rows(clients: int) -> list[UpdateLeak]:
+    return list(attack_updates(clients, epsilon=8.0))
 
 
-def row(clients: int, method: str, way: str) -> dict[str, Read]:
+def row(clients: int, method: str, way: str) -> dict[str, PartLeak]:
     (found,) = (r for r in rows(clients) if (r.method, r.way) == (method, way))
     return {read.part: read for read in found.parts}
 
@@ -72,18 +78,23 @@ def test_no_world_is_told_apart_beyond_the_claim_and_one_nearly_as_well(
     draws: int, share: float
 ) -> None:
     found = {each.client: each for each in worlds(draws)}
-    assert found.keys() == PAIRS.keys() and all(each.sound for each in found.values())
-    assert max(each.sharper / each.claimed for each in found.values()) >= share
-    assert found["zero"].sharper < 0.2 and found["nothing"].sharper < 0.2
+    assert found.keys() == NEIGHBOR_PAIRS.keys() and all(each.sound for each in found.values())
+    assert max(each.gaussian_lower_bound / each.claimed for each in found.values()) >= share
+    assert found["zero"].gaussian_lower_bound < 0.2 and found["nothing"].gaussian_lower_bound < 0.2
 
 
 def test_too_little_noise_is_not_sound() -> None:
-    class Quiet(Mechanism):
-        def _noises(self, source: Noise) -> dict[str, Tensor]:
-            return {name: each * 0.8 for name, each in super()._noises(source).items()}
+    class Quiet(GaussianMechanism):
+        def _sample_noise(self, source: NoiseStream) -> dict[str, Tensor]:
+            return {name: each * 0.8 for name, each in super()._sample_noise(source).items()}
 
-    quiet = Quiet(MECHANISM.shared, MECHANISM.bound, MECHANISM.noise, MECHANISM.over)
-    found = audited(20_000, SECRET, quiet)
+    quiet = Quiet(
+        MECHANISM.public_shapes,
+        MECHANISM.clipping_norm,
+        MECHANISM.noise_multiplier,
+        MECHANISM.divisor,
+    )
+    found = audit_epsilon(20_000, SECRET, quiet)
     assert not all(each.sound for each in found)
 
 
@@ -148,9 +159,9 @@ def test_under_dp_sgd_nothing_is_read_that_chance_would_not_find(clients: int) -
     private = [each for each in rows(clients) if each.way == "DP-SGD"]
     found = [(each.method, read) for each in private for read in each.parts]
     shares = [read.beyond for _, read in found if read.beyond is not None]
-    tokens, words = ROWS * (LENGTH - 1), VOCABULARY - 4
-    spread = CHANCE * (1 - CHANCE) * (words - tokens) / (words - 1) / tokens
-    error = math.sqrt(spread / clients) / (1 - CHANCE)
+    tokens, words = EXAMPLES * (LENGTH - 1), VOCABULARY - 4
+    spread = CHANCE_RECALL * (1 - CHANCE_RECALL) * (words - tokens) / (words - 1) / tokens
+    error = math.sqrt(spread / clients) / (1 - CHANCE_RECALL)
     LOG.info("%s", [f"{method} {read.part} {read.beyond}" for method, read in found])
     assert len(shares) == 27
     assert max(map(abs, shares)) < 4.5 * error
@@ -160,7 +171,7 @@ def test_under_dp_sgd_nothing_is_read_that_chance_would_not_find(clients: int) -
 @BIG
 def test_of_masked_words_nothing_is_read_that_chance_would_not_find() -> None:
     clients = 16
-    hidden = [each for each in rows(clients) if each.way == MASKED]
+    hidden = [each for each in rows(clients) if each.way == ONE_STEP_MASKED]
     shares = [r.beyond for each in hidden for r in each.parts if r.beyond is not None]
     LOG.info("%s", [f"{share:.3f}" for share in shares])
     assert {each.method for each in hidden} >= {"fedavg", "fedfrozen, stage one"}
@@ -169,29 +180,38 @@ def test_of_masked_words_nothing_is_read_that_chance_would_not_find() -> None:
 
 
 def test_an_update_that_tells_every_token_tells_none_under_masks() -> None:
-    texts = [victims.texts(i, ROWS, vocabulary=VOCABULARY, length=LENGTH) for i in range(2)]
-    held, way = [victims.words_in(each) for each in texts], ways(epsilon=8.0)[0]
-    found = updates(METHODS["fedavg"], drawn(), texts, way.pace)
-    seen, server = masked(found), CuriousServer(drawn())
+    texts = [
+        victims.random_texts(i, EXAMPLES, vocabulary=VOCABULARY, length=LENGTH) for i in range(2)
+    ]
+    held, way = [victims.distinct_words(each) for each in texts], training_setups(epsilon=8.0)[0]
+    found = first_round_changes(METHODS["fedavg"], make_text_model(), texts, way.train_config)
+    seen, server = masked_changes(found), CuriousServer(make_text_model())
     for part in (Kind.EMBED, Kind.VALUE):
-        plain, hidden = server.read(part, found, held), server.read(part, seen, held)
+        plain, hidden = (
+            server.recover_tokens(part, found, held),
+            server.recover_tokens(part, seen, held),
+        )
         assert plain.beyond == 1.0
         assert hidden.beyond is not None and abs(hidden.beyond) < 4.5 * by_chance(2)
 
 
 def by_chance(clients: int) -> float:
     """The standard error of what chance finds beyond chance."""
-    tokens, words = ROWS * (LENGTH - 1), VOCABULARY - 4
-    spread = CHANCE * (1 - CHANCE) * (words - tokens) / (words - 1) / tokens
-    return math.sqrt(spread / clients) / (1 - CHANCE)
+    tokens, words = EXAMPLES * (LENGTH - 1), VOCABULARY - 4
+    spread = CHANCE_RECALL * (1 - CHANCE_RECALL) * (words - tokens) / (words - 1) / tokens
+    return math.sqrt(spread / clients) / (1 - CHANCE_RECALL)
 
 
 def test_dp_sgd_with_hardly_any_noise_hides_nothing() -> None:
-    way = replace(ways(epsilon=8.0)[2], epsilon=1e5)
-    held = [victims.texts(0, ROWS, vocabulary=VOCABULARY, length=LENGTH)]
-    change = updates(way.changed(METHODS["fedavg"]), drawn(), held, way.pace)
-    found = CuriousServer(drawn()).read(Kind.EMBED, change, [victims.words_in(held[0])])
-    assert found.recovered and found.recovered > 4 * CHANCE
+    way = replace(training_setups(epsilon=8.0)[2], epsilon=1e5)
+    held = [victims.random_texts(0, EXAMPLES, vocabulary=VOCABULARY, length=LENGTH)]
+    change = first_round_changes(
+        way.apply(METHODS["fedavg"]), make_text_model(), held, way.train_config
+    )
+    found = CuriousServer(make_text_model()).recover_tokens(
+        Kind.EMBED, change, [victims.distinct_words(held[0])]
+    )
+    assert found.recovered and found.recovered > 4 * CHANCE_RECALL
 
 
 # The attacks themselves
@@ -207,24 +227,24 @@ def test_an_auc_is_the_share_of_pairs_in_order() -> None:
 def test_peoples_are_told_apart_if_they_differ_and_only_then() -> None:
     draw = torch.Generator().manual_seed(0)
     one, other = (torch.rand(4000, 6, generator=draw) < 0.3 for _ in range(2))
-    assert told_apart(one, other) == pytest.approx(0.5, abs=0.03)
+    assert distinguishing_auc(one, other) == pytest.approx(0.5, abs=0.03)
     other[:, 2] = True
-    assert told_apart(one, other) > 0.8
+    assert distinguishing_auc(one, other) > 0.8
 
 
 def test_the_span_of_a_change_names_its_inputs() -> None:
     draw = torch.Generator().manual_seed(0)
     inputs = torch.nn.functional.normalize(torch.randn(200, 32, generator=draw), dim=1)
     few, many = (torch.randn(32, n, generator=draw) @ inputs[:n] for n in (20, 100))
-    assert named(fit_in(few, inputs), range(20)) == 1.0
-    assert named(fit_in(many, inputs), range(100)) < 0.75, "half of them is chance"
-    assert fit_in(torch.zeros(32, 32), inputs).isfinite().all()
+    assert top_scores_recall(span_scores(few, inputs), range(20)) == 1.0
+    assert top_scores_recall(span_scores(many, inputs), range(100)) < 0.75, "half of them is chance"
+    assert span_scores(torch.zeros(32, 32), inputs).isfinite().all()
 
 
 def test_touched_rows_are_those_that_moved() -> None:
     change = torch.zeros(50, 4)
     change[[3, 7]] = 0.1
-    assert named(touched(change), {3, 7}) == 1.0
+    assert top_scores_recall(row_norms(change), {3, 7}) == 1.0
 
 
 # The command
@@ -232,21 +252,23 @@ def test_touched_rows_are_those_that_moved() -> None:
 
 @BIG
 def test_the_command_says_all_of_it_in_words_and_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Leaks(worlds(20_000), choices(12, 250), rows(2))
+    found = AttackReport(worlds(20_000), choices(12, 250), rows(2))
     asked = list[tuple[int, int]]()
 
-    def look(draws: int, clients: int, secret: bytes) -> Leaks:
+    def look(draws: int, clients: int, secret: bytes) -> AttackReport:
         asked.append((draws, clients))
         assert len(secret) == 32
         return found
 
-    monkeypatch.setattr(leaks, "attack", look)
+    monkeypatch.setattr(report, "run_attacks", look)
     code, told = run("attack", "--draws", "1000", "--clients", "2")
     assert code == 0 and asked == [(1000, 2)]
     for word in ("claimed", "own choice", "private vote", "fedfrozen B, stage two", "no tokens"):
         assert word in told
     said = json.loads(run("attack", "--json")[1])
-    assert said["sound"] and len(said["worlds"]) == len(PAIRS) and len(said["choices"]) == 3
+    assert (
+        said["sound"] and len(said["worlds"]) == len(NEIGHBOR_PAIRS) and len(said["choices"]) == 3
+    )
     assert {part["part"] for each in said["recovery"] for part in each["parts"]} == {
         *(str(kind) for kind in Kind if kind in ("embed", "query", "key", "value", "out")),
         *("mlp", "head", "prompt"),
@@ -254,8 +276,8 @@ def test_the_command_says_all_of_it_in_words_and_in_json(monkeypatch: pytest.Mon
 
 
 def test_a_claim_that_does_not_stand_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    told_of = [Recovered("m", "DP-SGD", (Read("embed", sent=True, recovered=0.5),))]
-    wrong = Leaks([Audited("zero", 1.0, 0.5, 1.5)], [], told_of)
-    monkeypatch.setattr(leaks, "attack", lambda *_: wrong)
+    told_of = [UpdateLeak("m", "DP-SGD", (PartLeak("embed", sent=True, recovered=0.5),))]
+    wrong = AttackReport([EpsilonAudit("zero", 1.0, 0.5, 1.5)], [], told_of)
+    monkeypatch.setattr(report, "run_attacks", lambda *_: wrong)
     code, told = run("attack")
     assert code == 1 and "ABOVE THE CLAIM" in told

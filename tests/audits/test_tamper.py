@@ -17,7 +17,7 @@ from fedplan.audits import run as audit
 from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
 from fedplan.runners.simulation import Simulation
-from fedplan.storage.journal import home_of
+from fedplan.storage.journal import client_state_folder
 from fedplan.studies.schema import read_study
 
 KINDS = {
@@ -27,8 +27,8 @@ KINDS = {
 unit = "client"
 epsilon = 900.0
 delta = 1e-5
-clip = 1.0
-noise = 1.0
+clipping_norm = 1.0
+noise_multiplier = 1.0
 """,
 }
 
@@ -49,13 +49,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
     (place / "study.toml").write_text(
         STUDY.replace('"digits.npz"', f'"{place}/digits.npz"')
-        .replace("dropped = 0.1", "")
-        .replace('by = "dirichlet"\nalpha = 0.5', 'by = "iid"')
+        .replace("dropout_fraction = 0.1", "")
+        .replace('partition = "dirichlet"\nalpha = 0.5', 'partition = "iid"')
         + KINDS[request.param]
     )
     Simulation(read_study(place / "study.toml"), place / "run").run()
     faults, said = verify_run(place / "run")
-    assert not faults and "rows are those" in said
+    assert not faults and "examples are unchanged" in said
     return place / "run"
 
 
@@ -67,7 +67,7 @@ def without_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         raise FedplanError("the data is not here")
 
     if "rows" not in request.node.name:
-        monkeypatch.setattr(audit, "shares_of", gone)
+        monkeypatch.setattr(audit, "load_federated_data", gone)
 
 
 def files(folder: Path) -> list[Path]:
@@ -83,7 +83,7 @@ def accused(copy: Path, file: Path) -> bool:
     names = [
         file.name,
         str(file),
-        *(part for part in file.parts[:-1] if part not in (".", "homes")),
+        *(part for part in file.parts[:-1] if part not in (".", "clients")),
     ]
     return any(name in fault for fault in faults for name in names)
 
@@ -151,18 +151,20 @@ def test_any_bit_of_any_file_is_named(
         (copy / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("place", ["world", "homes", str(home_of(Path(), "client-01"))])
+@pytest.mark.parametrize(
+    "place", ["global", "clients", str(client_state_folder(Path(), "client-01"))]
+)
 def test_a_removed_folder_is_named(folder: Path, place: str, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / place)
     assert accused(tmp_path / "run", Path(place) / "x") or accused(
-        tmp_path / "run", home_of(Path(), "client-01") / "x"
+        tmp_path / "run", client_state_folder(Path(), "client-01") / "x"
     )
 
 
 def test_homes_of_two_clients_swapped_are_named(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "run")
-    one, other = (home_of(tmp_path / "run", f"client-0{i}") for i in (1, 2))
+    one, other = (client_state_folder(tmp_path / "run", f"client-0{i}") for i in (1, 2))
     one.rename(tmp_path / "x")
     other.rename(one)
     (tmp_path / "x").rename(other)
@@ -178,12 +180,12 @@ def test_other_rows_are_named_and_not_gone_on_with(folder: Path, tmp_path: Path)
     try:
         np.savez(rows, **(held | {"image_train": 255 - held["image_train"]}))
         faults, _ = verify_run(tmp_path / "run")
-        assert faults and all("the rows of" in fault for fault in faults)
-        with pytest.raises(FedplanError, match="on other rows of client-00"):
+        assert faults and all("the examples of" in fault for fault in faults)
+        with pytest.raises(FedplanError, match="on other examples of client-00"):
             Simulation(study, tmp_path / "run")
         rows.unlink()
         faults, said = verify_run(tmp_path / "run")
-        assert not faults and "rows were not checked" in said
+        assert not faults and "examples were not checked" in said
     finally:
         rows.write_bytes(content)
 
@@ -193,15 +195,15 @@ def test_a_world_that_is_lost_is_not_begun_again_beside_its_homes(
 ) -> None:
     study = read_study(folder.parent / "study.toml")
     shutil.copytree(folder, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/world")
-    with pytest.raises(FedplanError, match="the server has lost its world"):
-        Simulation(study, tmp_path / "run").federation.round()
+    shutil.rmtree(tmp_path / "run/global")
+    with pytest.raises(FedplanError, match="server has lost its"):
+        Simulation(study, tmp_path / "run").federation.run_round()
 
 
 def test_files_of_another_run_are_named(folder: Path, tmp_path: Path) -> None:
     study = read_study(folder.parent / "study.toml")
     Simulation(study, tmp_path / "other").run()
-    for name in ("run.json", "ledger.jsonl", "world", "homes"):
+    for name in ("run.json", "ledger.jsonl", "global", "clients"):
         copy = tmp_path / f"with-{name}"
         shutil.copytree(folder, copy)
         place = copy / name
@@ -220,7 +222,7 @@ def test_a_fault_is_told_by_the_command(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "run")
     (tmp_path / "run/ledger.jsonl").write_text("{}\n")
     code, out = run("verify", str(tmp_path / "run"))
-    assert code == 1 and "ledger.jsonl is not what round 3 was committed with" in out
+    assert code == 1 and "ledger.jsonl differs from its content at round 3" in out
 
 
 def test_a_key_that_others_may_read_is_a_fault_and_hides_no_other(

@@ -17,12 +17,12 @@ from datasets import Dataset
 from tables import PETS, WORDS, row, tokenizer
 from torch import Tensor, nn
 
-from fedplan.data.chats import PLAIN
-from fedplan.data.examples import NO_LABEL, Packed
-from fedplan.data.foresight import require_packing
+from fedplan.data.causality import require_packing_support
+from fedplan.data.chats import PLAIN_TEMPLATE
+from fedplan.data.examples import NO_LABEL, PackedSequences
 from fedplan.data.metrics import METRICS, Metric, metric_named
 from fedplan.data.tables import DataError
-from fedplan.data.tasks import TASK_KINDS, Task, task
+from fedplan.data.tasks import TASK_KINDS, Task, make_task
 from fedplan.errors import FedplanError
 
 ROWS = [{n: v for n, v in row(i).items() if n != "picture"} for i in range(12)]
@@ -83,7 +83,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def asked(name: str, words: str, **more: Any) -> Task:
     said = {"tokenizer": words, "max_length": 16, **COLUMNS[name], **more}
-    return task(KIND.get(name, name), **said)
+    return make_task(KIND.get(name, name), **said)
 
 
 def model_for(name: str, made: Task) -> nn.Module:
@@ -136,18 +136,18 @@ def test_few_rows_are_learnt(name: str, words: str) -> None:
     made = asked(name, words)
     model, rows = model_for(name, made).train(), made.prepare(table())
     before = made.score(model, rows, batch_size=100)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(25):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         made.loss(model, whole(rows)).backward()
-        optimiser.step()
+        optimizer.step()
     assert made.score(model, rows, batch_size=100)["loss"] < 0.8 * before["loss"]
 
 
 def test_every_kind_says_its_primary_score_and_what_it_answers() -> None:
     for kind, found in TASK_KINDS.items():
-        assert found.answers in ("class", "labels", "number", "tokens"), kind
-        assert found.higher == (found.primary not in ("rmse", "perplexity"))
+        assert found.answer_kind in ("class", "labels", "number", "tokens"), kind
+        assert found.higher_is_better == (found.primary not in ("rmse", "perplexity"))
 
 
 # ------------------------------------------------------------------- labels, numbers and weights
@@ -159,9 +159,9 @@ def test_any_of_several_labels_may_be_right_and_none_too(words: str) -> None:
     assert whole(made.prepare(rows))["labels"].tolist() == [[1, 0, 0], [1, 1, 1], [0, 0, 0]]
     model = model_for("multi-label", made)
     assert model.config.problem_type == "multi_label_classification"  # type: ignore[union-attr]
-    with pytest.raises(DataError, match=r"label 'egg' in column 'pets' is none"):
+    with pytest.raises(DataError, match=r"label 'egg' in column 'pets' is not one"):
         made.prepare(Dataset.from_dict({"text": ["cat"], "pets": [["egg"]]}))
-    with pytest.raises(DataError, match="'pets' holds 'cat', and multi-label takes a list"):
+    with pytest.raises(DataError, match="'pets' has 'cat', but multi-label needs a list"):
         made.prepare(Dataset.from_dict({"text": ["cat"], "pets": ["cat"]}))
 
 
@@ -177,9 +177,9 @@ def test_a_number_may_be_any_and_a_text_is_none(words: str) -> None:
     )
     texts = Dataset.from_dict({"text": ["cat"], "ask": ["a"], "degree": ["1.5"]})
     assert whole(made.prepare(texts))["labels"].tolist() == [1.5]
-    with pytest.raises(DataError, match="'degree' holds 'warm', and regression takes numbers"):
+    with pytest.raises(DataError, match="'degree' has 'warm', but regression needs numbers"):
         made.prepare(Dataset.from_dict({"text": ["cat"], "ask": ["a"], "degree": ["warm"]}))
-    with pytest.raises(DataError, match="3 outputs and regression asks for one"):
+    with pytest.raises(DataError, match="3 outputs, but regression needs one"):
         made.loss(hf.BertForSequenceClassification(hf.BertConfig(**SMALL, num_labels=3)), batch)
 
 
@@ -193,7 +193,7 @@ def test_a_weight_multiplies_the_loss_of_its_label_whatever_the_batch(
     model, rows = model_for(name, made), made.prepare(table())
     for number in range(len(rows)):
         batch = rows.batch(torch.tensor([number]))
-        logits, labels, _ = made._answers(model, batch)
+        logits, labels, _ = made._labelled_logits(model, batch)
         if name == "multi-label":
             each = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
             weight = torch.tensor([3.0, 1.0, 1.0])
@@ -212,10 +212,18 @@ def test_a_weight_multiplies_the_loss_of_its_label_whatever_the_batch(
         ("text-classification", {"weights": {"calm": 0.0}}, "weight of 'calm' is 0.0: it must be"),
         ("causal-lm", {"weights": {"calm": 2.0}}, "a weight for 'calm'; its labels are none"),
         ("causal-lm", {"packing": True}, "causal-lm has packing = true: only"),
-        ("instruction", {"packing": True, "single": True}, "privacy by example hides one row"),
+        (
+            "instruction",
+            {"packing": True, "one_example_per_row": True},
+            "example-level privacy needs one row",
+        ),
         ("seq2seq-lm", {"columns": "text"}, r"columns \['text'\]: it takes 2"),
         ("regression", {"label": ""}, "needs the column of its numbers"),
-        ("regression", {"extra": [METRICS["f1_macro"]]}, "'f1_macro' cannot be taken of regress"),
+        (
+            "regression",
+            {"extra_metrics": [METRICS["f1_macro"]]},
+            "'f1_macro' does not apply to regress",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -230,13 +238,13 @@ def test_metrics_come_by_name_or_as_functions(words: str) -> None:
         return np.float32(np.abs(truth - guess).max())
 
     extra = [metric_named("max_error"), Metric("far", far)]
-    made = asked("regression", words, extra=extra)
+    made = asked("regression", words, extra_metrics=extra)
     found = made.score(model_for("regression", made), made.prepare(table()), batch_size=5)
     assert found["far"] == pytest.approx(found["max_error"]) and "r2" in found
     with pytest.raises(FedplanError, match="no metric 'f2': there are accuracy, f1_macro"):
         metric_named("f2")
-    odd = asked("regression", words, extra=[Metric("odd", lambda truth, guess: "high")])  # type: ignore[arg-type,return-value]
-    with pytest.raises(FedplanError, match="'odd' gives a str"):
+    odd = asked("regression", words, extra_metrics=[Metric("odd", lambda truth, guess: "high")])  # type: ignore[arg-type,return-value]
+    with pytest.raises(FedplanError, match="'odd' returned a str"):
         odd.score(model_for("regression", made), made.prepare(table()), batch_size=5)
 
 
@@ -254,7 +262,7 @@ def test_one_row_and_a_model_that_diverged_have_scores(words: str) -> None:
 
 
 def chatting(folder: str, columns: Any = "messages", **more: Any) -> Task:
-    return task("instruction", columns=columns, model=folder, max_length=128, **more)
+    return make_task("instruction", columns=columns, model=folder, max_length=128, **more)
 
 
 def test_every_token_of_an_answer_and_its_end_is_asked_once_and_nothing_else(llama: str) -> None:
@@ -317,11 +325,11 @@ def test_packed_conversations_are_answered_as_each_alone(
         config = hf.GPT2Config(**sizes, initializer_range=0.3, attn_implementation=attention)
         model = hf.GPT2LMHeadModel(config)
     model.eval()
-    require_packing(model)
+    require_packing_support(model)
     rows = Dataset.from_list(messages(9))
     made, packing = chatting(llama), chatting(llama, packing=True)
     apart, packed = made.prepare(rows), packing.prepare(rows)
-    assert isinstance(packed, Packed) and len(packed) < len(apart)
+    assert isinstance(packed, PackedSequences) and len(packed) < len(apart)
     one, two = (t.score(model, r, batch_size=4) for t, r in ((made, apart), (packing, packed)))
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
     with torch.no_grad():
@@ -348,15 +356,17 @@ def test_a_model_that_cannot_keep_packed_texts_apart_is_refused(
     """In half precision too, where what leaks in may be as small as rounding."""
     model = zoo.build(name).to(dtype)
     if name in APART:
-        return require_packing(model)
-    with pytest.raises(DataError, match="does not keep packed conversations apart"):
-        require_packing(model)
+        return require_packing_support(model)
+    with pytest.raises(DataError, match="mixes packed conversations"):
+        require_packing_support(model)
 
 
 def test_a_tokenizer_without_a_template_gets_a_plain_one_and_it_is_said(tmp_path: Path) -> None:
     folder = tiny_chat(tmp_path, template=None)
     made = chatting(folder)
-    assert "has no chat template" in made.notes[0] and made.tokenizer.chat_template == PLAIN
+    assert (
+        "has no chat template" in made.notes[0] and made.tokenizer.chat_template == PLAIN_TEMPLATE
+    )
     found = whole(made.prepare(Dataset.from_list(messages(3))))
     said = [made.tokenizer.decode(each[each != NO_LABEL]) for each in found["labels"]]
     assert said[0] == f"The sky is blue.{END}" and all(each.endswith(END) for each in said)
@@ -379,7 +389,7 @@ FORGETS = (
         ("messages", [{"role": "user", "content": "hi"}], "have no token of an answer within"),
         ("messages", "hi", "a conversation is a list of messages"),
         ("messages", [{"from": "human", "value": "hi"}], "each with a role and a content"),
-        ("prompt", " ", "row 0 of column 'prompt' holds ' ', and no text"),
+        ("prompt", " ", "row 0 of column 'prompt' is ' ', not a text"),
     ],
 )
 def test_what_is_no_conversation_is_named(column: str, value: Any, said: str, llama: str) -> None:
@@ -391,11 +401,11 @@ def test_what_is_no_conversation_is_named(column: str, value: Any, said: str, ll
 
 def test_answers_that_cannot_be_told_from_questions_are_refused(tmp_path: Path) -> None:
     made = chatting(tiny_chat(tmp_path, template=FORGETS))
-    with pytest.raises(DataError, match="row 2: the chat template writes an earlier message"):
+    with pytest.raises(DataError, match="row 2: the chat template writes earlier messages"):
         made.prepare(Dataset.from_list(messages(3)[:1] * 2 + messages(3)[2:]))
 
 
 def test_an_answer_that_is_cut_off_whole_is_refused(llama: str) -> None:
     short = replace(chatting(llama, ["prompt", "response"]), max_length=6)
-    with pytest.raises(DataError, match=r"4 of 4 rows .* within max_length = 6: raise it"):
+    with pytest.raises(DataError, match=r"4 of 4 rows .* within max_length = 6: raise max_length"):
         short.prepare(Dataset.from_list(pairs(4)))

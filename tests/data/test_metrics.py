@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from often import often
 from sklearn.metrics import f1_score
 
-from fedplan.data.metrics import METRICS, spread
+from fedplan.data.metrics import METRICS, score_spread
 from fedplan.errors import FedplanError
 
 SCORES = st.dictionaries(st.text(max_size=3), st.floats(-1e6, 1e6), min_size=1, max_size=40)
@@ -22,7 +22,7 @@ PAIRS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, ma
 @settings(max_examples=often(200))
 @given(SCORES)
 def test_a_spread_is_what_numpy_says(scores: dict[str, float]) -> None:
-    found, values = spread(scores), np.sort(list(scores.values()))
+    found, values = score_spread(scores), np.sort(list(scores.values()))
     assert isclose(found["mean"], values.mean(), rel_tol=1e-9, abs_tol=1e-6)
     assert isclose(found["std"], values.std(), rel_tol=1e-9, abs_tol=1e-6)
     assert (found["worst"], found["best"]) == (values[0], values[-1])
@@ -31,13 +31,13 @@ def test_a_spread_is_what_numpy_says(scores: dict[str, float]) -> None:
 
 
 def test_the_worst_decile_is_the_mean_of_the_lowest_tenth_rounded_up() -> None:
-    assert spread({str(i): float(i) for i in range(11)})["worst_decile"] == 0.5
-    assert spread({str(i): float(i) for i in range(10)})["worst_decile"] == 0.0
+    assert score_spread({str(i): float(i) for i in range(11)})["worst_decile"] == 0.5
+    assert score_spread({str(i): float(i) for i in range(10)})["worst_decile"] == 0.0
 
 
 def test_a_client_that_diverged_is_the_worst() -> None:
     for scores in ({"a": nan, "b": 1.0, "c": 0.0}, {"b": 1.0, "c": 0.0, "a": nan}):
-        found = spread(scores)
+        found = score_spread(scores)
         assert isnan(found["worst"]) and isnan(found["mean"]) and found["best"] == 1.0
 
 
@@ -46,10 +46,10 @@ def test_a_client_that_diverged_is_the_worst() -> None:
 def test_macro_f1_is_what_scikit_learn_says(pairs: list[tuple[int, int]]) -> None:
     truth, guess = [t for t, _ in pairs], [g for _, g in pairs]
     assert isclose(
-        METRICS["f1_macro"].measure(truth, guess), f1_score(truth, guess, average="macro")
+        METRICS["f1_macro"].function(truth, guess), f1_score(truth, guess, average="macro")
     )
 
 
 def test_nothing_to_put_together_is_said() -> None:
     with pytest.raises(FedplanError, match="at least one client"):
-        spread({})
+        score_spread({})

@@ -17,34 +17,69 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import KINDS, LANGUAGE, MOODS, SITES, Row, cases, held, row, study, tokenizer, written
 
-from fedplan.data.content import chances, contents, told_apart
-from fedplan.data.partition import Partition, divide
-from fedplan.data.tables import DataError, load
+from fedplan.data.example_digests import example_digests, make_unique, uniform_numbers
+from fedplan.data.partition import Partition, partition_examples
+from fedplan.data.tables import DataError, load_table
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
-from fedplan.privacy.dpsgd.per_example import Subject, Sum, one_by_one, trained
-from fedplan.storage.lines import read_lines
+from fedplan.privacy.dpsgd.per_example import (
+    ClippedSum,
+    Objective,
+    add_clipped_one_by_one,
+    trained_tensors,
+)
+from fedplan.storage.json_lines import read_json_lines
+from fedplan.studies.experiment import build_experiment
+from fedplan.studies.federated_data import FederatedData, load_federated_data
 from fedplan.studies.schema import Study
-from fedplan.studies.shares import Shares, shares_of
-from fedplan.studies.stage import stage_of
 
 EXAMPLE = {"unit": "example", "epsilon": 8.0, "size": 40}
 CLIENT = {"unit": "client", "epsilon": 8.0}
-BY_MOOD = {"column": "mood", "only": {"mood": MOODS}}
-BY_SITE = {"by": "column", "column": "site", "clients": 3, "only": {"site": SITES}}
+BY_MOOD = {"partition_column": "mood", "filter": {"mood": MOODS}}
+BY_SITE = {
+    "partition": "column",
+    "partition_column": "site",
+    "num_clients": 3,
+    "filter": {"site": SITES},
+}
 WAYS: dict[str, dict[str, Any]] = {
-    "iid": {"by": "iid", "clients": 3},
-    "iid, half": {"by": "iid", "clients": 2, "own_test": 0.5},
-    "iid, no own test": {"by": "iid", "clients": 5, "own_test": 0.0},
-    "dirichlet": {"by": "dirichlet", "alpha": 0.3, "clients": 3, "column": "mood"},
-    "dirichlet, many": {"by": "dirichlet", "alpha": 0.1, "clients": 5, "column": "site"},
-    "pathological": {"by": "pathological", "classes": 2, "clients": 4, **BY_MOOD},
+    "iid": {"partition": "iid", "num_clients": 3},
+    "iid, half": {"partition": "iid", "num_clients": 2, "holdout_fraction": 0.5},
+    "iid, no own test": {"partition": "iid", "num_clients": 5, "holdout_fraction": 0.0},
+    "dirichlet": {
+        "partition": "dirichlet",
+        "alpha": 0.3,
+        "num_clients": 3,
+        "partition_column": "mood",
+    },
+    "dirichlet, many": {
+        "partition": "dirichlet",
+        "alpha": 0.1,
+        "num_clients": 5,
+        "partition_column": "site",
+    },
+    "pathological": {
+        "partition": "pathological",
+        "classes_per_client": 2,
+        "num_clients": 4,
+        **BY_MOOD,
+    },
     "column": BY_SITE,
-    "column, each": {**BY_SITE, "each": 2, "alpha": 0.5},
-    "train": {"by": "iid", "clients": 2, "train": {"fold": 1}},
-    "only": {"by": "iid", "clients": 2, "only": {"mood": ["calm", "wild"]}},
-    "test": {"by": "iid", "clients": 2, "train": {"fold": 1}, "test": {"fold": 2}},
-    "test, limit": {"by": "iid", "clients": 2, "test": {"fold": 2}, "test_limit": 3},
+    "column, each": {**BY_SITE, "clients_per_value": 2, "alpha": 0.5},
+    "train": {"partition": "iid", "num_clients": 2, "train_filter": {"fold": 1}},
+    "only": {"partition": "iid", "num_clients": 2, "filter": {"mood": ["calm", "wild"]}},
+    "test": {
+        "partition": "iid",
+        "num_clients": 2,
+        "train_filter": {"fold": 1},
+        "test_filter": {"fold": 2},
+    },
+    "test, limit": {
+        "partition": "iid",
+        "num_clients": 2,
+        "test_filter": {"fold": 2},
+        "max_test_examples": 3,
+    },
 }
 ROWS = [*map(row, range(20)), row(3), row(3), row(7), row(8, text="cat " * 40, fold=1)]
 """Some are there twice or three times, and one is much longer than the others."""
@@ -56,7 +91,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tokenizer(tmp_path_factory.mktemp("words"))
 
 
-def differ(one: Shares, other: Shares) -> int:
+def differ(one: FederatedData, other: FederatedData) -> int:
     """How many units are in one and not in the other, over all clients, trained and tested on."""
     assert list(one.train) == list(other.train), "the clients are the same"
     assert one.task == other.task
@@ -68,12 +103,14 @@ def differ(one: Shares, other: Shares) -> int:
     return count
 
 
-def pair(asked: Study, file: Path, rows: list[Row], gone: int) -> tuple[Shares, Shares]:
+def pair(
+    asked: Study, file: Path, rows: list[Row], gone: int
+) -> tuple[FederatedData, FederatedData]:
     """The shares of a table, and of the same without one row."""
-    shares = list[Shares]()
+    shares = list[FederatedData]()
     for some in (rows, [*rows[:gone], *rows[gone + 1 :]]):
         written(some, file)
-        shares.append(shares_of(asked, None))
+        shares.append(load_federated_data(asked, None))
     return shares[0], shares[1]
 
 
@@ -82,21 +119,21 @@ def test_one_row_less_is_one_unit_less(kind: str, way: str, words: str, tmp_path
     file = tmp_path / "t.parquet"
     asked = study(kind, words, data={"path": str(file), **WAYS[way]}, privacy=EXAMPLE)
     odd = {
-        "token-classification": "no labels to divide by",
-        "multi-label": "no labels to divide by",
-        "regression": "each = 2 divides by labels",
+        "token-classification": "cannot be partitioned by values such as",
+        "multi-label": "cannot be partitioned by values such as",
+        "regression": "clients_per_value = 2 needs the label column",
     }
     if kind in odd and way == "column, each":
         written(ROWS, file)
         with pytest.raises(DataError, match=odd[kind]):
-            shares_of(asked, None)
+            load_federated_data(asked, None)
         return
     for gone in GONE:
         one, other = pair(asked, file, ROWS, gone)
-        tested = "test" in WAYS[way] and ROWS[gone]["fold"] == 2
+        tested = "test_filter" in WAYS[way] and ROWS[gone]["fold"] == 2
         if not tested:
             assert differ(one, other) <= 1, f"row {gone}"
-            assert (one.test is None) == (other.test is None) == ("test" not in WAYS[way])
+            assert (one.test is None) == (other.test is None) == ("test_filter" not in WAYS[way])
             assert one.test is None or held(one.test) == held(other.test)
         if way in ("iid", "column", "dirichlet"):
             total = sum(len(rows) for s in (one.train, one.own) for rows in s.values())
@@ -112,13 +149,17 @@ def bare(kind: str) -> Row:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_site_lacks_one_row_and_trains_on_one_less(kind: str, words: str, tmp_path: Path) -> None:
     names = {"names": ["north", "south"]}
-    for more in ({}, {"own_test": 0.5}, {"train": {"fold": 1}, "own_test": 0.0}):
+    for more in (
+        {},
+        {"holdout_fraction": 0.5},
+        {"train_filter": {"fold": 1}, "holdout_fraction": 0.0},
+    ):
         asked = study(kind, words, **bare(kind), data=more, clients=names, privacy=EXAMPLE)
         for gone in GONE:
-            shares = list[Shares]()
+            shares = list[FederatedData]()
             for some in (ROWS, [*ROWS[:gone], *ROWS[gone + 1 :]]):
-                table = load(written(some, tmp_path / "t.parquet"))
-                shares.append(shares_of(asked, ("north", table)))
+                table = load_table(written(some, tmp_path / "t.parquet"))
+                shares.append(load_federated_data(asked, ("north", table)))
             assert differ(*shares) <= 1
 
 
@@ -127,31 +168,34 @@ def test_the_only_row_of_a_filter_is_one_unit(way: str, words: str, tmp_path: Pa
     """Without it no row is left to train on, and that is no error, which would tell."""
     rows = [{**row, "split": f"{row['fold']}"} for row in ROWS if row["fold"] != 1]
     last = next({**row, "split": "1"} for row in ROWS if row["fold"] == 1)
-    said: Row = {"train": {"fold": 1}} if way == "train" else {"split": "1"}
+    said: Row = {"train_filter": {"fold": 1}} if way == "train" else {"split": "1"}
     if way == "test":
         seen = {"text", "mood"}
         rows = [row for row in rows if any(row[name] != last[name] for name in seen)]
         said = {"test_path": written(rows, tmp_path / "test.parquet")}
     file = tmp_path / "t.parquet"
-    said |= {"path": str(file), "by": "iid", "clients": 2, "own_test": 0.0}
+    said |= {"path": str(file), "partition": "iid", "num_clients": 2, "holdout_fraction": 0.0}
     asked = study("text-classification", words, data=said, privacy=EXAMPLE)
     assert differ(*pair(asked, file, [*rows, last], len(rows))) == 1
 
 
 TABLES = st.lists(st.integers(0, 12), min_size=1, max_size=16)
 DRAWN = st.one_of(
-    st.builds(dict, by=st.just("iid"), clients=st.integers(1, 6)),
+    st.builds(dict, partition=st.just("iid"), num_clients=st.integers(1, 6)),
     st.builds(
         dict,
-        by=st.just("dirichlet"),
-        clients=st.integers(1, 6),
+        partition=st.just("dirichlet"),
+        num_clients=st.integers(1, 6),
         alpha=st.sampled_from([1e-3, 0.1, 1.0, 100.0]),
     ),
     st.builds(
-        dict, by=st.just("pathological"), clients=st.integers(3, 6), classes=st.integers(1, 3)
+        dict,
+        partition=st.just("pathological"),
+        num_clients=st.integers(3, 6),
+        classes_per_client=st.integers(1, 3),
     ),
     st.just(BY_SITE),
-    st.builds(lambda each: {**BY_SITE, "each": each, "alpha": 0.5}, st.integers(2, 3)),
+    st.builds(lambda each: {**BY_SITE, "clients_per_value": each, "alpha": 0.5}, st.integers(2, 3)),
 )
 
 
@@ -167,7 +211,7 @@ def test_any_row_of_any_table_is_one_unit(
     own_test: float,
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "any.jsonl"
-    said = {"path": str(file), **way, "own_test": own_test}
+    said = {"path": str(file), **way, "holdout_fraction": own_test}
     asked = study("text-classification", words, data=said, privacy=EXAMPLE)
     asked = asked.model_copy(update={"seed": seed})
     gone = data.draw(st.integers(0, len(numbers) - 1))
@@ -200,29 +244,30 @@ def test_one_odd_row_changes_no_other(form: str, odd: str, words: str, tmp_path:
     strange = {**rows[5], **ODD[odd]}
     file = tmp_path / f"t{form}"
     for kind in ("text-classification", "causal-lm"):
-        asked = study(kind, words, data={"path": str(file), "clients": 3}, privacy=EXAMPLE)
+        asked = study(kind, words, data={"path": str(file), "num_clients": 3}, privacy=EXAMPLE)
         assert differ(*pair(asked, file, [*rows, strange], len(rows))) == 1
 
 
 @pytest.mark.parametrize(
-    "way", [way for way, said in WAYS.items() if not {"train", "test"} & said.keys()]
+    "way", [way for way, said in WAYS.items() if not {"train_filter", "test_filter"} & said.keys()]
 )
 def test_a_client_that_is_gone_changes_no_other(way: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "t.parquet"
     said = {"path": str(file), **WAYS[way]}
     asked = study("text-classification", words, data=said, clients=names(said), privacy=CLIENT)
     rows = [each for each in ROWS if way != "only" or each["mood"] != "sad"]
-    table = load(written(rows, file))
-    whole = shares_of(asked, None)
-    part = ("by", "clients", "column", "alpha", "classes", "each")
-    partition = Partition(**{name: said[name] for name in part if name in said})
-    public = SITES if said["by"] == "column" else MOODS
-    places = divide(table, partition, seed=0, label="mood", public=public)
+    table = load_table(written(rows, file))
+    whole = load_federated_data(asked, None)
+    part = {"partition": "kind", "num_clients": "num_clients", "partition_column": "column"}
+    part |= {n: n for n in ("alpha", "classes_per_client", "clients_per_value")}
+    partition = Partition(**{field: said[name] for name, field in part.items() if name in said})
+    public = SITES if said["partition"] == "column" else MOODS
+    places = partition_examples(table, partition, seed=0, label="mood", known_values=public)
     for name, own in list(places.items())[:3]:
-        lost = set(contents(own))
-        marks = contents(table)
+        lost = set(example_digests(own))
+        marks = example_digests(table)
         written([each for each, mark in zip(rows, marks, strict=True) if mark not in lost], file)
-        again = shares_of(asked, None)
+        again = load_federated_data(asked, None)
         assert list(again.train) == list(whole.train)
         assert not len(again.train[name]) and name not in again.own
         for other in places.keys() - {name}:
@@ -231,27 +276,50 @@ def test_a_client_that_is_gone_changes_no_other(way: str, words: str, tmp_path: 
 
 def names(said: Row) -> Row:
     """To hide clients that a column makes, a study names them."""
-    each = said.get("each", 1)
+    each = said.get("clients_per_value", 1)
     every = SITES if each == 1 else [f"{site}-{i}" for site in SITES for i in range(each)]
-    return {"names": every} if said.get("by") == "column" else {}
+    return {"names": every} if said.get("partition") == "column" else {}
 
 
 @pytest.mark.parametrize("privacy", [EXAMPLE, CLIENT], ids=lambda said: said["unit"])
 @pytest.mark.parametrize(
     ("task", "data", "words_said"),
     [
-        ({"labels": []}, {"by": "iid", "clients": 2}, r"'mood'.*say all of them in task.labels"),
-        ({}, {"limit": 9, "clients": 2}, r"data.limit: .*cut the table beforehand"),
+        (
+            {"labels": []},
+            {"partition": "iid", "num_clients": 2},
+            r"'mood'.*list all of them in task.labels",
+        ),
         (
             {},
-            {"by": "column", "column": "site", "clients": 6, "each": 2, "alpha": 0.5},
+            {"max_examples": 9, "num_clients": 2},
+            r"data.max_examples .*select rows by a value of their own",
+        ),
+        (
+            {},
+            {
+                "partition": "column",
+                "partition_column": "site",
+                "num_clients": 6,
+                "clients_per_value": 2,
+                "alpha": 0.5,
+            },
             r"'site'.*only = \{ site = ",
         ),
-        ({}, {**BY_SITE, "clients": 2}, r"3 known values, and 2 clients.*say clients = 3"),
         (
             {},
-            {"by": "pathological", "classes": 2, "clients": 4, "column": "site"},
-            r"'site'.*data.only",
+            {**BY_SITE, "num_clients": 2},
+            r"3 known values, but the partition has 2 clients.*set num_clients = 3",
+        ),
+        (
+            {},
+            {
+                "partition": "pathological",
+                "classes_per_client": 2,
+                "num_clients": 4,
+                "partition_column": "site",
+            },
+            r"'site'.*data.filter",
         ),
     ],
 )
@@ -263,9 +331,15 @@ def test_what_would_follow_from_all_rows_is_refused(
     named = names(said) if privacy["unit"] == "client" else {}
     asked = study(kind, words, task=task, data=said, clients=named, privacy=privacy)
     with pytest.raises(DataError, match=words_said):
-        shares_of(asked, None)
-    open_too = {"by": "column", "column": "site", "clients": 3} if "each" in said else {}
-    shares_of(study(kind, words, task=task, data=said | {"least": 1} | open_too), None)
+        load_federated_data(asked, None)
+    open_too = (
+        {"partition": "column", "partition_column": "site", "num_clients": 3}
+        if "clients_per_value" in said
+        else {}
+    )
+    load_federated_data(
+        study(kind, words, task=task, data=said | {"min_examples": 1} | open_too), None
+    )
 
 
 MODELS: dict[str, Row] = {
@@ -288,17 +362,19 @@ STILL = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0
 
 def clipped(asked: Study, table: Dataset) -> tuple[torch.Tensor, float]:
     """The sum of clipped gradients over all rows of a site, and the clip that is charged."""
-    stage = stage_of(asked, ("north", table))
-    roles = resolve(stage.agreement.method.plan, stage.agreement.params, Turn())
-    rows = stage.shares.train["north"]
-    subject = Subject(stage.model, trained(stage.model, roles), rows, stage.shares.task.loss)
-    guarantee = stage.agreement.guarantee
+    experiment = build_experiment(asked, ("north", table))
+    roles = resolve(experiment.agreement.method.plan, experiment.agreement.params, Turn())
+    rows = experiment.data.train["north"]
+    subject = Objective(
+        experiment.model, trained_tensors(experiment.model, roles), rows, experiment.data.task.loss
+    )
+    guarantee = experiment.agreement.guarantee
     assert guarantee is not None
-    found = Sum(subject.tensors, guarantee.clip)
-    stage.model.eval()
-    one_by_one(subject, torch.arange(len(rows)), found)
+    found = ClippedSum(subject.tensors, guarantee.clipping_norm)
+    experiment.model.eval()
+    add_clipped_one_by_one(subject, torch.arange(len(rows)), found)
     totals = [found.totals[name].flatten().double() for name in sorted(found.totals)]
-    return torch.cat(totals), guarantee.clip
+    return torch.cat(totals), guarantee.clipping_norm
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -313,7 +389,7 @@ def test_one_row_moves_a_clipped_sum_by_one_clip(kind: str, words: str, tmp_path
     for gone in (0, 3, 23):
         sums = list[torch.Tensor]()
         for some in (ROWS, [*ROWS[:gone], *ROWS[gone + 1 :]]):
-            total, clip = clipped(asked, load(written(some, tmp_path / "t.parquet")))
+            total, clip = clipped(asked, load_table(written(some, tmp_path / "t.parquet")))
             sums.append(total)
         far = max(far, float((sums[0] - sums[1]).norm()))
     assert 0 < far <= clip * (1 + 1e-4)
@@ -323,28 +399,32 @@ def test_one_row_moves_a_clipped_sum_by_one_clip(kind: str, words: str, tmp_path
 @pytest.mark.parametrize("unit", ["client", "example"])
 def test_a_client_without_rows_takes_part(here: Path, unit: str, vote: bool) -> None:
     """Who has no rows may not be told either: its turns are as those of others."""
-    said = STUDY.replace('by = "dirichlet"\nalpha = 0.5\nclients = 3', EMPTY)
+    said = STUDY.replace('partition = "dirichlet"\nalpha = 0.5\nnum_clients = 3', EMPTY)
     named = 'names = ["0", "1", "7"]' if unit == "client" else ""
-    said = said.replace("dropped = 0.1", named).replace("rounds = 3", "rounds = 1\nsteps = 1")
-    said += f'[privacy]\nunit = "{unit}"\nepsilon = 50.0\nsize = 20\n'
+    said = said.replace("dropout_fraction = 0.1", named).replace(
+        "rounds = 3", "rounds = 1\nsteps = 1"
+    )
+    said += f'[privacy]\nunit = "{unit}"\nepsilon = 50.0\nexamples_per_site = 20\n'
     if vote:
         said = re.sub('plan = ".*"', 'name = "safl"\nsettings = { k = 1 }', said)
-        said += "vote = 2.0\nperiod = 2\n"
+        said += "vote_noise_multiplier = 2.0\nvote_every = 2\n"
     Path("study.toml").write_text(said)
     code, out = run("run", "study.toml")
     assert code == 0 and "not counted" not in out, out
-    lines = [line for line in read_lines(here / "runs/tiny/ledger.jsonl") if "moved" not in line]
+    lines = [
+        line for line in read_json_lines(here / "runs/tiny/ledger.jsonl") if "moved" not in line
+    ]
     assert {line["client"] for line in lines} == {"0", "1", "7"}
     assert len({len(line["roles"]) for line in lines}) == 1
 
 
-EMPTY = 'by = "column"\ncolumn = "digit"\nclients = 3\nonly = { digit = [0, 1, 7] }'
+EMPTY = 'partition = "column"\npartition_column = "digit"\nnum_clients = 3\nfilter = { digit = [0, 1, 7] }'
 
 
 def test_equal_rows_are_told_apart_and_chances_are_even() -> None:
-    marks = told_apart(contents(Dataset.from_dict({"a": [1] * 4000})))
+    marks = make_unique(example_digests(Dataset.from_dict({"a": [1] * 4000})))
     assert len(set(marks)) == 4000
-    found = chances(marks, "purpose", 3)
+    found = uniform_numbers(marks, "purpose", 3)
     assert found.min() >= 0 and found.max() < 1 and abs(found.mean() - 0.5) < 0.02
-    assert (found != chances(marks, "purpose", 4)).all()
-    assert told_apart([b"x"] * 3)[:2] == told_apart([b"x"] * 2)
+    assert (found != uniform_numbers(marks, "purpose", 4)).all()
+    assert make_unique([b"x"] * 3)[:2] == make_unique([b"x"] * 2)

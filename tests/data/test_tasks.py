@@ -19,13 +19,13 @@ from datasets import ClassLabel, Dataset, Features, Image, List, Value, concaten
 from PIL import Image as Pictures
 from torch import Tensor, nn
 
-from fedplan.data.examples import Seeded
-from fedplan.data.tables import DataError, labels_in, load
-from fedplan.data.tasks import Task, task
+from fedplan.data.examples import SeededExamples
+from fedplan.data.tables import DataError, label_names, load_table
+from fedplan.data.tasks import Task, make_task
 from fedplan.errors import FedplanError
 from fedplan.language.plan import Role
 from fedplan.models.params import Kind, Param
-from fedplan.training.fit import Job, Pace, plain
+from fedplan.training.fit import Job, TrainConfig, plain_fit
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 WORDS = [
@@ -100,7 +100,7 @@ def small(kind: str, tokenizer: str) -> Task:
         "causal-lm": {"columns": "text"},
         "masked-lm": {"columns": "text"},
     }
-    return task(kind, tokenizer=tokenizer, max_length=8, image_size=16, **where[kind])
+    return make_task(kind, tokenizer=tokenizer, max_length=8, image_size=16, **where[kind])
 
 
 def tiny(asked: Task, **settings: Any) -> nn.Module:
@@ -126,12 +126,12 @@ def test_eight_rows_are_learnt(kind: str, tokenizer: str) -> None:
     asked = small(kind, tokenizer)
     model, rows = tiny(asked), asked.prepare(table())
     before = asked.score(model, rows, batch_size=3)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model.train()
     for _ in range(30):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         asked.loss(model, all_of(rows)).backward()
-        optimiser.step()
+        optimizer.step()
     after = asked.score(model, rows, batch_size=3)
     assert after["loss"] < 0.8 * before["loss"], (before, after)
     assert after["examples"] == len(rows) > 0
@@ -216,13 +216,13 @@ def test_batches_are_padded_to_their_longest_row(tokenizer: str) -> None:
 
 def test_what_is_cut_off_unread_is_not_missed() -> None:
     source = shared("gte-small")
-    rows = load(shared("text/20news_bydate.parquet"), split="test").select(range(0, 7000, 70))
-    asked = task(
+    rows = load_table(shared("text/20news_bydate.parquet"), split="test").select(range(0, 7000, 70))
+    asked = make_task(
         "text-classification",
         tokenizer=source,
         columns="body",
         label="newsgroup",
-        labels=labels_in([rows], "newsgroup"),
+        labels=label_names([rows], "newsgroup"),
         max_length=64,
     )
     batch = all_of(asked.prepare(rows))
@@ -238,7 +238,7 @@ def test_what_is_cut_off_unread_is_not_missed() -> None:
 
 def test_a_pair_of_texts_is_told_apart(tokenizer: str) -> None:
     pairs = Dataset.from_dict({"a": ["the cat", "a"], "b": ["sat", "dog ran"], "y": [1, 10]})
-    asked = task(
+    asked = make_task(
         "text-classification", tokenizer=tokenizer, columns=["a", "b"], label="y", labels=[10, 1]
     )
     assert asked.labels == ("1", "10")
@@ -250,7 +250,7 @@ def test_a_pair_of_texts_is_told_apart(tokenizer: str) -> None:
 
 def test_a_word_has_its_label_at_its_first_token(tokenizer: str) -> None:
     rows = Dataset.from_dict({"w": [["unhappy", "cat"], ["sat"]], "t": [["B-x", "O"], ["I-x"]]})
-    asked = task(
+    asked = make_task(
         "token-classification",
         tokenizer=tokenizer,
         columns="w",
@@ -268,12 +268,16 @@ def test_numbered_tags_go_by_their_names(tokenizer: str) -> None:
     words = tagged()["words"]
     numbers = [[names.index(tag) for tag in row] for row in tagged()["tags"]]
     named = Dataset.from_dict({"w": words, "t": numbers}, features=features)
-    assert labels_in([named], "t") == ["B-pet", "O"]
-    asked = task("token-classification", tokenizer=tokenizer, columns="w", label="t", labels=names)
+    assert label_names([named], "t") == ["B-pet", "O"]
+    asked = make_task(
+        "token-classification", tokenizer=tokenizer, columns="w", label="t", labels=names
+    )
     other = small("token-classification", tokenizer).prepare(table())
     short = all_of(other)["labels"][0][:5].tolist()
     assert asked.prepare(named).batch(torch.tensor([0]))["labels"][0].tolist() == short
-    plain = task("token-classification", tokenizer=tokenizer, columns="w", label="t", labels=[0, 1])
+    plain = make_task(
+        "token-classification", tokenizer=tokenizer, columns="w", label="t", labels=[0, 1]
+    )
     rows = plain.prepare(Dataset.from_dict({"w": words, "t": numbers}))
     assert 0 <= plain.score(tiny(plain), rows, batch_size=8)["f1"] <= 1
 
@@ -294,7 +298,7 @@ def test_texts_become_blocks_of_their_own_and_no_token_is_lost(tokenizer: str) -
     # of 20 tokens 8, 8 and 4; of 17 the last one, alone in its block, has nothing to predict
     assert sizes == [*words, 8, 8, 4, 8, 8]
     assert torch.equal(batch["labels"] != -100, batch["attention_mask"].bool())
-    one = replace(small("causal-lm", tokenizer), single=True).prepare(long)
+    one = replace(small("causal-lm", tokenizer), one_example_per_row=True).prepare(long)
     assert all_of(one)["attention_mask"].sum(1).tolist() == [*words, 8, 8]
 
 
@@ -303,7 +307,7 @@ def test_texts_without_a_token_are_refused(kind: str, tokenizer: str) -> None:
     empty = {"text": ["", " \n"], "mood": ["calm"] * 2, "words": [[], [""]], "tags": [[], ["O"]]}
     asked, none = small(kind, tokenizer), Dataset.from_dict(empty)
     rows = concatenate_datasets([table().select_columns(list(empty)), none.cast(FORM)])
-    with pytest.raises(DataError, match=r"without a token in 2 of 10 rows: take"):
+    with pytest.raises(DataError, match=r"without tokens in 2 of 10 rows: remove"):
         asked.prepare(rows)
 
 
@@ -321,10 +325,10 @@ def test_masks_are_as_the_seed_says(tokenizer: str) -> None:
     rows = small("masked-lm", tokenizer).prepare(table())
     indices = torch.arange(len(rows))
 
-    assert isinstance(rows, Seeded)
+    assert isinstance(rows, SeededExamples)
 
     def drawn(seed: int) -> dict[str, Tensor]:
-        return rows.seeded(seed).batch(indices)
+        return rows.with_seed(seed).batch(indices)
 
     for seed in (0, 1, 2):
         first, second = drawn(seed), drawn(seed)
@@ -340,7 +344,7 @@ def test_masks_are_as_the_seed_says(tokenizer: str) -> None:
 
 def test_masks_have_the_shares_of_bert(tokenizer: str) -> None:
     many = Dataset.from_dict({"text": ["cat dog sat ran on mat " * 10] * 400})
-    asked = task("masked-lm", tokenizer=tokenizer, columns="text", max_length=64)
+    asked = make_task("masked-lm", tokenizer=tokenizer, columns="text", max_length=64)
     rows = asked.prepare(many)
     ids, before = all_of(rows)["input_ids"], all_of(rows.blocks)["input_ids"]  # type: ignore[attr-defined]
     hidden = all_of(rows)["labels"] != -100
@@ -361,7 +365,7 @@ FORMS: dict[str, Callable[[np.ndarray], Any]] = {
 def test_a_picture_may_come_in_any_form(form: str) -> None:
     plain = np.full((4, 4, 3), 51, dtype="uint8")
     rows = Dataset.from_dict({"x": [FORMS[form](plain)], "y": [0]})
-    asked = task("image-classification", columns="x", label="y", labels=[0], image_size=8)
+    asked = make_task("image-classification", columns="x", label="y", labels=[0], image_size=8)
     pixels = all_of(asked.prepare(rows))["pixel_values"]
     assert pixels.shape == (1, 3, 8, 8)
     assert torch.allclose(pixels, torch.tensor(-0.6))
@@ -372,7 +376,7 @@ def test_pictures_keep_their_place_and_gray_is_three_times_the_same() -> None:
     image = Dataset.from_dict({"x": [Pictures.fromarray(g) for g in gray], "y": [0, 1]})
     array = Dataset.from_dict({"x": gray, "y": [0, 1]})
     assert isinstance(image.features["x"], Image)
-    asked = task("image-classification", columns="x", label="y", labels=[0, 1], image_size=5)
+    asked = make_task("image-classification", columns="x", label="y", labels=[0, 1], image_size=5)
     for rows in (image, array):
         pixels = all_of(asked.prepare(rows))["pixel_values"]
         expected = torch.from_numpy(gray).float() / 127.5 - 1
@@ -384,7 +388,7 @@ def test_pictures_are_centred_as_the_processor_says(tmp_path: Path) -> None:
         '{"image_mean": [0, 0, 0], "image_std": [1, 1, 2]}'
     )
     rows = Dataset.from_dict({"x": np.full((1, 2, 2), 255, dtype="uint8"), "y": [0]})
-    asked = task(
+    asked = make_task(
         "image-classification",
         columns="x",
         label="y",
@@ -438,12 +442,12 @@ SHAPES = {
 @pytest.mark.parametrize("kind", REAL)
 def test_real_data_give_a_batch_and_a_loss(kind: str) -> None:
     path, split, columns = REAL[kind]
-    rows = load(shared(path), split=split)
+    rows = load_table(shared(path), split=split)
     rows = rows.select(range(0, len(rows), len(rows) // 60))
-    labels = labels_in([rows], columns["label"]) if "label" in columns else ()
+    labels = label_names([rows], columns["label"]) if "label" in columns else ()
     name = "image-classification" if kind == "gray" else kind
     source = {} if "image_size" in columns else {"tokenizer": shared("gte-small")}
-    asked = task(name, labels=labels, max_length=32, **source, **columns)
+    asked = make_task(name, labels=labels, max_length=32, **source, **columns)
     prepared = asked.prepare(rows)
     batch = prepared.batch(torch.arange(4))
     first = batch.get("pixel_values", batch.get("input_ids"))
@@ -460,15 +464,19 @@ def test_real_data_give_a_batch_and_a_loss(kind: str) -> None:
     [
         ("text-clasification", {}, "'text-clasification': did you mean text-classification"),
         ("text-classification", {"columns": "txt"}, "no column 'txt'; there are text, mood"),
-        ("text-classification", {"columns": "words"}, "'words' holds list, and not texts"),
+        ("text-classification", {"columns": "words"}, "'words' has list cells, not texts"),
         ("text-classification", {"label": "moods"}, "no column 'moods'; there are text, mood"),
         ("text-classification", {"labels": ["calm", "sad"]}, "label 'wild' .*: calm, sad"),
         ("text-classification", {"labels": []}, "all labels"),
         ("text-classification", {"tokenizer": "/nowhere"}, "no tokenizer in '/nowhere'"),
         ("causal-lm", {"columns": ["text", "mood"]}, r"columns \['text', 'mood'\]"),
         ("image-classification", {"columns": "pixels"}, "no column 'pixels'; there are text"),
-        ("image-classification", {"columns": "text"}, "row 0 of column 'text' is no picture"),
-        ("token-classification", {"columns": "words", "label": "short"}, "row 0 has 3 .* and 1"),
+        ("image-classification", {"columns": "text"}, "row 0 of column 'text' is not an image"),
+        (
+            "token-classification",
+            {"columns": "words", "label": "short"},
+            "row 0 has 3 words .* 1 labels",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -478,13 +486,13 @@ def test_what_is_wrong_is_named(
     right = {"columns": "text", "label": "mood", "labels": MOODS, "tokenizer": tokenizer}
     right |= {"image_size": 4}
     with pytest.raises(FedplanError, match=words):
-        task(kind, **{**right, **changed}).prepare(rows)
+        make_task(kind, **{**right, **changed}).prepare(rows)
 
 
 def test_a_model_of_other_classes_is_refused(tokenizer: str) -> None:
     asked = small("text-classification", tokenizer)
     model = hf.BertForSequenceClassification(hf.BertConfig(**zoo.TEXT, num_labels=5))
-    with pytest.raises(DataError, match=r"5 classes and the task 3 labels.*num_labels = 3"):
+    with pytest.raises(DataError, match=r"5 classes, but the task has 3 labels.*num_labels = 3"):
         asked.loss(model, all_of(asked.prepare(table())))
 
 
@@ -500,6 +508,8 @@ def test_each_turn_of_training_hides_other_tokens(tokenizer: str) -> None:
     params = (Param("weight", Kind.HEAD, (1, 1)), Param("bias", Kind.HEAD, (1,)))
     roles = dict.fromkeys(params, Role.SHARE)
     for seed in (1, 1, 2):
-        plain(Job(model, roles, rows, loss, Pace(batch=99, steps=1), seed, start={}))
+        plain_fit(
+            Job(model, roles, rows, loss, TrainConfig(batch_size=99, steps=1), seed, start={})
+        )
     ordered = [batch[batch.sum(1).argsort()] for batch in seen]
     assert torch.equal(ordered[0], ordered[1]) and not torch.equal(ordered[0], ordered[2])

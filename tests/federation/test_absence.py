@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedplan.audits.ledger import verify_lines
+from fedplan.audits.ledger import verify_ledger
 from fedplan.federation.agreement import Agreement
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
-from fedplan.storage.journal import home_of
-from fedplan.storage.lines import read_lines
-from fedplan.training.fit import Pace
+from fedplan.storage.journal import client_state_folder
+from fedplan.storage.json_lines import read_json_lines
+from fedplan.training.fit import TrainConfig
 
-PACE = Pace(rate=1e-2, batch=2, steps=2)
+PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)
 
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Federation:
     torch.manual_seed(0)
-    made = method_named("pfeddc")
+    made = method_by_name("pfeddc")
     assert made.adapt is not None
     model = made.adapt(duals.build("clip"))
     agreement = Agreement("absence", describe(model), made, PACE)
@@ -37,14 +37,14 @@ def whole(tmp_path: Path) -> Federation:
 def play(whole: Federation, *absent: str) -> dict[str, set[str]]:
     """One round without some clients; what came down to each of the others."""
     away = {name: whole.server.roster.pop(name) for name in absent}
-    tally = whole.round()
-    whole.commit(tally)
+    round_state = whole.run_round()
+    whole.commit(round_state)
     whole.server.roster |= away
-    return {name: set(down.values) for name, down in tally.cohort.items()}
+    return {name: set(down.values) for name, down in round_state.cohort.items()}
 
 
 def home(whole: Federation, name: str) -> dict[str, Tensor]:
-    return whole.clients[name].journal.home()[0]
+    return whole.clients[name].journal.client_state()[0]
 
 
 def own(whole: Federation) -> set[str]:
@@ -52,15 +52,15 @@ def own(whole: Federation) -> set[str]:
 
 
 def faults(whole: Federation) -> list[str]:
-    return verify_lines(whole.agreement, read_lines(whole.server.folder / "ledger.jsonl"))
+    return verify_ledger(whole.agreement, read_json_lines(whole.server.folder / "ledger.jsonl"))
 
 
 def test_a_newcomer_starts_from_todays_common_prompts_and_fresh_own_ones(whole: Federation) -> None:
     for _ in range(2):
         play(whole, "carla!")
-    common = {p.key for p in whole.agreement.movable}
+    common = {p.key for p in whole.agreement.exchanged}
     before = whole.personal_values("carla!")
-    assert all(torch.equal(before[k], whole.world.values[k]) for k in common)
+    assert all(torch.equal(before[k], whole.global_state.values[k]) for k in common)
     assert all(torch.equal(before[k], whole.server.start[k]) for k in own(whole))
     assert not home(whole, "carla!")
     came = play(whole)
@@ -76,17 +76,17 @@ def test_an_absentee_keeps_its_own_and_gets_what_it_missed(whole: Federation) ->
         play(whole, "ann")
     again = home(whole, "ann")
     assert all(torch.equal(kept[k], again[k]) for k in own(whole))
-    assert play(whole)["ann"] == {p.key for p in whole.agreement.movable}
+    assert play(whole)["ann"] == {p.key for p in whole.agreement.exchanged}
     assert not faults(whole)
 
 
 def test_a_lost_home_is_a_newcomers_and_the_ledger_shows_it(whole: Federation) -> None:
     for _ in range(2):
         play(whole)
-    shutil.rmtree(home_of(whole.server.folder, "ann"))
+    shutil.rmtree(client_state_folder(whole.server.folder, "ann"))
     start = whole.personal_values("ann")
     assert all(torch.equal(start[k], whole.server.start[k]) for k in own(whole))
     play(whole)
     assert set(home(whole, "ann")) == own(whole)
     found = faults(whole)
-    assert found and all("round 3, ann" in f and "what it last was" in f for f in found)
+    assert found and all("round 3, ann" in f and "from its last value" in f for f in found)

@@ -24,15 +24,15 @@ import fedplan
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.defence import Defence
+from fedplan.language.canonical import canonical_text, format_call, with_text
 from fedplan.language.parser import parse
 from fedplan.language.plan import best, keep, share
-from fedplan.language.resolution import certain, permitted, resolve
+from fedplan.language.resolution import certain_roles, permitted_roles, resolve
 from fedplan.language.turn import Turn
-from fedplan.language.wording import phrase, stated, text_of
 from fedplan.methods import (
     METHODS,
     Method,
-    Planned,
+    PlannedPhases,
     fedadam,
     fedavg,
     fedavgm,
@@ -41,39 +41,53 @@ from fedplan.methods import (
     fedrep,
     fedyogi,
     mean,
-    method_named,
+    method_by_name,
     scaffold,
 )
-from fedplan.methods.phases import Sign
+from fedplan.methods.phases import PhaseContext
 from fedplan.models.catalog import params_of
 from fedplan.models.params import Block
 from fedplan.privacy.guarantee import Guarantee
-from fedplan.tensors.wire import parse_wire
-from fedplan.training import optimisers
-from fedplan.training.fit import Fit, Pace
-from fedplan.training.optimisers import adamw, sgd
+from fedplan.tensors.compression import parse_codec
+from fedplan.training import optimizers as optimizers
+from fedplan.training.client_hooks import alternate, proximal
+from fedplan.training.fit import Fit, TrainConfig
+from fedplan.training.lr_schedules import LRSchedule, make_lr_schedule
+from fedplan.training.optimizers import adamw, sgd
 from fedplan.training.probes import (
-    Look,
-    at_random,
-    attention,
-    fixed,
-    from_the_top,
-    gradient,
-    public,
+    ProbeInput,
+    attention_probe,
+    data_independent,
+    fixed_probe,
+    gradient_probe,
+    last_probe,
+    random_probe,
 )
-from fedplan.training.schedules import Schedule, schedule_named
-from fedplan.training.wraps import alternate, proximal
 
 PARAMS = params_of("bert-base")
 GUARANTEE = Guarantee("client", 8.0, 1e-5, 1.0, 1.0)
 OTHERS: dict[str, Any] = {
-    **{"unit": "example", "epsilon": 4.0, "delta": 1e-6, "clip": 2.0, "noise": 2.0, "rate": 0.5},
-    **{"steps": 1, "batch": 1, "vote": 1.0, "period": 5, "quantile": 0.5, "cap": 9},
+    **{
+        "unit": "example",
+        "epsilon": 4.0,
+        "delta": 1e-6,
+        "clipping_norm": 2.0,
+        "noise_multiplier": 2.0,
+        "sampling_rate": 0.5,
+    },
+    **{
+        "steps": 1,
+        "batch_size": 1,
+        "vote_noise_multiplier": 1.0,
+        "vote_every": 5,
+        "clipping_quantile": 0.5,
+        "max_weight": 9,
+    },
 }
 """Another value of every field of a guarantee."""
 
 
-def scores(look: Look) -> dict[Block, float]:
+def scores(look: ProbeInput) -> dict[Block, float]:
     """A probe of a user."""
     return {block: 1.0 for block in look.blocks}
 
@@ -94,7 +108,7 @@ class Late:
     after: int
     phases: tuple[str, ...] = ("late",)
 
-    def __call__(self, sign: Sign) -> str:
+    def __call__(self, sign: PhaseContext) -> str:
         return "late" if sign.round > self.after else ""
 
 
@@ -105,70 +119,89 @@ def methods() -> dict[str, Method]:
         "fedprox 0.1": fedprox(0.1),
         "fedprox 0.2": fedprox(0.2),
         "fedadam": fedadam(),
-        "fedadam, another floor": fedadam(floor=0.1),
+        "fedadam, another floor": fedadam(eps=0.1),
         "fedyogi": fedyogi(),
         "fedavgm": fedavgm(),
         "scaffold": scaffold(),
         "fedper": fedper(),
         "fedrep": fedrep(),
-        "another server optimiser": Method(share(), server_optimiser=mean(rate=0.5)),
-        "alternate 3": Method(share(), wraps=(alternate(3),)),
-        "two wraps": Method(share(), wraps=(proximal(0.1), alternate(3))),
-        "two wraps, swapped": Method(share(), wraps=(alternate(3), proximal(0.1))),
-        "another wire": Method(share(), wire=parse_wire("bf16()")),
-        "together": Method(share(), together=True),
+        "another server optimizer": Method(share(), server_optimizer=mean(lr=0.5)),
+        "alternate 3": Method(share(), client_hooks=(alternate(3),)),
+        "two wraps": Method(share(), client_hooks=(proximal(0.1), alternate(3))),
+        "two wraps, swapped": Method(share(), client_hooks=(alternate(3), proximal(0.1))),
+        "another wire": Method(share(), compression=parse_codec("bf16()")),
+        "together": Method(share(), joint_choice=True),
         "absent": Method(share(), absent=True),
-        "riders": Method(share(), riders=("a",)),
-        "phases": Method(share(), announce=Planned({"a": 1})),
-        "phases, another round": Method(share(), announce=Planned({"a": 2})),
-        "phases, another name": Method(share(), announce=Planned({"b": 1})),
-        "a user's phases": Method(share(), announce=Late(1)),
-        "a user's phases, later": Method(share(), announce=Late(2)),
-        "a user's wrap": Method(share(), wraps=(scaled(0.1),)),
-        "a user's wrap, stronger": Method(share(), wraps=(scaled(0.2),)),
+        "riders": Method(share(), aux=("a",)),
+        "phases": Method(share(), phase_rule=PlannedPhases({"a": 1})),
+        "phases, another round": Method(share(), phase_rule=PlannedPhases({"a": 2})),
+        "phases, another name": Method(share(), phase_rule=PlannedPhases({"b": 1})),
+        "a user's phases": Method(share(), phase_rule=Late(1)),
+        "a user's phases, later": Method(share(), phase_rule=Late(2)),
+        "a user's wrap": Method(share(), client_hooks=(scaled(0.1),)),
+        "a user's wrap, stronger": Method(share(), client_hooks=(scaled(0.2),)),
     }
-    probes = (from_the_top, fixed(1), fixed(1, 2), attention(), attention(to="last"), gradient())
-    probes = (*probes, gradient(8), scores, lambda _: {}, lambda _: {Block("a", 1): 1.0})
+    probes = (
+        last_probe,
+        fixed_probe(1),
+        fixed_probe(1, 2),
+        attention_probe(),
+        attention_probe(to="last"),
+        gradient_probe(),
+    )
+    probes = (*probes, gradient_probe(8), scores, lambda _: {}, lambda _: {Block("a", 1): 1.0})
     return made | {f"probe {i}": Method(share(), probe=probe) for i, probe in enumerate(probes)}
 
 
 def agreements() -> dict[str, Agreement]:
     """Agreements of which every two work out something else."""
-    base = Agreement("law", PARAMS, fedavg(), Pace())
+    base = Agreement("law", PARAMS, fedavg(), TrainConfig())
     made = {name: replace(base, method=each) for name, each in methods().items()}
     paces = {
-        "optimiser": sgd(),
-        "rate": 10.0,
+        "optimizer": sgd(),
+        "lr": 10.0,
         "epochs": 2,
         "steps": 3,
-        "batch": 16,
-        "clip": 1.0,
-        "schedule": Schedule("linear"),
-        "accumulate": 2,
-        "decay_all": False,
+        "batch_size": 16,
+        "max_grad_norm": 1.0,
+        "lr_scheduler": LRSchedule("linear"),
+        "gradient_accumulation_steps": 2,
+        "decay_norm_and_bias": False,
         "precision": "bf16",
-        "checkpointing": True,
-        "compile": "eager",
-        "by_length": True,
-        "workers": 1,
-        "reuse": True,
+        "gradient_checkpointing": True,
+        "torch_compile": "eager",
+        "group_by_length": True,
+        "num_workers": 1,
+        "cache_activations": True,
     }
-    assert paces.keys() == {f.name for f in fields(Pace)}
-    made |= {f"pace {k}": replace(base, pace=replace(Pace(), **{k: v})) for k, v in paces.items()}
-    rates = [Schedule("linear", rounds=9), Schedule("linear", 0.5), Schedule("linear", 2, 9)]
-    rates += [schedule_named("polynomial", {"power": 2.0}), Schedule("cosine")]
-    made |= {each.text: replace(base, pace=Pace(schedule=each)) for each in rates}
-    made["pace fp16"] = replace(base, pace=Pace(precision="fp16"))
-    others = {"decay": adamw(decay=0.1), "momentum": sgd(momentum=0.9)}
-    made |= {f"its {k}": replace(base, pace=Pace(each)) for k, each in others.items()}
+    assert paces.keys() == {f.name for f in fields(TrainConfig)}
+    made |= {
+        f"pace {k}": replace(base, train_config=replace(TrainConfig(), **{k: v}))
+        for k, v in paces.items()
+    }
+    rates = [LRSchedule("linear", rounds=9), LRSchedule("linear", 0.5), LRSchedule("linear", 2, 9)]
+    rates += [make_lr_schedule("polynomial", {"power": 2.0}), LRSchedule("cosine")]
+    made |= {
+        each.text: replace(base, train_config=TrainConfig(lr_scheduler=each)) for each in rates
+    }
+    made["pace fp16"] = replace(base, train_config=TrainConfig(precision="fp16"))
+    others = {"decay": adamw(weight_decay=0.1), "momentum": sgd(momentum=0.9)}
+    made |= {
+        f"its {k}": replace(base, train_config=TrainConfig(each)) for k, each in others.items()
+    }
     made["guarantee"] = replace(base, guarantee=GUARANTEE)
     assert OTHERS.keys() == {f.name for f in fields(Guarantee)}
     for name, value in OTHERS.items():
         made[f"guarantee {name}"] = replace(base, guarantee=replace(GUARANTEE, **{name: value}))
-    defences = {"rule": "median", "weight_cap": 9, "share_cap": 0.5, "change_bound": 2.0}
+    defences = {
+        "rule": "median",
+        "max_weight": 9,
+        "max_weight_fraction": 0.5,
+        "max_norm_ratio": 2.0,
+    }
     made |= {f"defence {k}": replace(base, defence=Defence(**{k: v})) for k, v in defences.items()}
-    made["defence liars"] = replace(base, defence=Defence(rule="median", liars=2))
-    assert {*defences, "liars"} == {f.name for f in fields(Defence)}
+    made["defence liars"] = replace(base, defence=Defence(rule="median", malicious_clients=2))
+    assert {*defences, "malicious_clients"} == {f.name for f in fields(Defence)}
     made["start"], made["study"] = replace(base, start="0" * 16), replace(base, study="0" * 16)
     made["params"] = replace(base, params=PARAMS[:-1])
     return made
@@ -181,7 +214,7 @@ def test_every_two_that_differ_have_two_fingerprints() -> None:
 
 
 def test_published_methods_that_differ_are_told_apart() -> None:
-    made = {name: "\n".join(method_named(name).lines) for name in METHODS}
+    made = {name: "\n".join(method_by_name(name).lines) for name in METHODS}
     same = [pair for pair in combinations(made, 2) if made[pair[0]] == made[pair[1]]]
     assert not same
 
@@ -209,13 +242,13 @@ def test_another_process_makes_the_same(seed: str) -> None:
 def test_the_name_of_a_class_of_ours_is_no_part_of_it() -> None:
     text = {name: agreement.text for name, agreement in agreements().items()}
     classes = (
-        Pace,
+        TrainConfig,
         Guarantee,
         Defence,
         type(mean()),
-        Planned,
+        PlannedPhases,
         Method,
-        type(fixed(1)),
+        type(fixed_probe(1)),
         type(share()),
     )
     for cls in classes:
@@ -232,7 +265,8 @@ def test_the_name_of_a_class_of_ours_is_no_part_of_it() -> None:
 
 def test_each_line_begins_with_its_word() -> None:
     words = (
-        "plan wire riders together absent probe phases wraps loop server adapt pace guarantee study"
+        "plan compression aux joint_choice absent probe phases client_hooks loop server adapt train "
+        "guarantee study"
     )
     for agreement in agreements().values():
         lines = agreement.text.splitlines()
@@ -242,15 +276,15 @@ def test_each_line_begins_with_its_word() -> None:
 
 def test_no_text_of_a_method_of_ours_depends_on_its_source() -> None:
     for name in METHODS:
-        assert "fedplan." not in "\n".join(method_named(name).lines), name
+        assert "fedplan." not in "\n".join(method_by_name(name).lines), name
 
 
 def test_what_may_not_change_a_result_is_no_part_of_it() -> None:
-    one = Agreement("law", PARAMS, fedavg(), Pace(rate=1.0))
+    one = Agreement("law", PARAMS, fedavg(), TrainConfig(lr=1.0))
     assert replace(one, run="0" * 16).fingerprint == one.fingerprint
-    assert replace(one, pace=Pace(rate=1)).fingerprint == one.fingerprint
-    swapped = Planned({"b": 2, "a": 1}), Planned({"a": 1, "b": 2})
-    assert text_of(swapped[0]) == text_of(swapped[1])
+    assert replace(one, train_config=TrainConfig(lr=1)).fingerprint == one.fingerprint
+    swapped = PlannedPhases({"b": 2, "a": 1}), PlannedPhases({"a": 1, "b": 2})
+    assert canonical_text(swapped[0]) == canonical_text(swapped[1])
 
 
 def test_a_function_is_told_by_what_it_does_and_was_given() -> None:
@@ -261,13 +295,13 @@ def test_a_function_is_told_by_what_it_does_and_was_given() -> None:
             log.append(x)
             return x * by
 
-        return [noting, partial(noting, number), lambda: number, fixed(number).__call__]
+        return [noting, partial(noting, number), lambda: number, fixed_probe(number).__call__]
 
     for one, same, other in zip(made(1), made(1), made(2), strict=True):
-        before = text_of(one)
+        before = canonical_text(one)
         if one.__class__ is made.__class__ and one.__name__ == "noting":
             one(3)  # what it notes is no part of it
-        assert text_of(one) == before == text_of(same) != text_of(other)
+        assert canonical_text(one) == before == canonical_text(same) != canonical_text(other)
 
 
 def test_a_function_without_a_source_is_told_by_its_bytecode() -> None:
@@ -277,30 +311,34 @@ def test_a_function_without_a_source_is_told_by_its_bytecode() -> None:
         return space["f"]
 
     one, other = "def f(x):\n return x in {'a', 'b'}", "def f(x):\n return x in {'a', 'c'}"
-    assert text_of(defined(one)) == text_of(defined(one)) != text_of(defined(other))
+    assert (
+        canonical_text(defined(one))
+        == canonical_text(defined(one))
+        != canonical_text(defined(other))
+    )
 
 
 def test_a_wrapper_does_not_speak_by_the_text_of_what_it_wraps() -> None:
-    @wraps(at_random)
-    def other(look: Look) -> dict[Block, float]:
+    @wraps(random_probe)
+    def other(look: ProbeInput) -> dict[Block, float]:
         return {}
 
-    assert text_of(other) != text_of(at_random) == "random"
-    assert text_of(stated(phrase("mine", 3, to="x"))(lambda: 0)) == 'mine(3, to="x")'
+    assert canonical_text(other) != canonical_text(random_probe) == "random"
+    assert canonical_text(with_text(format_call("mine", 3, to="x"))(lambda: 0)) == 'mine(3, to="x")'
     # A text of two lines is no two lines of the agreement.
-    assert "\n" not in text_of(stated("random\nphases none")(lambda: 0))
+    assert "\n" not in canonical_text(with_text("random\nphases none")(lambda: 0))
 
 
 def test_a_function_that_holds_on_to_itself_has_a_text() -> None:
     def again(number: int) -> int:
         return again(number - 1) if number else 0
 
-    assert "itself" in text_of(again)
+    assert "itself" in canonical_text(again)
 
 
 def test_plans_that_differ_have_two_fingerprints() -> None:
     plans = (share(), keep(), best(2), best(3))
-    made = {Agreement("law", PARAMS, Method(plan), Pace()).fingerprint for plan in plans}
+    made = {Agreement("law", PARAMS, Method(plan), TrainConfig()).fingerprint for plan in plans}
     assert len(made) == len(plans)
 
 
@@ -313,10 +351,10 @@ def test_a_registered_name_is_told_with_what_it_stands_for(monkeypatch: pytest.M
 
     texts = set[str]()
     for make in (calm, wild):
-        monkeypatch.delitem(optimisers.OPTIMISER_NAMES.registered, "mine", raising=False)
-        optimisers.register_optimiser("mine", make)
-        pace = Pace(optimisers.optimiser_named("mine"))
-        texts.add(Agreement("law", PARAMS, fedavg(), pace).fingerprint)
+        monkeypatch.delitem(optimizers.OPTIMIZER_NAMES.registered, "mine", raising=False)
+        optimizers.register_optimizer("mine", make)
+        train_config = TrainConfig(optimizers.make_client_optimizer("mine"))
+        texts.add(Agreement("law", PARAMS, fedavg(), train_config).fingerprint)
     assert len(texts) == 2
 
 
@@ -338,21 +376,23 @@ def test_wrappers_and_values_that_cannot_change_are_told_apart() -> None:
     def own(look: Any) -> Any:
         return look
 
-    assert text_of(one(own)) != text_of(two(own)) != text_of(own)
-    assert text_of(functools.lru_cache(one)) != text_of(functools.lru_cache(two))
+    assert canonical_text(one(own)) != canonical_text(two(own)) != canonical_text(own)
+    assert canonical_text(functools.lru_cache(one)) != canonical_text(functools.lru_cache(two))
     pairs = [(torch.float16, torch.float32), (np.float32(0.1), np.float32(0.2)), (1j, 2j)]
     pairs += [(range(2), range(3)), (Path("a"), Path("b")), (Decimal(1), Decimal(2))]
     for a, b in pairs:
-        assert text_of(functools.partial(own, a)) != text_of(functools.partial(own, b)), (a, b)
-        assert text_of(a) == text_of(copy.copy(a))
+        assert canonical_text(functools.partial(own, a)) != canonical_text(
+            functools.partial(own, b)
+        ), (a, b)
+        assert canonical_text(a) == canonical_text(copy.copy(a))
     first = Method(best(1), probe=lambda look: {})
-    assert first.lines != replace(first, probe=public(lambda look: {})).lines
+    assert first.lines != replace(first, probe=data_independent(lambda look: {})).lines
 
 
 @pytest.mark.parametrize("riders", ["control", ("",), ("#a",), ("scale",), ("index",), ["a"]])
 def test_riders_that_no_name_can_tell_are_refused(riders: Any) -> None:
-    with pytest.raises(FedplanError, match=r"rider|codec"):
-        Method(share(), riders=riders)
+    with pytest.raises(FedplanError, match=r"aux|codec"):
+        Method(share(), aux=riders)
 
 
 @pytest.mark.parametrize(
@@ -365,8 +405,8 @@ def test_riders_that_no_name_can_tell_are_refused(riders: Any) -> None:
     ],
 )
 def test_roles_that_are_remembered_are_those_of_the_turn(plan: str) -> None:
-    method = replace(fedavg(), plan=parse(plan), probe=from_the_top)
-    agreement = Agreement("a", PARAMS, method, Pace())
+    method = replace(fedavg(), plan=parse(plan), probe=last_probe)
+    agreement = Agreement("a", PARAMS, method, TrainConfig())
     scores = {block: float(block.number) for block in agreement.blocks}
     turns = [
         Turn(number, client, "", {"role": client}, said)
@@ -375,8 +415,8 @@ def test_roles_that_are_remembered_are_those_of_the_turn(plan: str) -> None:
         for said in (scores, {block: -score for block, score in scores.items()})
     ]
     for turn in turns * 2:
-        assert agreement.permitted(turn) == permitted(method.plan, PARAMS, turn)
-        assert agreement.certain(turn) == certain(method.plan, PARAMS, turn)
+        assert agreement.permitted(turn) == permitted_roles(method.plan, PARAMS, turn)
+        assert agreement.certain(turn) == certain_roles(method.plan, PARAMS, turn)
         assert agreement.resolved(turn) == resolve(method.plan, PARAMS, turn)
 
 

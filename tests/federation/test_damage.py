@@ -17,37 +17,37 @@ from clients import GUARANTEES, few, know_secrets, loss
 from torch import Tensor
 
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation import PrivateSum
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.client_dp import ClientDPAggregator
+from fedplan.federation.client_round import train_round
+from fedplan.federation.global_state import GlobalState
 from fedplan.federation.messages import Update, update_message
-from fedplan.federation.rounds import Tally
-from fedplan.federation.turns import local
-from fedplan.federation.world import World
+from fedplan.federation.rounds import RoundState
 from fedplan.methods.method import Method
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
-from fedplan.runners.flower.carrier import Carrier
-from fedplan.runners.flower.records import message_in, records_of
+from fedplan.runners.flower.records import from_records, to_records
+from fedplan.runners.flower.server_loop import ServerLoop
 from fedplan.runners.local import Federation
+from fedplan.tensors.aux_tensors import split_aux
+from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
-from fedplan.tensors.riders import split_riders
 from fedplan.tensors.sums import ExactSum
-from fedplan.tensors.wire import parse_wire
-from fedplan.training.fit import Pace
-from fedplan.training.optimisers import sgd
+from fedplan.training.fit import TrainConfig
+from fedplan.training.optimizers import sgd
 
 BAD = "client-0"
-SAFL = {"k": 1, "together": True}
+SAFL = {"k": 1, "joint_choice": True}
 METHODS: dict[str, Method] = {
-    "fedavg": method_named("fedavg"),
-    "fedper": method_named("fedper"),
-    "scaffold": method_named("scaffold"),
-    "fedadam": method_named("fedadam"),
-    "together": method_named("safl", SAFL),
-    "alone": method_named("safl", {"k": 1}),
-    "veiled": method_named("safl", SAFL),
-    "weighed": method_named("safl", SAFL),
+    "fedavg": method_by_name("fedavg"),
+    "fedper": method_by_name("fedper"),
+    "scaffold": method_by_name("scaffold"),
+    "fedadam": method_by_name("fedadam"),
+    "together": method_by_name("safl", SAFL),
+    "alone": method_by_name("safl", {"k": 1}),
+    "veiled": method_by_name("safl", SAFL),
+    "weighed": method_by_name("safl", SAFL),
 }
 WIRES = ("plain()", "delta()", "bf16()", "pipe(delta(), int8())", "pipe(delta(), topk(0.5))")
 CASES = [(name, "plain()") for name in METHODS]
@@ -58,7 +58,7 @@ class Round:
     """An open round of a federation, in which every client has answered and none is counted."""
 
     def __init__(self, name: str, wire: str, folder: Path, *, late: bool = False) -> None:
-        made = replace(METHODS[name], wire=parse_wire(wire))
+        made = replace(METHODS[name], compression=parse_codec(wire))
         agreement = Agreement(
             "damage", describe(zoo.build("bert")), made, PACE, GUARANTEES.get(name)
         )
@@ -73,53 +73,62 @@ class Round:
             rounds=3,
         )
         if not late:
-            self.fed.commit(self.fed.round())
+            self.fed.commit(self.fed.run_round())
         if self.fed.server.aggregation.guard is not None:
-            self.fed.server.aggregation.guard.cohort = lambda roster, number: list(roster)  # type: ignore[method-assign]
-        self.tally = self.fed.server.begin()
-        self.fed.ask(self.tally)
+            self.fed.server.aggregation.guard.sample_cohort = lambda roster, number: list(roster)  # type: ignore[method-assign]
+        self.round_state = self.fed.server.begin_round()
+        self.fed.poll_clients(self.round_state)
         self.updates = {
-            n: local(self.fed.agreement, self.fed.clients[n], d)
-            for n, d in self.tally.cohort.items()
+            n: train_round(self.fed.agreement, self.fed.clients[n], d)
+            for n, d in self.round_state.cohort.items()
         }
 
-    def tallied(self) -> Tally:
+    def tallied(self) -> RoundState:
         """The same round, open and empty."""
-        server, opened = self.fed.server, self.tally
+        server, opened = self.fed.server, self.round_state
         scores = next(iter(opened.cohort.values())).turn.scores
-        total = server._total(server.world.round + 1, scores)
-        return Tally(opened.cohort, total, opened.marks, opened.digests)
+        total = server._open_aggregator(server.global_state.round + 1, scores)
+        return RoundState(opened.cohort, total, opened.start_digests, opened.digests)
 
-    def take(self, tally: Tally, update: Update) -> None:
+    def take(self, round_state: RoundState, update: Update) -> None:
         """Count an update, or hear it if all are late."""
-        self.fed.server.take(tally, update, late=self.late)
+        self.fed.server.take(round_state, update, late=self.late)
 
-    def closed(self, tally: Tally) -> World:
+    def closed(self, round_state: RoundState) -> GlobalState:
         """The world after a round, with the others counted; the round stays open."""
-        before = self.fed.world
+        before = self.fed.global_state
         for name, update in self.updates.items():
             if name != BAD:
-                self.take(tally, update)
+                self.take(round_state, update)
         try:
-            self.fed.server.end(tally)
-            return self.fed.world
+            self.fed.server.close_round(round_state)
+            return self.fed.global_state
         finally:
-            self.fed.server.world = before
+            self.fed.server.global_state = before
 
 
-PACE = Pace(sgd(), rate=1e-2, batch=2, steps=2)
+PACE = TrainConfig(sgd(), lr=1e-2, batch_size=2, steps=2)
 
 
-def bits(world: World) -> object:
+def bits(global_state: GlobalState) -> object:
     """All that a world is."""
-    memory = {key: digests(held) for key, held in world.memory.items()}
-    rest = (world.versions, world.met, world.drift, world.choice, world.clip)
-    return digests(world.values), memory, rest
+    memory = {key: digests(held) for key, held in global_state.memory.items()}
+    rest = (
+        global_state.versions,
+        global_state.client_sync,
+        global_state.drift,
+        global_state.choice,
+        global_state.clipping_norm,
+    )
+    return digests(global_state.values), memory, rest
 
 
-def state(tally: Tally) -> object:
+def state(round_state: RoundState) -> object:
     """All of a tally but the reasons."""
-    held_by = {**vars(tally.total), **vars(getattr(tally.total, "products", tally))}
+    held_by = {
+        **vars(round_state.aggregator),
+        **vars(getattr(round_state.aggregator, "products", round_state)),
+    }
     total = {
         name: held.weights() if isinstance(held, ExactSum) else held
         for name, held in held_by.items()
@@ -128,22 +137,22 @@ def state(tally: Tally) -> object:
             "agreement",
             "base",
             "guard",
-            "looked",
+            "last_stats",
             "mechanism",
             "products",
             "layers",
             "rule",
-            *vars(tally),
+            *vars(round_state),
         )
     }
-    return copy.deepcopy((total, tally.counted, tally.heard))
+    return copy.deepcopy((total, round_state.aggregated, round_state.responded))
 
 
 def values_with(update: Update, key: str, value: Tensor | None) -> Update:
-    sent = {k: v for k, v in {**update.values, **update.riders}.items() if k != key}
+    sent = {k: v for k, v in {**update.values, **update.aux}.items() if k != key}
     sent |= {key: value} if value is not None else {}
-    values, riders = split_riders(sent, ("control",) if update.riders else ())
-    return replace(update, values=values, riders=riders)
+    values, riders = split_aux(sent, ("control",) if update.aux else ())
+    return replace(update, values=values, aux=riders)
 
 
 def filled(tensor: Tensor, number: float) -> Tensor:
@@ -154,7 +163,7 @@ def filled(tensor: Tensor, number: float) -> Tensor:
 
 def damaged(update: Update) -> Iterator[tuple[str, Update]]:
     """The update with each of its tensors damaged in each way, and with each field wrong."""
-    for key, tensor in {**update.values, **update.riders}.items():
+    for key, tensor in {**update.values, **update.aux}.items():
         if tensor.is_floating_point():
             for number in (float("nan"), float("inf"), float("-inf"), 3.3e38):
                 yield f"{number} in {key}", values_with(update, key, filled(tensor, number))
@@ -170,20 +179,20 @@ def damaged(update: Update) -> Iterator[tuple[str, Update]]:
     for weight in (0, -1, update.weight + 1, 2**27 + 1, 2**50, True, 1.0, None, "1"):
         if weight is not update.weight:
             yield f"weight {weight!r}", replace(update, weight=weight)  # type: ignore[arg-type]
-    for field in ("client", "request", "agreed"):
+    for field in ("client", "request_name", "agreement_digest"):
         for said in ("", "client-9", getattr(update, field) + "x"):
             yield f"{field} {said!r}", replace(update, **{field: said})
 
 
-def pulled(found: Round, tally: Tally, what: str, update: Update, *, times: int) -> None:
+def pulled(found: Round, round_state: RoundState, what: str, update: Update, *, times: int) -> None:
     """Have a bad update come so many times, and check each time that nothing was added."""
-    before = state(tally)
+    before = state(round_state)
     for _ in range(times):
-        tally.rejected.pop(str(update.client), None)
-        found.take(tally, update)
-        assert state(tally) == before, what
-        assert tally.rejected.get(str(update.client)), what
-        assert BAD not in tally.lines, what
+        round_state.rejected.pop(str(update.client), None)
+        found.take(round_state, update)
+        assert state(round_state) == before, what
+        assert round_state.rejected.get(str(update.client)), what
+        assert BAD not in round_state.records, what
 
 
 @pytest.mark.parametrize(("name", "wire"), CASES)
@@ -191,9 +200,9 @@ def test_damage_of_any_kind_leaves_the_round_as_it_was(
     name: str, wire: str, tmp_path: Path
 ) -> None:
     found = Round(name, wire, tmp_path)
-    without, tally = found.closed(found.tallied()), found.tallied()
+    without, round_state = found.closed(found.tallied()), found.tallied()
     clipped = isinstance(
-        found.tally.total, PrivateSum
+        found.round_state.aggregator, ClientDPAggregator
     )  # then a change of any length is one of the bound's
     changes = [
         each for each in damaged(found.updates[BAD]) if not (clipped and each[0][:7] == "3.3e+38")
@@ -201,40 +210,42 @@ def test_damage_of_any_kind_leaves_the_round_as_it_was(
     assert len(changes) > 60
     # Over a lossy wire each is decoded: of its many tensors, some are damaged in each way.
     for i, (what, update) in enumerate(changes if wire == "plain()" else changes[::7]):
-        pulled(found, tally, what, update, times=1 if i % 5 else 5)
-    assert bits(found.closed(tally)) == bits(without)
+        pulled(found, round_state, what, update, times=1 if i % 5 else 5)
+    assert bits(found.closed(round_state)) == bits(without)
     honest = found.tallied()
     found.take(honest, found.updates[BAD])
-    assert honest.counted == [BAD], honest.rejected
+    assert honest.aggregated == [BAD], honest.rejected
 
 
 def test_damage_between_honest_updates_and_one_that_comes_twice(tmp_path: Path) -> None:
     found = Round("scaffold", "plain()", tmp_path)
-    with_it, tally = found.tallied(), found.tallied()
+    with_it, round_state = found.tallied(), found.tallied()
     found.take(with_it, found.updates[BAD])
     for _ in range(5):
-        found.take(tally, found.updates[BAD])
+        found.take(round_state, found.updates[BAD])
     for _, update in list(damaged(found.updates["client-1"]))[::9]:
-        found.take(tally, update)
-    assert tally.counted == [BAD] and bits(found.closed(tally)) == bits(found.closed(with_it))
+        found.take(round_state, update)
+    assert round_state.aggregated == [BAD] and bits(found.closed(round_state)) == bits(
+        found.closed(with_it)
+    )
 
 
 @pytest.mark.parametrize("name", ["fedper", "scaffold"])
 def test_a_late_answer_is_checked_as_any_other(name: str, tmp_path: Path) -> None:
     found = Round(name, "plain()", tmp_path, late=True)
-    without, tally = found.closed(found.tallied()), found.tallied()
+    without, round_state = found.closed(found.tallied()), found.tallied()
     changes = [*[*damaged(found.updates[BAD])][::5], *forged(found)]
     for what, update in changes:
-        before = state(tally)
+        before = state(round_state)
         for _ in range(2):
-            found.take(tally, update)
-            assert state(tally) == before and BAD not in tally.lines, what
-    assert tally.rejected[BAD].startswith("late, and ")
-    assert bits(found.closed(tally)) == bits(without)
+            found.take(round_state, update)
+            assert state(round_state) == before and BAD not in round_state.records, what
+    assert round_state.rejected[BAD].startswith("late, and ")
+    assert bits(found.closed(round_state)) == bits(without)
     good = found.tallied()
     for _ in range(2):
         found.take(good, found.updates[BAD])
-    assert good.heard == [BAD] and not good.counted and good.rejected[BAD] == "late"
+    assert good.responded == [BAD] and not good.aggregated and good.rejected[BAD] == "late"
 
 
 WRONG: tuple[Any, ...] = (
@@ -256,15 +267,15 @@ WRONG: tuple[Any, ...] = (
 FREE = {
     "steps": lambda x: type(x) is int and 0 <= x < 2**53,
     "loss": lambda x: x is None or (type(x) is float and x == x),
-    "anew": lambda x: type(x) is bool,
+    "full": lambda x: type(x) is bool,
 }
 """What is a client's own word: any value of the right kind."""
 
 
 def lines(agreement: Agreement, line: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """A turn's line, forged in many ways."""
-    capped = agreement.guarantee is not None and agreement.guarantee.cap
-    lossless = agreement.method.wire.text == "plain()" and not capped
+    capped = agreement.guarantee is not None and agreement.guarantee.max_weight
+    lossless = agreement.method.compression.text == "plain()" and not capped
     for field in line:
         yield f"no {field}", {k: v for k, v in line.items() if k != field}
         for wrong in WRONG:
@@ -307,68 +318,68 @@ def lines(agreement: Agreement, line: dict[str, Any]) -> Iterator[tuple[str, dic
 
 def forged(found: Round) -> Iterator[tuple[str, Update]]:
     update = found.updates[BAD]
-    for what, line in lines(found.fed.agreement, update.line):
-        if line != update.line:
-            yield what, replace(update, line=line)
+    for what, line in lines(found.fed.agreement, update.ledger_line):
+        if line != update.ledger_line:
+            yield what, replace(update, ledger_line=line)
 
 
 @pytest.mark.parametrize("name", [*METHODS])
 def test_a_forged_line_is_a_rejected_update(name: str, tmp_path: Path) -> None:
     found = Round(name, "plain()", tmp_path)
-    without, tally = found.closed(found.tallied()), found.tallied()
+    without, round_state = found.closed(found.tallied()), found.tallied()
     tries = list(forged(found))
     assert len(tries) >= 200
     for what, update in tries:
-        found.take(tally, update)
-        assert BAD not in tally.counted, what
-        assert tally.rejected.pop(BAD), what
-    assert bits(found.closed(tally)) == bits(without)
+        found.take(round_state, update)
+        assert BAD not in round_state.aggregated, what
+        assert round_state.rejected.pop(BAD), what
+    assert bits(found.closed(round_state)) == bits(without)
 
 
 def test_a_line_over_a_lossy_wire_is_held_to_the_rest(tmp_path: Path) -> None:
     found = Round("fedper", "bf16()", tmp_path)
-    tally = found.tallied()
+    round_state = found.tallied()
     for what, update in forged(found):
-        found.take(tally, update)
-        assert BAD not in tally.counted, what
+        found.take(round_state, update)
+        assert BAD not in round_state.aggregated, what
 
 
 def carried(message: Message) -> Message:
     """A message as it comes out of Flower's records."""
-    return message_in(records_of(message))
+    return from_records(to_records(message))
 
 
 @pytest.mark.parametrize("name", ["fedper", "scaffold", "together"])
 def test_a_forged_line_that_flower_carries_is_a_rejected_update(name: str, tmp_path: Path) -> None:
     found = Round(name, "plain()", tmp_path)
-    without, tally = found.closed(found.tallied()), found.tallied()
-    carrier = Carrier(None, found.fed.server)  # type: ignore[arg-type]
+    without, round_state = found.closed(found.tallied()), found.tallied()
+    carrier = ServerLoop(None, found.fed.server)  # type: ignore[arg-type]
     tried = 0
     for what, update in [*forged(found), *[*damaged(found.updates[BAD])][::11]]:
         try:
             message = carried(update_message(update))
         except FedplanError:
             continue  # what no message holds
-        carrier._count(tally, BAD, message)  # pyright: ignore[reportPrivateUsage]
-        assert BAD not in tally.counted, what
-        assert tally.rejected.pop(BAD), what
+        carrier._accept_reply(round_state, BAD, message)  # pyright: ignore[reportPrivateUsage]
+        assert BAD not in round_state.aggregated, what
+        assert round_state.rejected.pop(BAD), what
         tried += 1
     assert tried >= 200
-    assert bits(found.closed(tally)) == bits(without)
-    carrier._count(tally, BAD, carried(update_message(found.updates[BAD])))  # pyright: ignore[reportPrivateUsage]
-    assert BAD in tally.counted
+    assert bits(found.closed(round_state)) == bits(without)
+    carrier._accept_reply(round_state, BAD, carried(update_message(found.updates[BAD])))  # pyright: ignore[reportPrivateUsage]
+    assert BAD in round_state.aggregated
 
 
 def test_what_is_the_clients_own_word_is_taken_as_such(tmp_path: Path) -> None:
     found = Round("fedper", "plain()", tmp_path)
     update = found.updates[BAD]
-    own = update.line["roles"].index("K")
-    after = update.line["after"]
+    own = update.ledger_line["roles"].index("K")
+    after = update.ledger_line["after"]
     said = after[: 16 * own] + "0" * 16 + after[16 * own + 16 :]
     for change in ({"steps": 9}, {"loss": None}, {"loss": -1.0}, {"after": said}):
-        tally = found.tallied()
-        found.take(tally, replace(update, line={**update.line, **change}))
-        assert tally.counted == [BAD], tally.rejected
+        round_state = found.tallied()
+        found.take(round_state, replace(update, ledger_line={**update.ledger_line, **change}))
+        assert round_state.aggregated == [BAD], round_state.rejected
 
 
 POLLS: dict[str, Callable[[Any], Any]] = {
@@ -387,10 +398,10 @@ def test_a_poll_that_cannot_be_added_is_left_out(kind: str, tmp_path: Path) -> N
     bad = {block: POLLS[kind](block) for block in blocks}
     strange = {type(blocks[0])("elsewhere", 3): 1.0, **good}
     polls = {"client-0": bad, "client-1": good, "client-2": bad, "client-3": strange}
-    found.fed.server.choose(found.tally, polls)
-    assert all(dict(d.turn.scores or {}) == good for d in found.tally.cohort.values())
-    with pytest.raises(FedplanError, match="nothing can be chosen"):
-        found.fed.server.choose(found.tally, {"client-0": bad})
+    found.fed.server.choose_blocks(found.round_state, polls)
+    assert all(dict(d.turn.scores or {}) == good for d in found.round_state.cohort.values())
+    with pytest.raises(FedplanError, match="no layers can be chosen"):
+        found.fed.server.choose_blocks(found.round_state, {"client-0": bad})
 
 
 def test_lines_are_written_as_they_are_read(tmp_path: Path) -> None:
@@ -398,6 +409,6 @@ def test_lines_are_written_as_they_are_read(tmp_path: Path) -> None:
 
     found = Round("alone", "plain()", tmp_path)
     for update in found.updates.values():
-        assert read_turn(update.line).json() == update.line
+        assert read_turn(update.ledger_line).json() == update.ledger_line
     for line in (tmp_path / "ledger.jsonl").read_text().splitlines():
         assert read_record(json.loads(line)).json() == json.loads(line)

@@ -12,17 +12,28 @@ import torch
 import zoo
 from torch import Tensor
 
-from fedplan.federation.aggregation import HeldSum, OpenSum, Outcome, PlainSum, PrivateSum
+from fedplan.federation.aggregation import (
+    AggregationResult,
+    Aggregator,
+    BufferedAggregator,
+    MeanAggregator,
+)
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.client_dp import ClientDPAggregator
 from fedplan.federation.defence import Defence
-from fedplan.federation.partial import emptied, merge, opened, sent
-from fedplan.federation.world import World
-from fedplan.methods.registry import method_named
+from fedplan.federation.global_state import GlobalState
+from fedplan.federation.partial_sums import (
+    empty_copy,
+    export_partial_sum,
+    merge_partial_sum,
+    open_partial_sum,
+)
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
-from fedplan.models.values import take
+from fedplan.models.values import get_values
+from fedplan.tensors.aux_tensors import is_aux
 from fedplan.tensors.named import digests
-from fedplan.tensors.riders import is_rider
-from fedplan.training.fit import Pace
+from fedplan.training.fit import TrainConfig
 
 CLIENTS = 23
 
@@ -31,32 +42,41 @@ Updates = dict[str, tuple[dict[str, Tensor], dict[str, Tensor], int]]
 KINDS: dict[str, tuple[str, Defence]] = {
     "plain": ("fedavg", Defence()),
     "riders": ("scaffold", Defence()),
-    "capped": ("fedavg", Defence(weight_cap=12)),
+    "capped": ("fedavg", Defence(max_weight=12)),
     "held": ("fedavg", Defence(rule="median")),
     "private": ("fedavg", Defence()),
 }
 
 
-def made(kind: str) -> tuple[OpenSum, Updates]:
+def made(kind: str) -> tuple[Aggregator, Updates]:
     """An open sum, and what clients send to it: some of them not all params."""
     name, defence = KINDS[kind]
     model = zoo.build("vit")
-    agreement = Agreement("edges", describe(model), method_named(name), Pace(), defence=defence)
-    world, draw = World.start(agreement, take(model, agreement.params)), Random(kind)
+    agreement = Agreement(
+        "edges", describe(model), method_by_name(name), TrainConfig(), defence=defence
+    )
+    global_state, draw = (
+        GlobalState.initial(agreement, get_values(model, agreement.params)),
+        Random(kind),
+    )
     generator = torch.Generator().manual_seed(7)
     updates: Updates = {}
     for number in range(CLIENTS):
-        drawn = {k: v + torch.randn(v.shape, generator=generator) for k, v in world.values.items()}
-        values = {k: v for k, v in drawn.items() if not is_rider(k) and number % 5 < 4}
-        values = values or {k: v for k, v in list(drawn.items())[:3] if not is_rider(k)}
-        riders = {k: v for k, v in drawn.items() if is_rider(k) and number % 5 < 4}
+        drawn = {
+            k: v + torch.randn(v.shape, generator=generator) for k, v in global_state.values.items()
+        }
+        values = {k: v for k, v in drawn.items() if not is_aux(k) and number % 5 < 4}
+        values = values or {k: v for k, v in list(drawn.items())[:3] if not is_aux(k)}
+        riders = {k: v for k, v in drawn.items() if is_aux(k) and number % 5 < 4}
         updates[f"c{number}"] = values, riders, draw.randint(1, 40)
     said: dict[str, Any] = {"kind": kind if kind in ("held", "private") else "plain"}
-    said |= {"roster": CLIENTS, "shared": list(world.values), "bound": 30.0, "noise": 1.0}
-    return opened(agreement, world, said | {"over": 10.0, "rate": None, "round": 1}), updates
+    said |= {"roster": CLIENTS, "shared": list(global_state.values), "bound": 30.0, "noise": 1.0}
+    return open_partial_sum(
+        agreement, global_state, said | {"over": 10.0, "rate": None, "round": 1}
+    ), updates
 
 
-def summed(total: OpenSum, updates: Updates, names: list[str]) -> OpenSum:
+def summed(total: Aggregator, updates: Updates, names: list[str]) -> Aggregator:
     for name in names:
         values, riders, weight = updates[name]
         total.require(values, riders, weight)
@@ -64,32 +84,32 @@ def summed(total: OpenSum, updates: Updates, names: list[str]) -> OpenSum:
     return total
 
 
-def tree(empty: OpenSum, updates: Updates, names: list[str], draw: Random) -> OpenSum:
+def tree(empty: Aggregator, updates: Updates, names: list[str], draw: Random) -> Aggregator:
     """The sum of an edge: of its own clients, or of the edges below it, as messages bring them."""
     if len(names) < 3 or draw.random() < 0.2:
-        return summed(emptied(empty), updates, names)
-    total, places = emptied(empty), sorted(draw.sample(range(len(names) + 1), 2))
+        return summed(empty_copy(empty), updates, names)
+    total, places = empty_copy(empty), sorted(draw.sample(range(len(names) + 1), 2))
     parts = [names[: places[0]], names[places[0] : places[1]], names[places[1] :]]
     draw.shuffle(parts)
     for part in parts:
-        tensors, facts = sent(tree(empty, updates, part, draw))
-        merge(total, tensors, json.loads(json.dumps(facts)))
+        tensors, facts = export_partial_sum(tree(empty, updates, part, draw))
+        merge_partial_sum(total, tensors, json.loads(json.dumps(facts)))
     return total
 
 
-def bits(total: OpenSum) -> object:
+def bits(total: Aggregator) -> object:
     """All that follows from a sum, bit by bit."""
-    if isinstance(total, PrivateSum):
+    if isinstance(total, ClientDPAggregator):
         return digests(total.changes.mean()), total.count, total.within
-    assert isinstance(total, PlainSum | HeldSum)
-    closed: Outcome = total.close()
-    return digests(closed.means), digests(closed.riders), closed.drift, closed.defence
+    assert isinstance(total, MeanAggregator | BufferedAggregator)
+    closed: AggregationResult = total.close()
+    return digests(closed.means), digests(closed.aux), closed.drift, closed.defence
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_of_edges_gives_the_bits_of_one_sum(kind: str) -> None:
     total, updates = made(kind)
-    expected = bits(summed(emptied(total), updates, list(updates)))
+    expected = bits(summed(empty_copy(total), updates, list(updates)))
     for seed in range(3):
         draw, names = Random(seed), list(updates)
         draw.shuffle(names)

@@ -21,17 +21,23 @@ from sites import PRIVATE, SAFL, VOTE, site_of, study_text, world_of
 
 from fedplan.errors import FedplanError
 from fedplan.federation import endpoint
-from fedplan.federation.codes import KINDS, meant, said_of, told, understood
 from fedplan.federation.endpoint import HELLO, POLL, TRAIN
+from fedplan.federation.error_codes import (
+    KINDS,
+    decode_reason,
+    describe_code,
+    encode_code,
+    error_fields,
+)
 from fedplan.federation.fault_log import read_faults
-from fedplan.federation.messages import Refused, request_message
-from fedplan.federation.rounds import push
+from fedplan.federation.messages import RequestRefused, request_message
+from fedplan.federation.rounds import make_request
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.records import message_in, records_of
+from fedplan.runners.flower.records import from_records, to_records
 from fedplan.runners.flower.strategy import Partial, partial
 from fedplan.storage.encryption import Encryption, new_key_file
 from fedplan.tensors.message import Message
-from fedplan.tensors.serialization import packed, unpacked
+from fedplan.tensors.serialization import pack_message, unpack_message
 
 SECRET = "Ann-Cooper"
 
@@ -56,7 +62,10 @@ def raised() -> list[Exception]:
     found += [FileNotFoundError(2, "No such file", f"/ward/{SECRET}.csv"), Rude()]
     found += [UnicodeDecodeError("utf-8", SECRET.encode(), 0, 1, SECRET)]
     found += [ExceptionGroup(SECRET, [ValueError(SECRET)])]
-    found += [Refused(text).coded("limit-rounds"), Refused(text).coded(SECRET)]
+    found += [
+        RequestRefused(text).with_code("limit-rounds"),
+        RequestRefused(text).with_code(SECRET),
+    ]
     chained = ValueError(text)
     chained.__cause__ = KeyError(SECRET)
     return [*found, chained]
@@ -70,19 +79,21 @@ def require_code(answer: Message | FlowerMessage) -> str:
         kind, _, code = said.partition(": ")
         whole = said.encode()
     else:
-        values, held = unpacked(answer)
+        values, held = unpack_message(answer)
         assert not values
         ((kind, code),) = held.items()
         whole = answer.header + b"".join(answer.blobs)
     assert code in KINDS[kind] and SECRET.encode() not in whole
-    assert SECRET not in meant(kind, code) and understood(told(code)) == meant(kind, code)
+    assert SECRET not in describe_code(kind, code) and decode_reason(
+        encode_code(code)
+    ) == describe_code(kind, code)
     return code
 
 
 PLACES = {
-    HELLO: ("run_of", "_recall", "_leave"),
-    POLL: ("request_of", "poll", "_recall", "_remember", "_leave"),
-    TRAIN: ("request_of", "local", "_recall", "_remember", "_leave"),
+    HELLO: ("read_run_id", "_load_received", "_log_answer"),
+    POLL: ("read_request", "score_layers", "_load_received", "_store_received", "_log_answer"),
+    TRAIN: ("read_request", "train_round", "_load_received", "_store_received", "_log_answer"),
 }
 
 
@@ -96,10 +107,10 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> endpoint.Endpoint:
 def test_whatever_a_desk_raises(
     kind: str, held: endpoint.Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    down = push(held.agreement, world_of(held), sites.NAME, {}, anew=True)
+    down = make_request(held.agreement, world_of(held), sites.NAME, {}, full=True)
     for place in PLACES[kind]:
         # Who fails after all the work was done is asked for it less often.
-        for error in raised()[:: 9 if place in ("_remember", "_leave") else 1]:
+        for error in raised()[:: 9 if place in ("_store_received", "_log_answer") else 1]:
 
             def fail(*_: Any, error: Exception = error) -> Any:
                 raise error
@@ -108,8 +119,8 @@ def test_whatever_a_desk_raises(
                 patch.setattr(held if place.startswith("_") else endpoint, place, fail)
                 require_code(held.answer(kind, request_message(down)))
     assert require_code(held.answer(SECRET, request_message(down))) == "request"
-    for message in (Message(SECRET.encode()), packed({}, {"request": SECRET}), Message(b"")):
-        if kind != HELLO or message.header != packed({}, {"request": SECRET}).header:
+    for message in (Message(SECRET.encode()), pack_message({}, {"request": SECRET}), Message(b"")):
+        if kind != HELLO or message.header != pack_message({}, {"request": SECRET}).header:
             assert require_code(held.answer(kind, message)) == "message"
 
 
@@ -123,7 +134,7 @@ def test_whatever_a_clients_app_raises() -> None:
 
         grid = InProcess(client_app(fail), [{"name": SECRET}])
         for kind in ("query.hello", "query.poll", "train"):
-            envelope = FlowerMessage(records_of(packed({}, {})), 100, kind)
+            envelope = FlowerMessage(to_records(pack_message({}, {})), 100, kind)
             require_code(grid.send_and_receive([envelope])[0])
     heard = list[Message]()
     grid = InProcess(
@@ -182,7 +193,7 @@ def by_bytes(folder: Path) -> Order:
 
 def by_reader(folder: Path) -> Order:
     (folder / "read.py").write_text(f"def read(path):\n    raise KeyError({SECRET!r})\n")
-    return order_of(folder, rows=f"{folder / 'read.py'}:read")
+    return order_of(folder, reader=f"{folder / 'read.py'}:read")
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Order], str]] = {
@@ -208,23 +219,23 @@ def test_what_keeps_a_site_from_starting(
     make, wanted = BROKEN[name]
     said, study = make(tmp_path)
     if sealed:
-        new_key_file(tmp_path / "home.key")
-        said["key"] = str(tmp_path / "home.key")
-    desk = sites.desk_of(tmp_path, **said)
+        new_key_file(tmp_path / "state.key")
+        said["encryption_key"] = str(tmp_path / "state.key")
+    desk = sites.make_gateway(tmp_path, **said)
     grid = InProcess(client_app(lambda _, *asked: desk.answer(*asked)), [{}])
-    envelope = FlowerMessage(records_of(sites.hello(study)), 100, "query.hello")
-    reply = message_in(grid.send_and_receive([envelope])[0].content)
-    (way,) = said_of(wanted)
-    assert unpacked(reply) == ({}, {"client": sites.NAME, way: wanted})
-    seal = Encryption.from_file(tmp_path / "home.key") if sealed else None
-    assert told(wanted) in read_faults(tmp_path / "home", seal)[0]
-    require_private(tmp_path / "home", hidden=sealed)
+    envelope = FlowerMessage(to_records(sites.hello(study)), 100, "query.hello")
+    reply = from_records(grid.send_and_receive([envelope])[0].content)
+    (way,) = error_fields(wanted)
+    assert unpack_message(reply) == ({}, {"client": sites.NAME, way: wanted})
+    encryption = Encryption.from_file(tmp_path / "state.key") if sealed else None
+    assert encode_code(wanted) in read_faults(tmp_path / "state", encryption)[0]
+    require_private(tmp_path / "state", hidden=sealed)
     assert SECRET not in "".join(capfd.readouterr())
-    words = ["--key", str(tmp_path / "home.key")] if sealed else []
-    code, shown = run("faults", str(tmp_path / "home"), *words)
-    assert code == 0 and told(wanted) in shown
+    words = ["--key", str(tmp_path / "state.key")] if sealed else []
+    code, shown = run("faults", str(tmp_path / "state"), *words)
+    assert code == 0 and encode_code(wanted) in shown
     if sealed:
-        assert SECRET not in run("faults", str(tmp_path / "home"))[1]
+        assert SECRET not in run("faults", str(tmp_path / "state"))[1]
 
 
 def require_private(home: Path, *, hidden: bool) -> None:
@@ -237,8 +248,8 @@ def require_private(home: Path, *, hidden: bool) -> None:
 
 def test_a_server_believes_no_words_of_a_site() -> None:
     for kind in ("failed", "refused", "lacking", "strange"):
-        assert SECRET not in meant(kind, SECRET)
-    assert all(meant(kind, code) for kind, known in KINDS.items() for code in known)
+        assert SECRET not in describe_code(kind, SECRET)
+    assert all(describe_code(kind, code) for kind, known in KINDS.items() for code in known)
 
 
 def test_the_codes_of_fedplans_errors_are_codes() -> None:
@@ -249,10 +260,10 @@ def test_the_codes_of_fedplans_errors_are_codes() -> None:
 def test_a_log_does_not_grow_without_end(
     held: endpoint.Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedplan.federation.fault_log.LARGEST", 10_000)
+    monkeypatch.setattr("fedplan.federation.fault_log.MAX_LOG_BYTES", 10_000)
     for _ in range(60):
         held.answer("strange", Message(b""))
     files = list(held.faults.folder.glob("faults.*"))
     assert len(files) == 2 and all(file.stat().st_size < 20_000 for file in files)
     shutil.rmtree(held.faults.folder)
-    assert message_in(records_of(held.answer("strange", Message(b"")))).header
+    assert from_records(to_records(held.answer("strange", Message(b"")))).header

@@ -26,52 +26,58 @@ from grids import InProcess
 from hypothesis import given
 from hypothesis import strategies as st
 from often import first
-from sites import NAME, desk_of, hello, study_text
+from sites import NAME, hello, make_gateway, study_text
 from sites import RUN as SITE_RUN
 
 from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
 from fedplan.federation.account import Account, Limits, read_answers
-from fedplan.federation.acquaintance import Met
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
-from fedplan.federation.egress import read_egress
-from fedplan.federation.endpoint import Endpoint, journal_in, place_of
-from fedplan.federation.evaluation import Scores, Scoring, question, scores_of, scores_said
-from fedplan.federation.exams import Disclosure, Exam
+from fedplan.federation.client_versions import ClientSync
+from fedplan.federation.egress_log import read_egress
+from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
+from fedplan.federation.eval_sets import EvalSet, MetricPolicy
+from fedplan.federation.evaluation import (
+    EvalConfig,
+    Scores,
+    make_eval_request,
+    metrics_from_json,
+    metrics_to_json,
+)
+from fedplan.federation.global_state import GlobalState
 from fedplan.federation.history import Metrics
-from fedplan.federation.messages import Request, request_message, run_of
+from fedplan.federation.messages import Request, read_run_id, request_message
 from fedplan.federation.server import Server
-from fedplan.federation.world import World
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
-from fedplan.models.values import put, take
-from fedplan.reports.lines import line_of_sites
+from fedplan.models.values import get_values, set_values
+from fedplan.reports.round_lines import sites_line
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.carriage import carry_study
-from fedplan.runners.flower.carrier import Carrier
+from fedplan.runners.flower.server import run_server
+from fedplan.runners.flower.server_loop import ServerLoop
 from fedplan.runners.local import Federation
 from fedplan.runners.simulation import Simulation
-from fedplan.sites.policy import policy_of
-from fedplan.storage.lines import read_lines
+from fedplan.sites.policy import policy_from_dict
+from fedplan.storage.json_lines import read_json_lines
 from fedplan.storage.store import Store
+from fedplan.studies.experiment import Experiment, build_experiment, make_eval_set
 from fedplan.studies.export import export_run
 from fedplan.studies.run import open_run
 from fedplan.studies.schema import ConfigError, Study, read_study
-from fedplan.studies.stage import Stage, exam_of, stage_of
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
-from fedplan.tensors.serialization import SerializationError, unpacked
-from fedplan.training.fit import Pace
+from fedplan.tensors.serialization import SerializationError, unpack_message
+from fedplan.training.fit import TrainConfig
 
-QUICK = "[patience]\nsites = 2.0\nanswers = 60.0\nabsent = 1.0\nlook = 0.01\nscores = 20.0\n"
-SITES = "sites = true\n"
-FEDPER = STUDY.replace("dropped = 0.1", "").replace("attention = 4", "")
+QUICK = "[timeouts]\nsites = 2.0\nupdates = 60.0\nreconnect = 1.0\npoll_interval = 0.01\nevaluations = 20.0\n"
+SITES = "on_clients = true\n"
+FEDPER = STUDY.replace("dropout_fraction = 0.1", "").replace("attention_examples = 4", "")
 NUMBERS = """
 name = "numbers"
 [model]
 type = "bert"
-settings = {{ vocab_size = {size}, hidden_size = 16, num_hidden_layers = 1, num_attention_heads = 2, intermediate_size = 16 }}
+config = {{ vocab_size = {size}, hidden_size = 16, num_hidden_layers = 1, num_attention_heads = 2, intermediate_size = 16 }}
 [task]
 kind = "regression"
 input = "prompt"
@@ -79,14 +85,14 @@ label = "n"
 tokenizer = "chat"
 [data]
 path = "pairs.jsonl"
-clients = 2
-own_test = 0.4
+num_clients = 2
+holdout_fraction = 0.4
 [method]
 plan = "chain(share(), keep(head))"
 [train]
 rounds = 3
-batch = 4
-rate = 0.01
+batch_size = 4
+lr = 0.01
 [evaluate]
 """
 
@@ -106,13 +112,13 @@ def wrote(text: str, name: str = "study.toml", *, evaluate: str = SITES, more: s
     return file
 
 
-STAGES = dict[str, Stage]()
+STAGES = dict[str, Experiment]()
 """What was built once: a study of the same words has the same rows in every test."""
 
 
-def staged(text: str, study: Study) -> Stage:
+def staged(text: str, study: Study) -> Experiment:
     if text not in STAGES:
-        STAGES[text] = stage_of(study)
+        STAGES[text] = build_experiment(study)
     return STAGES[text]
 
 
@@ -130,13 +136,13 @@ class Grid(InProcess):
 
 
 class Sites:
-    """The sites of a study whose rows are here, each with a stage, a home and an account."""
+    """The sites of a study whose rows are here, each with a experiment, a home and an account."""
 
-    def __init__(self, file: Path, folder: Path, **disclosures: Disclosure) -> None:
+    def __init__(self, file: Path, folder: Path, **disclosures: MetricPolicy) -> None:
         self.file, self.folder, self.disclosures = file, folder, disclosures
         self.study = read_study(file)
-        self.stage = staged(file.read_text(), self.study)
-        self.names = list(self.stage.shares.train)
+        self.experiment = staged(file.read_text(), self.study)
+        self.names = list(self.experiment.data.train)
         self.endpoints, self.asked = dict[str, Endpoint](), list[tuple[str, str]]()
         self.broken: Callable[[str, str], None] = lambda name, kind: None
         self.limits: Limits | None = None
@@ -147,44 +153,46 @@ class Sites:
         name = str(context.node_config["name"])
         self.asked.append((name, kind))
         self.broken(name, kind)
-        return self.endpoint(name, run_of(message)).answer(kind, message)
+        return self.endpoint(name, read_run_id(message)).answer(kind, message)
 
     def endpoint(self, name: str, run: str = RUN) -> Endpoint:
         if name not in self.endpoints:
-            stage, folder = self.stage, self.folder / "sites" / name
+            experiment, folder = self.experiment, self.folder / "sites" / name
             client = Client(
                 name=name,
-                rows=stage.shares.train[name],
-                journal=journal_in(place_of(folder, run)),
-                model=copy.deepcopy(stage.model),
-                start=stage.start,
-                marks=stage.marks,
-                loss=stage.shares.task.loss,
+                examples=experiment.data.train[name],
+                journal=open_journal(site_run_folder(folder, run)),
+                model=copy.deepcopy(experiment.model),
+                start=experiment.initial_values,
+                start_digests=experiment.param_digests,
+                loss=experiment.data.task.loss,
                 account=Account(self.folder / "accounts" / name, self.limits),
-                exam=exam_of(self.study, stage.shares, name),
-                disclosure=self.disclosures.get(name.replace("-", "_"), Disclosure()),
+                eval_set=make_eval_set(self.study, experiment.data, name),
+                metric_policy=self.disclosures.get(name.replace("-", "_"), MetricPolicy()),
             )
-            client.__dict__["key"] = name.encode().ljust(32)
-            self.endpoints[name] = Endpoint(replace(stage.agreed, run=run), client, folder)
+            client.__dict__["digest_key"] = name.encode().ljust(32)
+            self.endpoints[name] = Endpoint(
+                replace(experiment.pinned_agreement, run=run), client, folder
+            )
         return self.endpoints[name]
 
     def carry(self) -> Path:
         run = self.folder / "run"
-        carry_study(self.grid, self.study, run)
+        run_server(self.grid, self.study, run)
         return run
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    return read_lines(run / "metrics.jsonl")
+    return read_json_lines(run / "metrics.jsonl")
 
 
 def homes(sites: Sites) -> dict[str, dict[str, str]]:
-    return {n: digests(sites.endpoints[n].site.journal.home()[0]) for n in sites.names}
+    return {n: digests(sites.endpoints[n].site.journal.client_state()[0]) for n in sites.names}
 
 
-def scored(model: Any, stage: Any, values: Any, rows: Any) -> dict[str, float]:
-    put(model, values, stage.agreement.trainable)
-    return stage.shares.task.score(model, rows, batch_size=128)
+def scored(model: Any, experiment: Any, values: Any, rows: Any) -> dict[str, float]:
+    set_values(model, values, experiment.agreement.trainable)
+    return experiment.data.task.score(model, rows, batch_size=128)
 
 
 @pytest.mark.parametrize("kind", ["kept head", "numbers"])
@@ -196,27 +204,29 @@ def test_scores_over_messages_are_those_of_one_process(kind: str, here: Path) ->
     assert (here / "local/metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
     assert open_run(run).metrics == whole.metrics
     assert all(verify_run(folder)[0] == [] for folder in (run, here / "local"))
-    stage, last = staged(file.read_text(), read_study(file)), lines(run)[-1]["sites"]
-    model = copy.deepcopy(stage.model)
-    for name, rows in whole.shares.own.items():
+    experiment, last = staged(file.read_text(), read_study(file)), lines(run)[-1]["sites"]
+    model = copy.deepcopy(experiment.model)
+    for name, rows in whole.data.client_tests.items():
         obvious = {
-            "world": scored(model, stage, whole.federation.world_values(), rows),
-            "own": scored(model, stage, whole.federation.personal_values(name), rows),
+            "global": scored(model, experiment, whole.federation.global_values(), rows),
+            "personal": scored(model, experiment, whole.federation.personal_values(name), rows),
         }
         assert last["by"][name] == obvious, "as the obvious way has it"
-    for model in ("world", "own"):
-        held, key = [each[model] for each in last["by"].values()], stage.shares.task.primary
+    for model in ("global", "personal"):
+        held, key = [each[model] for each in last["by"].values()], experiment.data.task.primary
         total = sum(each["examples"] for each in held)
         mean = sum(each[key] * each["examples"] for each in held) / total
         assert last[model][key] == pytest.approx(mean) and last[model]["examples"] == total
-        pick = min if stage.shares.task.higher else max
-        assert last["spread"][model]["worst"] == pick(each[key] for each in held)
-    assert last["world"] != last["own"] and "loss" in whole.metrics[-1]
-    closed = whole.federation.server.last()
+        pick = min if experiment.data.task.higher_is_better else max
+        assert last["spread"][model][f"{key}_worst"] == pick(each[key] for each in held)
+    assert last["global"] != last["personal"] and "loss" in whole.metrics[-1]
+    closed = whole.federation.server.last_round()
     assert closed is not None
-    key = stage.shares.task.primary
-    told = line_of_sites(closed.whole, closed.row, primary=key)
-    assert all(word in told for word in ("loss ", f"sites.world {key} ", f"sites.own {key} "))
+    key = experiment.data.task.primary
+    told = sites_line(closed.record, closed.row, primary=key)
+    assert all(
+        word in told for word in ("loss ", f"global {key} at sites", f"personal {key} at sites")
+    )
 
 
 class Pictures:
@@ -225,11 +235,11 @@ class Pictures:
     names = ("a", "bb", "ccc")
 
     def __init__(self, name: str) -> None:
-        self.made = method_named(name, {"warmup": 1} if name == "pfeddc-held" else {})
+        self.made = method_by_name(name, {"warmup": 1} if name == "pfeddc-held" else {})
         self.rows = duals.pictures_of(*self.names)
         self.tests = duals.pictures_of(*(4 * name for name in self.names))
         score = partial(duals.ASKED.score, batch_size=2)
-        self.exams = {n: Exam(self.tests[4 * n], score) for n in self.names}
+        self.eval_sets = {n: EvalSet(self.tests[4 * n], score) for n in self.names}
 
     def model(self) -> torch.nn.Module:
         torch.manual_seed(0)
@@ -237,37 +247,46 @@ class Pictures:
         return self.made.adapt(model) if self.made.adapt else model
 
     def agreement(self) -> Agreement:
-        pace = Pace(rate=1e-2, batch=2, steps=2)
-        return Agreement("pictures", describe(self.model()), self.made, pace, run=RUN)
+        train_config = TrainConfig(lr=1e-2, batch_size=2, steps=2)
+        return Agreement("pictures", describe(self.model()), self.made, train_config, run=RUN)
 
 
 @pytest.mark.parametrize("name", first(1, ["pfeddc", "promptfl"]))
 def test_prompts_are_scored_alike_in_one_process_and_over_messages(
     name: str, tmp_path: Path
 ) -> None:
-    setting, scoring = Pictures(name), Scoring(sites=True, primary="accuracy", higher=True)
+    setting, scoring = (
+        Pictures(name),
+        EvalConfig(on_clients=True, primary="accuracy", higher_is_better=True),
+    )
     agreement, rows, loss = setting.agreement(), setting.rows, duals.ASKED.loss
     whole = Federation(
-        agreement, setting.model(), rows, loss, tmp_path / "a", rounds=2, exams=setting.exams
+        agreement,
+        setting.model(),
+        rows,
+        loss,
+        tmp_path / "a",
+        rounds=2,
+        eval_sets=setting.eval_sets,
     )
     told = list[tuple[dict[str, Scores], dict[str, str]]]()
     for _ in range(2):
-        tally = whole.round()
+        round_state = whole.run_round()
         told.append(whole.evaluate())
-        whole.commit(tally)
+        whole.commit(round_state)
     sites = dict[str, Endpoint]()
     for client in setting.names:
         model, folder = setting.model(), tmp_path / "sites" / client
-        start = take(model, agreement.params)
+        start = get_values(model, agreement.params)
         site = Client(
             name=client,
-            rows=rows[client],
-            journal=journal_in(place_of(folder, RUN)),
+            examples=rows[client],
+            journal=open_journal(site_run_folder(folder, RUN)),
             model=model,
             start=start,
-            marks=digests(start),
+            start_digests=digests(start),
             loss=loss,
-            exam=setting.exams[client],
+            eval_set=setting.eval_sets[client],
         )
         sites[client] = Endpoint(agreement, site, folder)
 
@@ -275,26 +294,26 @@ def test_prompts_are_scored_alike_in_one_process_and_over_messages(
         return sites[str(context.node_config["name"])].answer(kind, message)
 
     (tmp_path / "b").mkdir()
-    start = take(setting.model(), agreement.params)
+    start = get_values(setting.model(), agreement.params)
     roster = {client: dict[str, str]() for client in setting.names}
     server = Server(agreement, start, tmp_path / "b", rounds=2, roster=roster)
     grid = InProcess(client_app(answer), [{"name": client} for client in setting.names])
-    Carrier(grid, server, scoring=scoring).carry()
+    ServerLoop(grid, server, scoring=scoring).run()
     assert [line["sites"]["by"] for line in lines(tmp_path / "b")] == [said for said, _ in told]
-    assert digests(server.world.values) == digests(whole.world.values)
+    assert digests(server.global_state.values) == digests(whole.global_state.values)
     assert not any(silent for _, silent in told)
 
 
 def test_no_turn_follows_from_scores_and_the_world_comes_down_once(here: Path) -> None:
     found = dict[str, Any]()
-    for name, evaluate in (("with", SITES + 'keep_best = "own"\n'), ("without", "")):
+    for name, evaluate in (("with", SITES + 'keep_best = "personal"\n'), ("without", "")):
         sites = Sites(wrote(FEDPER, f"{name}.toml", evaluate=evaluate), here / name)
         run = sites.carry()
         egress = [line for n in sites.names for line in read_egress(here / name / "sites" / n)]
-        world = open_run(run).world
+        global_state = open_run(run).global_state
         found[name] = {
-            "world": digests(world.values),
-            "known": (world.met, world.versions),
+            "global": digests(global_state.values),
+            "known": (global_state.client_sync, global_state.versions),
             "ledger": (run / "ledger.jsonl").read_bytes(),
             "homes": homes(sites),
             "up": sum(line["up"] for line in egress),
@@ -304,7 +323,7 @@ def test_no_turn_follows_from_scores_and_the_world_comes_down_once(here: Path) -
         assert ("evaluate" in asked) == (name == "with")
     # After the last round the world comes down for its scores alone.
     extra = found["with"].pop("trained down") - found["without"].pop("trained down")
-    values = open_run(here / "with/run").world.values.values()
+    values = open_run(here / "with/run").global_state.values.values()
     assert found["with"] == found["without"]
     assert extra <= 3 * sum(v.numel() * v.element_size() for v in values)
 
@@ -312,7 +331,7 @@ def test_no_turn_follows_from_scores_and_the_world_comes_down_once(here: Path) -
 def test_who_is_away_or_slow_is_left_out_and_named(here: Path) -> None:
     calm = Sites(wrote(FEDPER, "calm.toml", evaluate=""), here / "calm").carry()
     file = wrote(FEDPER, "late.toml")
-    file.write_text(file.read_text().replace("scores = 20.0", "scores = 0.3"))
+    file.write_text(file.read_text().replace("evaluations = 20.0", "evaluations = 0.3"))
     sites = Sites(file, here / "late")
     first, second, third = sites.names
     # Nodes stand in the reverse order of names: the first is the last node.
@@ -331,7 +350,7 @@ def test_who_is_away_or_slow_is_left_out_and_named(here: Path) -> None:
         assert line["sites"]["silent"][first] == "no answer"
         assert line["sites"]["silent"][second].startswith("no answer")
     assert "Smith" not in (run / "metrics.jsonl").read_text()
-    assert digests(open_run(run).world.values) == digests(open_run(calm).world.values)
+    assert digests(open_run(run).global_state.values) == digests(open_run(calm).global_state.values)
 
 
 def test_a_site_lets_leave_what_it_allows(here: Path) -> None:
@@ -342,23 +361,25 @@ def test_a_site_lets_leave_what_it_allows(here: Path) -> None:
         file,
         here / "there",
         **{
-            words[0]: Disclosure(frozenset({"accuracy"})),
-            words[1]: Disclosure(least_rows=10_000),
-            words[2]: Disclosure(frozenset({"nothing"})),
+            words[0]: MetricPolicy(frozenset({"accuracy"})),
+            words[1]: MetricPolicy(min_examples=10_000),
+            words[2]: MetricPolicy(frozenset({"nothing"})),
         },
     )
     run = sites.carry()
     last = lines(run)[-1]["sites"]
     assert last["by"] == {names[0]: last["by"][names[0]]}
-    assert set(last["by"][names[0]]["own"]) == {"accuracy", "examples"} == set(last["own"])
+    assert (
+        set(last["by"][names[0]]["personal"]) == {"accuracy", "examples"} == set(last["personal"])
+    )
     assert last["silent"][names[1]].startswith("refused: few-rows")
     assert last["silent"][names[2]].startswith("refused: undisclosed")
-    assert last["spread"]["own"]["count"] == 1.0 and "loss" not in last["world"]
+    assert last["spread"]["personal"]["clients"] == 1.0 and "loss" not in last["global"]
     # A simulation may say the same of its clients, and has the same bytes.
     whole = Simulation(read_study(file), here / "local")
     for name, word in zip(names, words, strict=True):
         client = whole.federation.clients[name]
-        client.disclosure = sites.disclosures[word]
+        client.metric_policy = sites.disclosures[word]
         whole.federation.clients[name] = client
     whole.run()
     assert (here / "local/metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
@@ -366,7 +387,7 @@ def test_a_site_lets_leave_what_it_allows(here: Path) -> None:
 
 def left_in(run: Path) -> list[Any]:
     """The scores of a run, and the world that it keeps."""
-    best = open_run(run).best
+    best = open_run(run).best_state
     return [(run / "metrics.jsonl").read_bytes(), best.round, digests(best.values)]
 
 
@@ -380,7 +401,7 @@ def left_by_calm(here: Path) -> list[Any]:
 
 
 KILLS = ("before the line", "before the mark", "before it is kept")
-BEST = SITES + 'keep_best = "world"\n'
+BEST = SITES + 'keep_best = "global"\n'
 
 
 @pytest.mark.parametrize("at", KILLS)
@@ -391,8 +412,8 @@ def test_a_kill_between_a_round_and_its_scores_asks_again(
     wrote(FEDPER, "calm.toml", evaluate=BEST)
     calm = left_by_calm(here)
     place, name = {
-        "before the line": (Server, "score"),
-        "before the mark": (Store, "amend"),
+        "before the line": (Server, "add_scores"),
+        "before the mark": (Store, "replace_meta"),
         "before it is kept": (Server, "keep_best"),
     }[at]
     true, left = getattr(place, name), [kill]
@@ -411,70 +432,79 @@ def test_a_kill_between_a_round_and_its_scores_asks_again(
     assert [line["round"] for line in lines(run)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("by", first(1, ["own", "world"]))
+@pytest.mark.parametrize("by", first(1, ["personal", "global"]))
 def test_the_best_round_is_kept_exported_and_checked(by: str, here: Path) -> None:
-    more = f'[stop]\nmetric = "sites.{by}.accuracy"\npatience = 3\n'
-    text = FEDPER.replace("rounds = 3", "rounds = 6").replace("batch = 8", "batch = 8\nrate = 0.02")
+    more = f'[early_stopping]\nmetric = "sites.{by}.accuracy"\npatience = 3\n'
+    text = FEDPER.replace("rounds = 3", "rounds = 6").replace(
+        "batch_size = 8", "batch_size = 8\nlr = 0.02"
+    )
     text = text.replace('test_split = "test"\n', "")
     file = wrote(text, evaluate=SITES + f'keep_best = "{by}"\n', more=more)
     seen = dict[int, dict[str, str]]()
     whole = Simulation(read_study(file), here / "local")
     for closed in whole.rounds():
-        seen[closed.round] = digests(whole.federation.world.values)
+        seen[closed.round] = digests(whole.federation.global_state.values)
     run = Sites(file, here / "there").carry()
     rows = open_run(run).metrics
     scores = {row["round"]: row[f"sites.{by}.accuracy"] for row in rows}
     best = max(scores, key=lambda number: (scores[number], -number))
     for folder in (run, here / "local"):
         found = open_run(folder)
-        assert found.best.round == best and found.round == len(scores) == whole.metrics[-1]["round"]
-        assert digests(found.best.values) == seen[best] and verify_run(folder)[0] == []
+        assert (
+            found.best_state.round == best
+            and found.round == len(scores) == whole.metrics[-1]["round"]
+        )
+        assert digests(found.best_state.values) == seen[best] and verify_run(folder)[0] == []
     assert len(scores) == min(6, best + 3), "it stops when three rounds were no better"
     export_run(here / "local", here / "out", best=True)
     from safetensors.torch import load_file
 
     written = digests(load_file(here / "out/model.safetensors"))
     assert set(seen[best].values()) <= set(written.values())
-    with pytest.raises(ConfigError, match="no client's own"):
+    with pytest.raises(ConfigError, match="--best is for the global model"):
         export_run(
             here / "local",
             here / "other",
-            whole.federation.server.last().turns[0].client,
+            whole.federation.server.last_round().turns[0].client,
             best=True,
         )  # type: ignore[union-attr]
     shutil.rmtree(run / "best")
-    with pytest.raises(ConfigError, match="keeps no best round"):
+    with pytest.raises(ConfigError, match="has no best round"):
         export_run(run, here / "other", best=True)
 
 
 def test_verify_sees_a_best_world_that_was_changed(here: Path) -> None:
-    file = wrote(FEDPER, evaluate=SITES + 'keep_best = "world"\n')
+    file = wrote(FEDPER, evaluate=SITES + 'keep_best = "global"\n')
     Simulation(read_study(file), here / "run").run()
     store = Store(here / "run/best", keep=1)
-    found = store.read()
+    found = store.read_newest()
     assert found is not None
     key = next(name for name in found.tensors if name.startswith("value/"))
     store.write({**found.tensors, key: found.tensors[key] + 1}, found.meta, number=found.number)
     faults, _ = verify_run(here / "run")
-    assert faults and all(fault.startswith("the best world's") for fault in faults)
+    assert faults and all(fault.startswith("the best global model's") for fault in faults)
 
 
 def asked(endpoint: Endpoint, request: Request) -> dict[str, Any]:
-    return unpacked(endpoint.answer("evaluate", request_message(request)))[1]
+    return unpack_message(endpoint.answer("evaluate", request_message(request)))[1]
 
 
-def trained(sites: Sites, name: str, rounds: int) -> tuple[Endpoint, World]:
+def trained(sites: Sites, name: str, rounds: int) -> tuple[Endpoint, GlobalState]:
     """A site that has taken turns, and the world that the last of them made."""
     site = sites.endpoint(name)
-    world, agreement = World.start(site.agreement, site.site.start), site.agreement
+    global_state, agreement = GlobalState.initial(site.agreement, site.site.start), site.agreement
     for number in range(rounds):
-        request = question(agreement, replace(world, round=number + 1), name, {}, anew=True)
-        values, said = unpacked(site.answer("train", request_message(request)))
+        request = make_eval_request(
+            agreement, replace(global_state, round=number + 1), name, {}, full=True
+        )
+        values, said = unpack_message(site.answer("train", request_message(request)))
         assert values, said
-        versions = world.versions | dict.fromkeys(values, number + 1)
-        world = replace(world, values=world.values | values, round=number + 1, versions=versions)
-        world = replace(world, met={name: Met(number + 1)})
-    return site, world
+        versions = global_state.versions | dict.fromkeys(values, number + 1)
+        global_state = replace(
+            global_state, values=global_state.values | values, round=number + 1, versions=versions
+        )
+        global_state = replace(global_state, client_sync={name: ClientSync(number + 1)})
+    return site, global_state
 
 
 def test_a_server_that_asks_more_often_than_the_study_says_is_refused(here: Path) -> None:
@@ -482,13 +512,15 @@ def test_a_server_that_asks_more_often_than_the_study_says_is_refused(here: Path
         sites = Sites(wrote(FEDPER, evaluate=evaluate), here / str(len(evaluate)))
         site = sites.endpoint(name := sites.names[0])
         for number, code in enumerate(codes, 1):
-            world = replace(World.start(site.agreement, site.site.start), round=number)
-            said = asked(site, question(site.agreement, world, name, {}, anew=True))
+            global_state = replace(
+                GlobalState.initial(site.agreement, site.site.start), round=number
+            )
+            said = asked(site, make_eval_request(site.agreement, global_state, name, {}, full=True))
             assert said.get("refused", "") == code, "the last round is always due"
 
 
 LIES: dict[str, tuple[Callable[[Request], Request], str]] = {
-    "another plan": (lambda r: replace(r, agreed="0" * 16), "another-study"),
+    "another plan": (lambda r: replace(r, agreement_digest="0" * 16), "another-study"),
     "another name": (lambda r: replace(r, name=f"{r.name}0"), "another-study"),
     "another run": (lambda r: replace(r, run="c" * 16), "refused"),
     "an earlier round": (
@@ -510,15 +542,15 @@ LIES: dict[str, tuple[Callable[[Request], Request], str]] = {
 def test_lies_of_a_server_change_nothing_and_the_truth_has_one_answer(here: Path) -> None:
     sites = Sites(wrote(FEDPER), here)
     name = sites.names[0]
-    site, world = trained(sites, name, 2)
-    truth = question(site.agreement, world, name, {}, anew=True)
+    site, global_state = trained(sites, name, 2)
+    truth = make_eval_request(site.agreement, global_state, name, {}, full=True)
     said = asked(site, truth)
-    assert set(said["scores"]) == {"world", "own"}
-    held, home = dict(site.site.held), digests(site.site.journal.home()[0])
+    assert set(said["scores"]) == {"global", "personal"}
+    held, home = dict(site.site.received_versions), digests(site.site.journal.client_state()[0])
     for lie, (change, code) in LIES.items():
         assert asked(site, change(truth)) == {"refused": code}, lie
-    assert asked(site, truth) == said and site.site.held == held
-    assert digests(site.site.journal.home()[0]) == home
+    assert asked(site, truth) == said and site.site.received_versions == held
+    assert digests(site.site.journal.client_state()[0]) == home
     # It starts again: the same question has the same answer.
     del sites.endpoints[name]
     assert asked(sites.endpoint(name), truth) == said
@@ -536,30 +568,32 @@ def test_limits_of_a_site_hold_for_scores(here: Path) -> None:
         sites = Sites(file, here / code)
         sites.limits = limits
         site = sites.endpoint(name := sites.names[0])
-        world = replace(World.start(site.agreement, site.site.start), round=1)
-        truth = question(site.agreement, world, name, {}, anew=True)
+        global_state = replace(GlobalState.initial(site.agreement, site.site.start), round=1)
+        truth = make_eval_request(site.agreement, global_state, name, {}, full=True)
         assert asked(site, truth) == {"refused": code}
 
 
 def test_a_policy_says_which_scores_leave_and_each_time_anew(tmp_path: Path) -> None:
-    text = study_text(privacy="", data="", rounds=3).replace("own_test = 0.0", "own_test = 0.5")
-    text += "[evaluate]\nsites = true\n"
-    desk = desk_of(tmp_path)
-    _, said = unpacked(desk.answer("hello", hello(text)))
+    text = study_text(privacy="", data="", rounds=3).replace(
+        "holdout_fraction = 0.0", "holdout_fraction = 0.5"
+    )
+    text += "[evaluate]\non_clients = true\n"
+    desk = make_gateway(tmp_path)
+    _, said = unpack_message(desk.answer("hello", hello(text)))
     assert said["client"] == NAME, said
-    worker = desk._worker
+    worker = desk._runtime
     assert worker is not None
     site = worker[1].endpoint(SITE_RUN)
-    world = replace(World.start(site.agreement, site.site.start), round=1)
-    truth = request_message(question(site.agreement, world, NAME, {}, anew=True))
+    global_state = replace(GlobalState.initial(site.agreement, site.site.start), round=1)
+    truth = request_message(make_eval_request(site.agreement, global_state, NAME, {}, full=True))
     told = list[dict[str, Any]]()
     for metrics, least in ((["accuracy"], 2), (["accuracy"], 100), ([], 2), (["f1", "loss"], 2)):
-        desk.approver.policy = policy_of({"metrics": metrics, "least_rows": least})  # type: ignore[misc]
-        told.append(unpacked(desk.answer("evaluate", truth))[1])
+        desk.approver.policy = policy_from_dict({"metrics": metrics, "min_examples": least})  # type: ignore[misc]
+        told.append(unpack_message(desk.answer("evaluate", truth))[1])
     assert told[1:3] == [{"refused": "few-rows"}, {"refused": "undisclosed"}]
-    assert set(told[0]["scores"]["own"]) == {"accuracy", "examples"}
-    assert set(told[3]["scores"]["world"]) == {"f1", "loss", "examples"}
-    left = [line["kind"] for line in read_egress(tmp_path / "home")]
+    assert set(told[0]["scores"]["personal"]) == {"accuracy", "examples"}
+    assert set(told[3]["scores"]["global"]) == {"f1", "loss", "examples"}
+    left = [line["kind"] for line in read_egress(tmp_path / "state")]
     assert left.count("evaluation") == 2
 
 
@@ -568,17 +602,21 @@ def test_under_a_guarantee_no_scores_leave(name: str, here: Path) -> None:
     sites = Sites(wrote(FEDPER), here)
     site = sites.endpoint(client := sites.names[0])
     site.agreement = replace(site.agreement, guarantee=GUARANTEES[name])
-    world = replace(World.start(site.agreement, site.site.start), round=1)
-    truth = question(site.agreement, world, client, {}, anew=True)
+    global_state = replace(GlobalState.initial(site.agreement, site.site.start), round=1)
+    truth = make_eval_request(site.agreement, global_state, client, {}, full=True)
     assert asked(site, truth) == {"refused": "uncharged"}
-    assert not site.site.seen and not read_answers(here / "accounts" / client)
+    assert not site.site.received and not read_answers(here / "accounts" / client)
 
 
 @pytest.mark.parametrize(
     ("evaluate", "more", "words"),
     [
-        (SITES, '[privacy]\nunit = "client"\nepsilon = 9.0\n', "nobody pays for that"),
-        ('keep_best = "own"\n', '[privacy]\nunit = "client"\nepsilon = 9.0\n', "nobody pays"),
+        (SITES, '[privacy]\nunit = "client"\nepsilon = 9.0\n', "does not cover"),
+        (
+            'keep_best = "personal"\n',
+            '[privacy]\nunit = "client"\nepsilon = 9.0\n',
+            "the privacy guarantee does not cover",
+        ),
         (SITES, "[data_]\n", "data_"),
     ],
 )
@@ -590,15 +628,15 @@ def test_a_study_that_asks_for_too_much_is_refused(
 
 
 def test_what_nobody_measures_is_neither_kept_nor_stopped_by(here: Path) -> None:
-    bare = FEDPER.replace('test_split = "test"\n', "own_test = 0.0\n")
-    with pytest.raises(ConfigError, match="rows that clients hold out"):
+    bare = FEDPER.replace('test_split = "test"\n', "holdout_fraction = 0.0\n")
+    with pytest.raises(ConfigError, match="held-out examples of the clients"):
         read_study(wrote(bare))
-    file = wrote(bare, evaluate='keep_best = "world"\n')
+    file = wrote(bare, evaluate='keep_best = "global"\n')
     with pytest.raises(ConfigError, match="nobody measures that"):
         Simulation(read_study(file), here / "a")
-    stop = '[stop]\nmetric = "sites.own.accuracy"\n'
+    stop = '[early_stopping]\nmetric = "sites.personal.accuracy"\n'
     for runner in (lambda f: Simulation(read_study(f), here / "b").run(), partial(_carried, here)):
-        with pytest.raises(FedplanError, match="measures no sites scores"):
+        with pytest.raises(FedplanError, match="has no sites metrics"):
             runner(wrote(FEDPER, evaluate="", more=stop))
 
 
@@ -618,7 +656,7 @@ def test_a_site_that_has_lost_the_world_is_sent_it_for_its_scores(here: Path) ->
     sites.broken = broken
     run = sites.carry()
     assert (run / "metrics.jsonl").read_bytes() == (calm / "metrics.jsonl").read_bytes()
-    assert digests(open_run(run).world.values) == digests(open_run(calm).world.values)
+    assert digests(open_run(run).global_state.values) == digests(open_run(calm).global_state.values)
     assert verify_run(run)[0] == []
 
 
@@ -627,21 +665,23 @@ def test_every_so_many_rounds_and_after_the_last(here: Path) -> None:
     run = Sites(file, here / "there").carry()
     whole = Simulation(read_study(file), here / "local").run()
     assert [line["round"] for line in lines(run)] == [2, 3]
-    assert all("own" not in each for line in lines(run) for each in line["sites"]["by"].values())
+    assert all(
+        "personal" not in each for line in lines(run) for each in line["sites"]["by"].values()
+    )
     assert open_run(run).metrics == whole.metrics
 
 
-WORDS = st.sampled_from(["world", "own", "loss", "examples", "other", "x" * 65, ""])
+WORDS = st.sampled_from(["global", "personal", "loss", "examples", "other", "x" * 65, ""])
 JSON = st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.lists(WORDS, max_size=2)
 
 
 @given(JSON | st.dictionaries(WORDS, st.dictionaries(WORDS, JSON | st.integers(1, 9)) | JSON))
 def test_whatever_a_site_says_it_is_scores_or_an_error(said: Any) -> None:
     try:
-        found = scores_of(said)
+        found = metrics_from_json(said)
     except SerializationError:
         return
-    assert scores_of(scores_said(found)).keys() == found.keys()
+    assert metrics_from_json(metrics_to_json(found)).keys() == found.keys()
     assert all(each["examples"] >= 1 for each in found.values())
 
 
@@ -652,9 +692,11 @@ ROWS = st.lists(st.none() | st.floats(-2, 2) | st.just(float("nan")), min_size=1
 def test_the_best_round_is_the_first_that_none_is_better_than(
     told: list[float | None], higher: bool
 ) -> None:
-    rows = [{"round": float(n + 1)} | ({"sites.own.x": t} if t is not None else {})
+    rows = [{"round": float(n + 1)} | ({"sites.personal.x": t} if t is not None else {})
             for n, t in enumerate(told)]  # fmt: skip
-    found = Scoring(keep_best="own", primary="x", higher=higher).best(Metrics(rows))
+    found = EvalConfig(keep_best="personal", primary="x", higher_is_better=higher).best_round(
+        Metrics(rows)
+    )
     good = {n + 1: t for n, t in enumerate(told) if t is not None and t == t}
     if not good:
         assert found == 0

@@ -20,37 +20,43 @@ from often import first, often
 from settings import PROMPTED, SETTINGS
 from torch import Tensor
 
-from fedplan.audits import verify_lines
+from fedplan.audits import verify_ledger
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation import Outcome, PlainSum
+from fedplan.federation.aggregation import AggregationResult, MeanAggregator
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.defence import Defence
-from fedplan.federation.masked import ALL, MaskedMean, MaskedSum, slots_of, terms_of
-from fedplan.federation.masked_letters import advert_of
-from fedplan.federation.masking import Masking, require_masking
-from fedplan.federation.messages import Rejected, asked_of
+from fedplan.federation.messages import UpdateRejected, turn_digest
 from fedplan.federation.participation import Participation
-from fedplan.federation.record import MaskedRecord, parted
+from fedplan.federation.record import SecAggRecord, split_digests
+from fedplan.federation.secagg_aggregator import (
+    WHOLE_SUM,
+    SecureAggregation,
+    SecureAggregator,
+    round_slots,
+    round_terms,
+)
+from fedplan.federation.secagg_config import SecAggConfig, check_secagg_support
+from fedplan.federation.secagg_messages import key_advert_from_json
 from fedplan.language.plan import Best, share
 from fedplan.language.turn import Turn
 from fedplan.methods.method import Method
-from fedplan.methods.phases import Planned, Sign
-from fedplan.methods.registry import METHODS, method_named
+from fedplan.methods.phases import PhaseContext, PlannedPhases
+from fedplan.methods.registry import METHODS, method_by_name
 from fedplan.models.description import describe
 from fedplan.models.params import Block, Kind, Param
-from fedplan.privacy.masking.rehearsal import Contribution, rehearsed
-from fedplan.privacy.masking.server import Opened
-from fedplan.privacy.masking.terms import HEAVIEST, Slot, Terms
+from fedplan.privacy.secagg.server import UnmaskedSums
+from fedplan.privacy.secagg.simulation import ClientInput, simulate_secagg_round
+from fedplan.privacy.secagg.terms import MAX_CLIENT_WEIGHT, Slot, Terms
 from fedplan.runners.faults import Faults
 from fedplan.runners.local import Federation
-from fedplan.storage.lines import read_lines
-from fedplan.tensors.devices import forked
+from fedplan.storage.json_lines import read_json_lines
+from fedplan.tensors.devices import fork_rng_state
 from fedplan.tensors.named import digests, same_bits
-from fedplan.tensors.sums import LARGEST_WEIGHT
-from fedplan.testing import PACE
-from fedplan.training.fit import Pace
+from fedplan.tensors.sums import MAX_WEIGHT
+from fedplan.testing import TRAIN_CONFIG
+from fedplan.training.fit import TrainConfig
 
-MASKED = Masking("masked")
+MASKED = SecAggConfig("secure")
 PARAMS = (
     Param("q", Kind.QUERY, (3, 4)),
     Param("k", Kind.QUERY, (5,)),
@@ -64,15 +70,15 @@ class WhenApart:
 
     phases = ()
 
-    def __call__(self, sign: Sign) -> str:
+    def __call__(self, sign: PhaseContext) -> str:
         return ""
 
 
-DRIFTING = Method(share(), announce=WhenApart())
+DRIFTING = Method(share(), phase_rule=WhenApart())
 
 
 def agreed(method: Method | None = None, **said: Any) -> Agreement:
-    return Agreement("laws", PARAMS, method or Method(share()), PACE, run="ab" * 8, **said)
+    return Agreement("laws", PARAMS, method or Method(share()), TRAIN_CONFIG, run="ab" * 8, **said)
 
 
 def drawn(seed: int, scale: float) -> dict[str, Tensor]:
@@ -82,10 +88,10 @@ def drawn(seed: int, scale: float) -> dict[str, Tensor]:
     }
 
 
-def same(one: Outcome, other: Outcome) -> None:
-    assert one.means.keys() == other.means.keys() and one.riders.keys() == other.riders.keys()
+def same(one: AggregationResult, other: AggregationResult) -> None:
+    assert one.means.keys() == other.means.keys() and one.aux.keys() == other.aux.keys()
     assert all(same_bits(one.means[key], value) for key, value in other.means.items())
-    assert all(same_bits(one.riders[key], value) for key, value in other.riders.items())
+    assert all(same_bits(one.aux[key], value) for key, value in other.aux.items())
     assert (one.drift, one.products) == (other.drift, other.products)
 
 
@@ -109,43 +115,49 @@ def test_a_masked_sum_closes_as_the_plain_sum_of_what_is_open(
     clients: list[tuple[int, set[str], int, float]], absent: bool, wide: bool, apart: bool
 ) -> None:
     apart = apart and len(clients) > 3  # how far they lie apart is opened of four and more
-    method = Method(share(), absent=absent, announce=WhenApart() if apart else Planned())
-    held = Masking("masked", floor=4 if apart else 2, wide=wide)
+    method = Method(share(), absent=absent, phase_rule=WhenApart() if apart else PlannedPhases())
+    held = SecAggConfig("secure", min_contributors=4 if apart else 2, wide_integers=wide)
     base = drawn(0, 3.0)
-    threshold = held.least(len(clients))
-    masked = MaskedSum(agreed(method, masking=held), base, len(clients), 1, threshold)
-    plain = PlainSum(agreed(method), base, len(clients))
+    threshold = held.resolve_threshold(len(clients))
+    masked = SecureAggregator(agreed(method, secagg=held), base, len(clients), 1, threshold)
+    plain = MeanAggregator(agreed(method), base, len(clients))
     senders = {key: sum(key in keys for _, keys, *_ in clients) for key in "qkv"}
     for number, (weight, keys, seed, scale) in enumerate(clients):
         moved = {key: base[key] + each for key, each in drawn(seed, scale).items() if key in keys}
         masked.require(moved, {}, weight)
         masked.add(f"client {number}", moved, {}, weight)
-        open_ = {key: value for key, value in moved.items() if senders[key] >= held.floor}
+        open_ = {
+            key: value for key, value in moved.items() if senders[key] >= held.min_contributors
+        }
         plain.add(f"client {number}", open_, {}, weight)
     found, wanted = masked.close(), plain.close()
     same(found, wanted if apart else replace(wanted, drift={}))
     assert found.masked is not None
-    few = {key for key, count in senders.items() if 0 < count < held.floor}
+    few = {key for key, count in senders.items() if 0 < count < held.min_contributors}
     assert set(found.masked.closed) == few
 
 
 def federation(
-    method: Method, folder: Path, masking: Masking, pace: Pace = PACE, **said: Any
+    method: Method,
+    folder: Path,
+    secagg: SecAggConfig,
+    train_config: TrainConfig = TRAIN_CONFIG,
+    **said: Any,
 ) -> Federation:
     model = zoo.build("bert")
     if method.adapt is not None:
-        with forked(seed=0):
+        with fork_rng_state(seed=0):
             model = method.adapt(model)
     rows = {f"client {n}": Few("bert", n, 2 + n) for n in range(4)}
-    agreement = Agreement("laws", describe(model), method, pace, masking=masking)
+    agreement = Agreement("laws", describe(model), method, train_config, secagg=secagg)
     folder.mkdir()
     return Federation(agreement, copy.deepcopy(model), rows, loss, folder, rounds=2, **said)
 
 
 def is_one_sum(name: str) -> bool:
     """Whether a method needs one linear sum of each change, and no second one."""
-    made = method_named(name, SETTINGS.get(name))
-    return not made.riders and made.product.apart
+    made = method_by_name(name, SETTINGS.get(name))
+    return not made.aux and made.lora_aggregation.is_separate
 
 
 TRIED = [n for n in METHODS if n not in (*PROMPTED, "local-only") and is_one_sum(n)]
@@ -155,22 +167,25 @@ TRIED = [n for n in METHODS if n not in (*PROMPTED, "local-only") and is_one_sum
 def test_every_method_that_shares_gives_the_bits_of_the_plain_sum(
     name: str, tmp_path: Path
 ) -> None:
-    method = method_named(name, SETTINGS.get(name))
-    alone = any(isinstance(each, Best) for each in method.plan.within()) and not method.together
-    plain = federation(method, tmp_path / "plain", Masking())
+    method = method_by_name(name, SETTINGS.get(name))
+    alone = any(isinstance(each, Best) for each in method.plan.walk()) and not method.joint_choice
+    plain = federation(method, tmp_path / "plain", SecAggConfig())
     masked = federation(method, tmp_path / "masked", MASKED)
     for _ in range(1 if alone else 2):
-        one, other = plain.round(), masked.round()
-        assert other.counted == one.counted and other.masked is not None
+        one, other = plain.run_round(), masked.run_round()
+        assert other.aggregated == one.aggregated and other.masked is not None
         closed = other.masked.closed
         assert alone or not closed
-        kept = {key: value for key, value in plain.world.values.items() if key not in closed}
-        assert digests({key: masked.world.values[key] for key in kept}) == digests(kept)
-        assert (masked.world.drift, other.products) == ({}, None)  # that would be a second sum
+        kept = {key: value for key, value in plain.global_state.values.items() if key not in closed}
+        assert digests({key: masked.global_state.values[key] for key in kept}) == digests(kept)
+        assert (masked.global_state.drift, other.products) == (
+            {},
+            None,
+        )  # that would be a second sum
         plain.commit(one)
         masked.commit(other)
-    lines = read_lines(tmp_path / "masked" / "ledger.jsonl")
-    assert not verify_lines(masked.agreement, lines)
+    lines = read_json_lines(tmp_path / "masked" / "ledger.jsonl")
+    assert not verify_ledger(masked.agreement, lines)
     rounds = [line for line in lines if line["kind"] == "round"]
     assert all(len(line["masked"]["sites"]) == 4 for line in rounds)
 
@@ -182,20 +197,20 @@ def test_clients_that_drop_out_are_not_in_the_sum_and_too_few_change_nothing(
     faults = Faults(dropped=0.3)
     made = {
         word: federation(Method(share()), tmp_path / word, held, faults=faults)
-        for word, held in (("plain", Masking()), ("masked", MASKED))
+        for word, held in (("plain", SecAggConfig()), ("masked", MASKED))
     }
     reached = set[bool]()
     for _ in range(8):
-        before = digests(made["masked"].world.values)
-        one, other = (each.round() for each in made.values())
-        assert one.counted == other.counted and other.masked is not None
-        enough = len(other.counted) >= MASKED.least(4)
+        before = digests(made["masked"].global_state.values)
+        one, other = (each.run_round() for each in made.values())
+        assert one.aggregated == other.aggregated and other.masked is not None
+        enough = len(other.aggregated) >= MASKED.resolve_threshold(4)
         reached.add(enough)
-        after = {word: digests(each.world.values) for word, each in made.items()}
+        after = {word: digests(each.global_state.values) for word, each in made.items()}
         assert after["masked"] == (after["plain"] if enough else before)
-        assert ("threshold is 3" in other.masked.closed.get(ALL, "")) != enough
-        for word, tally in zip(made, (one, other), strict=True):
-            made[word].commit(tally)
+        assert ("threshold is 3" in other.masked.closed.get(WHOLE_SUM, "")) != enough
+        for word, round_state in zip(made, (one, other), strict=True):
+            made[word].commit(round_state)
         if not enough:  # from here on they are two runs
             break
     assert len(made["masked"].server.history) >= 1 and reached
@@ -205,19 +220,19 @@ def test_a_record_does_not_tell_whether_a_guess_at_what_was_shared_is_right(
     tmp_path: Path,
 ) -> None:
     """A server sends its guess as the next world, and sees to it that nothing is learned there."""
-    made = federation(Method(share()), tmp_path / "run", MASKED, replace(PACE, rate=1e-30))
+    made = federation(Method(share()), tmp_path / "run", MASKED, replace(TRAIN_CONFIG, lr=1e-30))
     told = list[dict[str, str]]()
     for _ in range(2):
-        tally = made.round()
-        told.append(parted(made.agreement.params, tally.lines["client 0"].after))
-        made.commit(tally)
+        round_state = made.run_round()
+        told.append(split_digests(made.agreement.params, round_state.records["client 0"].after))
+        made.commit(round_state)
     first, second = told
     assert len(first) > 20 and all(first[key] != second[key] for key in first)
 
 
 def test_the_terms_of_a_round_hold_all_that_was_agreed_and_not_64_bits_of_it() -> None:
-    told = agreed(masking=MASKED)
-    said = terms_of(told, 1, 2, {}, asked="").agreed
+    told = agreed(secagg=MASKED)
+    said = round_terms(told, 1, 2, {}, turn_digest="").agreement_digest
     assert said == hashlib.sha256(told.text.encode()).hexdigest()
 
 
@@ -227,13 +242,13 @@ def test_where_all_count_alike_two_sums_that_differ_by_a_client_do_not_tell_its_
 ) -> None:
     weights = set[int]()
 
-    def seen(terms: Terms, held: dict[str, Contribution]) -> Opened:
+    def seen(terms: Terms, held: dict[str, ClientInput]) -> UnmaskedSums:
         weights.update(each.weight for each in held.values())
-        return rehearsed(terms, held)
+        return simulate_secagg_round(terms, held)
 
-    monkeypatch.setattr("fedplan.federation.masked.rehearsed", seen)
-    run = federation(Method(share()), tmp_path / "run", Masking("masked", alike=alike))
-    assert run.round().masked
+    monkeypatch.setattr("fedplan.federation.secagg_aggregator.simulate_secagg_round", seen)
+    run = federation(Method(share()), tmp_path / "run", SecAggConfig("secure", equal_weights=alike))
+    assert run.run_round().masked
     assert weights == ({1} if alike else {2, 3, 4, 5})  # as many as their rows
 
 
@@ -241,79 +256,82 @@ def test_what_needs_more_than_one_word_is_rejected_and_fits_two() -> None:
     base = drawn(0, 1.0)
     far = {"q": base["q"] + 100}
     for wide in (False, True):
-        held = Masking("masked", wide=wide)
-        made = MaskedSum(agreed(masking=held), base, 3, 1, 2)
+        held = SecAggConfig("secure", wide_integers=wide)
+        made = SecureAggregator(agreed(secagg=held), base, 3, 1, 2)
         made.require(far, {}, 1000)
         if wide:
             made.add("one", far, {}, 1000)
-            assert set(made.held) == {"one"}
+            assert set(made.contributions) == {"one"}
         else:
-            with pytest.raises(Rejected, match=r"say aggregation\.wide"):
+            with pytest.raises(UpdateRejected, match=r"set aggregation\.wide"):
                 made.add("one", far, {}, 1000)
-            assert not made.held
+            assert not made.contributions
 
 
 def test_a_change_whose_square_fits_no_two_words_is_rejected() -> None:
     base = drawn(0, 1.0)
-    held = Masking("masked", floor=4, wide=True)
-    made = MaskedSum(agreed(DRIFTING, masking=held), base, 4, 1, 3)
-    with pytest.raises(Rejected, match="squared length"):
+    held = SecAggConfig("secure", min_contributors=4, wide_integers=True)
+    made = SecureAggregator(agreed(DRIFTING, secagg=held), base, 4, 1, 3)
+    with pytest.raises(UpdateRejected, match="squared norm"):
         made.add("one", {"q": base["q"] + 1e6}, {}, 1000)
-    assert not made.held
+    assert not made.contributions
 
 
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"defence": Defence(rule="median")}, "looks at each update"),
-        ({"defence": Defence(weight_cap=3)}, "looks at each update"),
+        ({"defence": Defence(rule="median")}, "needs each single update"),
+        ({"defence": Defence(max_weight=3)}, "needs each single update"),
     ],
 )
 def test_what_looks_at_single_updates_is_refused(said: dict[str, Any], words: str) -> None:
     agreed(**said)
     with pytest.raises(FedplanError, match=words):
-        agreed(masking=MASKED, **said)
+        agreed(secagg=MASKED, **said)
 
 
 def test_scores_that_are_no_numbers_or_too_large_have_no_say() -> None:
-    made = MaskedMean(agreed(masking=MASKED), Participation())
+    made = SecureAggregation(agreed(secagg=MASKED), Participation())
     one, other = Block("", 0), Block("", 1)
     polled = {"a": {one: 0.1, other: 2.0}, "b": {one: 0.2, other: 1e-20}}
     odd = {"c": {one: float("nan")}, "d": {one: 1e30}}
-    assert made.chosen(1, polled | odd) == made.chosen(1, polled)
-    assert made.chosen(1, polled) == pytest.approx({one: 0.3, other: 2.0}, abs=2**-46)
+    assert made.joint_scores(1, polled | odd) == made.joint_scores(1, polled)
+    assert made.joint_scores(1, polled) == pytest.approx({one: 0.3, other: 2.0}, abs=2**-46)
 
 
 def test_both_ends_agree_on_the_mask_and_plain_runs_say_nothing_of_it() -> None:
-    texts = {agreed(masking=held).fingerprint for held in (Masking(), MASKED, Masking("masked", 3))}
+    texts = {
+        agreed(secagg=held).fingerprint
+        for held in (SecAggConfig(), MASKED, SecAggConfig("secure", 3))
+    }
     assert len(texts) == 3
-    assert "masking" not in agreed().text and "masking masking(" in agreed(masking=MASKED).text
+    assert "masking" not in agreed().text and "masking masking(" in agreed(secagg=MASKED).text
 
 
 @pytest.mark.parametrize(
     ("asked", "threshold", "words"),
     [
         *((2, 3, "takes 3"), (1, 0, "takes 2"), (6, 3, "two halves"), (4, 2, "take 3 at least")),
-        (2, 0, "floor is 3"),
+        (2, 0, "min_contributors is 3"),
     ],
 )
 def test_a_threshold_that_does_not_hold_is_refused_before_a_round(
     asked: int, threshold: int, words: str
 ) -> None:
     with pytest.raises(FedplanError, match=words):
-        Masking("masked", threshold).least(asked)
+        SecAggConfig("secure", threshold).resolve_threshold(asked)
 
 
 def test_two_thirds_and_one_always_hold_and_two_sites_must_be_meant() -> None:
     for asked in range(3, 101):
-        assert 2 <= MASKED.least(asked) <= asked < 2 * MASKED.least(asked)
-    assert Masking("masked", floor=2).least(2) == 2
+        assert 2 <= MASKED.resolve_threshold(asked) <= asked < 2 * MASKED.resolve_threshold(asked)
+    assert SecAggConfig("secure", min_contributors=2).resolve_threshold(2) == 2
 
 
 def test_a_record_of_a_masked_sum_reads_as_it_was_written() -> None:
     from fedplan.federation.record import RoundRecord, read_round
 
-    told = MaskedRecord(3, ("a", "b", "c"), {"q": "1 of 2 senders are left"})
+    told = SecAggRecord(3, ("a", "b", "c"), {"q": "1 of 2 senders are left"})
     made = RoundRecord(1, "", ("a", "b", "c"), {}, {}, {}, 0, 0, masked=told)
     assert read_round(made.json()) == made
     assert "masked" not in replace(made, masked=None).json()
@@ -326,46 +344,52 @@ def test_a_method_that_needs_a_second_sum_of_the_same_changes_is_refused(
     name: str, words: str
 ) -> None:
     """Two sums of two sites, weighted otherwise, are two equations for two unknowns."""
-    made = method_named(name)
-    require_masking(Masking(), made, None, Defence())
+    made = method_by_name(name)
+    check_secagg_support(SecAggConfig(), made, None, Defence())
     with pytest.raises(FedplanError, match=words):
-        require_masking(MASKED, made, None, Defence())
+        check_secagg_support(MASKED, made, None, Defence())
 
 
 def test_of_each_change_one_linear_sum_is_opened_and_squares_only_for_a_plan_and_of_four() -> None:
     def kinds(told: Agreement) -> set[str]:
-        return {slot.name.partition("/")[0] for slot in slots_of(told)}
+        return {slot.name.partition("/")[0] for slot in round_slots(told)}
 
-    assert kinds(agreed(masking=MASKED)) == {ALL, "value"}
-    assert kinds(agreed(DRIFTING, masking=Masking("masked", floor=4))) == {ALL, "value", "square"}
+    assert kinds(agreed(secagg=MASKED)) == {WHOLE_SUM, "value"}
+    assert kinds(agreed(DRIFTING, secagg=SecAggConfig("secure", min_contributors=4))) == {
+        WHOLE_SUM,
+        "value",
+        "square",
+    }
     with pytest.raises(FedplanError, match="take 4 at least"):
-        agreed(DRIFTING, masking=MASKED)
+        agreed(DRIFTING, secagg=MASKED)
     with pytest.raises(FedplanError, match="take 5 at least"):
-        agreed(DRIFTING, masking=Masking("masked", floor=4, colluders=2))
+        agreed(DRIFTING, secagg=SecAggConfig("secure", min_contributors=4, colluders=2))
 
 
 def test_a_part_settles_under_masks_as_it_does_without_and_only_its_squares_are_opened(
     tmp_path: Path,
 ) -> None:
     """The automatic warm-up looks at sums alone; of three sites it is refused."""
-    method = method_named("fedfrozen", {"warmup": 1, "settle": 1e30})
+    method = method_by_name("fedfrozen", {"warmup": 1, "settle": 1e30})
     with pytest.raises(FedplanError, match="take 4 at least"):
-        agreed(method, masking=MASKED)
-    plain = federation(method, tmp_path / "plain", Masking())
-    masked = federation(method, tmp_path / "masked", Masking("masked", floor=4))
+        agreed(method, secagg=MASKED)
+    plain = federation(method, tmp_path / "plain", SecAggConfig())
+    masked = federation(method, tmp_path / "masked", SecAggConfig("secure", min_contributors=4))
     assert {
-        p.kind for p in PARAMS if p.key in agreed(method, masking=masked.agreement.masking).squared
+        p.kind
+        for p in PARAMS
+        if p.key in agreed(method, secagg=masked.agreement.secagg).tracks_drift
     } == {"query"}
     phases = list[str]()
     for _ in range(2):
-        one, other = plain.round(), masked.round()
+        one, other = plain.run_round(), masked.run_round()
         plain.commit(one)
         masked.commit(other)
-        phases.append(masked.world.phase)
-        drift = masked.world.drift
-        assert drift == {kind: plain.world.drift[kind] for kind in drift}
-        assert digests(masked.world.values) == digests(plain.world.values)
-    assert phases == ["", "frozen"] and plain.world.phase == "frozen"
+        phases.append(masked.global_state.phase)
+        drift = masked.global_state.drift
+        assert drift == {kind: plain.global_state.drift[kind] for kind in drift}
+        assert digests(masked.global_state.values) == digests(plain.global_state.values)
+    assert phases == ["", "frozen"] and plain.global_state.phase == "frozen"
 
 
 def test_a_phase_and_the_scores_that_all_choose_by_are_in_the_terms() -> None:
@@ -374,40 +398,40 @@ def test_a_phase_and_the_scores_that_all_choose_by_are_in_the_terms() -> None:
         *(Turn(), Turn(phase="frozen"), Turn(scores={}), Turn(scores={one: 1.0, other: 2.0})),
         *(Turn(scores={one: 2.0, other: 1.0}), Turn(phase="frozen", scores={one: 1.0})),
     ]
-    told = agreed(masking=MASKED)
-    found = {terms_of(told, 1, 3, {}, asked=asked_of(turn)).digest for turn in turns}
+    told = agreed(secagg=MASKED)
+    found = {round_terms(told, 1, 3, {}, turn_digest=turn_digest(turn)).digest for turn in turns}
     assert len(found) == len(turns)
     alike = [Turn(scores={other: 2.0, one: 1.0}), Turn(scores={one: 1.0, other: 2.0})]
-    assert len({asked_of(turn) for turn in alike}) == 1
+    assert len({turn_digest(turn) for turn in alike}) == 1
 
 
 def test_rubbish_under_masks_gives_a_round_up_and_does_not_end_the_run() -> None:
     params = (Param("h", Kind.MLP, (2,), "float16"),)
-    told = Agreement("laws", params, Method(share()), PACE, run="ab" * 8, masking=MASKED)
+    told = Agreement("laws", params, Method(share()), TRAIN_CONFIG, run="ab" * 8, secagg=MASKED)
     base, sites = {"h": torch.full((2,), 60000.0, dtype=torch.float16)}, ("a", "b", "c")
-    made = MaskedSum(told, base, 3, 1, 3)
+    made = SecureAggregator(told, base, 3, 1, 3)
     for site in sites:
         made.add(site, dict(base), {}, 1)
-    far = {**made.held["a"].numbers, "value/h": np.full(2, 2**61, np.uint64)}
-    made.held |= {site: replace(made.held[site], numbers=far) for site in "ab"}
+    far = {**made.contributions["a"].numbers, "value/h": np.full(2, 2**61, np.uint64)}
+    made.contributions |= {site: replace(made.contributions[site], numbers=far) for site in "ab"}
     still, heavy = {"value/h": np.zeros(2, np.uint64)}, {"value/h": 2**39}
-    claimed = MaskedSum(
-        told, base, 3, 1, 3, opened=Opened(still, {"value/h": sites}, heavy), sites=sites
+    claimed = SecureAggregator(
+        told, base, 3, 1, 3, unmasked=UnmaskedSums(still, {"value/h": sites}, heavy), sites=sites
     )
     for each, why in ((made, "too large"), (claimed, "")):
         found = each.close()
         assert not found.means and found.masked is not None
-        assert why in found.masked.closed[ALL] and found.masked.sites == sites
+        assert why in found.masked.closed[WHOLE_SUM] and found.masked.sites == sites
 
 
 def test_a_site_weighs_no_more_than_a_plain_sum_takes() -> None:
-    assert HEAVIEST == LARGEST_WEIGHT
+    assert MAX_CLIENT_WEIGHT == MAX_WEIGHT
 
 
 @pytest.mark.parametrize("bits", ["-0x1", "0x8", "0x" + "0" * 10**6 + "1", "7", "0x", ""])
 def test_bits_of_slots_that_there_are_not_are_refused(bits: str) -> None:
     told = Terms("laws", "a", "f", 1, "b", 2, 2, tuple(Slot(name, 1) for name in "xyz"))
     said = dict.fromkeys(("boxing", "masking", "signature", "terms"), "00") | {"site": "ada"}
-    assert advert_of(said | {"slots": "0x5"}, told).slots == ("x", "z")
-    with pytest.raises(ValueError, match=r"bits|invalid"):
-        advert_of(said | {"slots": bits}, told)
+    assert key_advert_from_json(said | {"slots": "0x5"}, told).slots == ("x", "z")
+    with pytest.raises(ValueError, match=r"bit|invalid"):
+        key_advert_from_json(said | {"slots": bits}, told)

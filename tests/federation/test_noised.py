@@ -19,40 +19,40 @@ from masked import NEVER, Round, plain, terms
 from often import often
 from torch import Tensor
 
-from fedplan.audits import verify_lines
+from fedplan.audits import verify_ledger
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.masked import VALUE, slots_of
-from fedplan.federation.masking import Masking
-from fedplan.federation.noised import (
-    NoisedSum,
-    change_of,
-    mechanism_of,
-    noised_numbers,
+from fedplan.federation.distributed_dp import (
+    DistributedDPAggregator,
+    client_change,
+    noised_words,
+    round_mechanism,
 )
-from fedplan.federation.record import ROLES, parted
+from fedplan.federation.record import ROLE_BY_LETTER, split_digests
+from fedplan.federation.secagg_aggregator import VALUE_PREFIX, round_slots
+from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.language.parser import parse
 from fedplan.language.plan import Role, share
 from fedplan.language.turn import Turn
 from fedplan.methods.method import Method
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.params import Kind, Param
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
-from fedplan.privacy.guard import ServerGuard, ShareGuard
-from fedplan.privacy.mechanisms.clipping import clip
+from fedplan.privacy.guard import DistributedGuard, ServerGuard
+from fedplan.privacy.mechanisms.clipping import clip_change
 from fedplan.privacy.statement import Statement
 from fedplan.runners.local import Federation
-from fedplan.storage.lines import read_lines
-from fedplan.tensors.modular import Words, numbers_of, widened
+from fedplan.storage.json_lines import read_json_lines
+from fedplan.tensors.accumulator import GRID
+from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.named import same_bits
-from fedplan.tensors.totals import GRID
-from fedplan.tensors.wire import parse_wire
-from fedplan.testing import PACE
+from fedplan.tensors.ring import Words, ints_from_words, widen_words
+from fedplan.testing import TRAIN_CONFIG
 
 HIDDEN = Guarantee("client", 60.0, 1e-5, 1.0, 1.0)
-MASKED = Masking("masked", floor=2)
+MASKED = SecAggConfig("secure", min_contributors=2)
 PARAMS = (
     Param("q", Kind.QUERY, (3, 4)),
     Param("v", Kind.VALUE, (5,), "bfloat16"),
@@ -62,9 +62,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BASE = {p.key: torch.full(p.shape, 0.5, dtype=DTYPES[p.dtype]) for p in PARAMS}
 
 
-def agreed(masking: Masking = MASKED, guarantee: Guarantee = HIDDEN, **said: Any) -> Agreement:
+def agreed(secagg: SecAggConfig = MASKED, guarantee: Guarantee = HIDDEN, **said: Any) -> Agreement:
     method = said.pop("method", Method(share()))
-    return Agreement("laws", PARAMS, method, PACE, guarantee, run="ab" * 8, masking=masking, **said)
+    return Agreement(
+        "laws", PARAMS, method, TRAIN_CONFIG, guarantee, run="ab" * 8, secagg=secagg, **said
+    )
 
 
 def moved(seed: int, keys: set[str], scale: float) -> dict[str, Tensor]:
@@ -75,7 +77,7 @@ def moved(seed: int, keys: set[str], scale: float) -> dict[str, Tensor]:
 
 def steps(words: Words, *, wide: bool) -> list[int]:
     """Numbers of a slot as those of Python, narrow or wide."""
-    return numbers_of(words if wide else widened(words))
+    return ints_from_words(words if wide else widen_words(words))
 
 
 @settings(max_examples=often(24))
@@ -96,44 +98,44 @@ def test_what_is_opened_is_clipped_changes_and_shares_to_the_bit(
     clients: list[tuple[set[str], int, float, int]], wide: bool
 ) -> None:
     """Whoever drops out at whatever step: all of it in whole numbers, and the divisor is public."""
-    told = agreed(replace(MASKED, wide=wide))
-    sites, least = len(clients), told.masking.least(len(clients))
+    told = agreed(replace(MASKED, wide_integers=wide))
+    sites, least = len(clients), told.secagg.resolve_threshold(len(clients))
     names = [f"site {n}" for n in range(sites)]
     with TemporaryDirectory() as folder:
-        guard = ShareGuard(HIDDEN, Path(folder) / "sites")
-        made = mechanism_of(guard, told, BASE, sites)
+        guard = DistributedGuard(HIDDEN, Path(folder) / "sites")
+        made = round_mechanism(guard, told, BASE, sites)
         clipped, noised = dict[str, dict[str, Tensor]](), dict[str, Any]()
         for name, (keys, seed, scale, _) in zip(names, clients, strict=True):
-            change = change_of(moved(seed, keys, scale), BASE)
-            clipped[name] = clip(change, made.bound).values
-            noised[name] = guard.share(made, change, 1, name, b"terms")
-        numbers = {n: noised_numbers(each, wide=wide) for n, each in noised.items()}
+            change = client_change(moved(seed, keys, scale), BASE)
+            clipped[name] = clip_change(change, made.clipping_norm).values
+            noised[name] = guard.noisy_share(made, change, 1, name, b"terms")
+        numbers = {n: noised_words(each, wide=wide) for n, each in noised.items()}
         gone = {n: step for n, (*_, step) in zip(names, clients, strict=True) if step < NEVER}
-        wire = terms(slots_of(told), threshold=least, floor=2)
+        wire = terms(round_slots(told), threshold=least, floor=2)
         round_ = Round(wire, numbers, dict.fromkeys(names, 1), gone)
         there = round_.there(2)
         if plain(round_) is None:
             return
         opened = round_.play()
         assert opened is not None
-        total = NoisedSum(
+        total = DistributedDPAggregator(
             told, BASE, sites, 1, least, guard=ServerGuard(HIDDEN, Path(folder)), mechanism=made
         )
-        total.opened, total.sites = opened, tuple(there)
+        total.unmasked, total.sites = opened, tuple(there)
         found = total.close()
-    step = made._step
+    step = made._grid_step
     for key, base in BASE.items():
         parts = dict[str, list[int]]()
         for name in there:
-            whole = steps(numbers[name][VALUE + key], wide=wide)
+            whole = steps(numbers[name][VALUE_PREFIX + key], wide=wide)
             change = clipped[name].get(key, torch.zeros(base.shape)).double()
             flat = (change.div(step).trunc() * (step / GRID)).flatten().tolist()
             parts[name] = [a - int(b) for a, b in zip(whole, flat, strict=True)]
             # What is left is a share of noise: in whole steps, on every number, whoever sent it.
             assert all(n and n % int(step / GRID) == 0 for n in parts[name])
-            assert max(map(abs, parts[name])) * GRID < 10 * made.part
-        sums = steps(opened.numbers[VALUE + key], wide=wide)
-        columns = [steps(numbers[n][VALUE + key], wide=wide) for n in there]
+            assert max(map(abs, parts[name])) * GRID < 10 * made.share_stddev
+        sums = steps(opened.numbers[VALUE_PREFIX + key], wide=wide)
+        columns = [steps(numbers[n][VALUE_PREFIX + key], wide=wide) for n in there]
         assert sums == [sum(each) for each in zip(*columns, strict=True)]
         mean = torch.tensor([n * GRID / sites for n in sums], dtype=torch.float64)
         assert same_bits(found.means[key], base + mean.view(base.shape).to(base.dtype))
@@ -147,16 +149,19 @@ def test_the_noise_of_as_many_as_are_honest_is_what_is_claimed_on_every_number(
     tmp_path: Path,
 ) -> None:
     """5 sites, 4 open a sum, 1 colludes: any 3 have all of it, and 5 have 5/3 of its variance."""
-    told = agreed(Masking("masked", threshold=4, colluders=1), replace(HIDDEN, noise=0.7, clip=3.0))
-    own = [ShareGuard(told.guarantee or HIDDEN, tmp_path / f"{n}") for n in range(5)]
-    made = mechanism_of(own[0], told, WIDE, 5)
-    assert made.parts == told.masking.honest(5) == 3
+    told = agreed(
+        SecAggConfig("secure", threshold=4, colluders=1),
+        replace(HIDDEN, noise_multiplier=0.7, clipping_norm=3.0),
+    )
+    own = [DistributedGuard(told.guarantee or HIDDEN, tmp_path / f"{n}") for n in range(5)]
+    made = round_mechanism(own[0], told, WIDE, 5)
+    assert made.noise_shares == told.secagg.honest_noise_shares(5) == 3
     for count, times in ((3, 1.0), (5, 5 / 3)):
         sums = {key: torch.zeros(100_000, dtype=torch.float64) for key in WIDE}
         for site in range(count):
             change = {"sent": torch.full((100_000,), 1e-3 * site)}
-            noised = own[site].share(made, change, count, f"{count}", b"")
-            clipped = made.clipped(change).mean({"sent": 1})
+            noised = own[site].noisy_share(made, change, count, f"{count}", b"")
+            clipped = made.clipped_sum(change).mean({"sent": 1})
             for key, value in noised.mean(dict.fromkeys(WIDE, 1)).items():
                 sums[key] += value - clipped.get(key, 0.0)
         for value in sums.values():
@@ -167,9 +172,10 @@ def test_the_noise_of_as_many_as_are_honest_is_what_is_claimed_on_every_number(
 def federation(method: Method, folder: Path, **said: Any) -> Federation:
     model = zoo.build("bert")
     rows = {f"client {n}": Few("bert", n, 2 + n) for n in range(4)}
-    pace, of = said.pop("pace", PACE), said.pop("loss", loss)
+    train_config, of = said.pop("train_config", TRAIN_CONFIG), said.pop("loss", loss)
     agreement = Agreement(
-        *("laws", describe(model), method, pace, said.pop("guarantee", HIDDEN)), masking=MASKED
+        *("laws", describe(model), method, train_config, said.pop("guarantee", HIDDEN)),
+        secagg=MASKED,
     )
     folder.mkdir()
     return Federation(agreement, copy.deepcopy(model), rows, of, folder, rounds=2, **said)
@@ -180,46 +186,48 @@ def test_a_local_run_charges_each_round_once_and_ends_with_what_was_promised(
 ) -> None:
     """Clients that are told apart by traits send the same: all that any of them may share."""
     plan = 'chain(freeze(), by("at", {"a": share(blocks(0))}, share(blocks(0) | blocks(1))))'
-    promised = replace(HIDDEN, epsilon=HIDDEN.forecast(2) * 1.01)
+    promised = replace(HIDDEN, epsilon=HIDDEN.forecast_epsilon(2) * 1.01)
     said = {"guarantee": promised, "traits": {"client 1": {"at": "a"}}}
     made = federation(Method(parse(plan)), tmp_path / "run", **said)
-    before = {key: value.clone() for key, value in made.world.values.items()}
+    before = {key: value.clone() for key, value in made.global_state.values.items()}
     for number in (1, 2):
-        tally = made.round()
-        assert tally.masked is not None and len(tally.masked.sites) == 4
-        assert len({record.up for record in tally.lines.values()}) == 1
-        made.commit(tally)
-        assert made.spent == pytest.approx(HIDDEN.forecast(number), rel=1e-9)
-    lines = read_lines(tmp_path / "run" / "ledger.jsonl")
-    assert not verify_lines(made.agreement, lines)
+        round_state = made.run_round()
+        assert round_state.masked is not None and len(round_state.masked.sites) == 4
+        assert len({record.up for record in round_state.records.values()}) == 1
+        made.commit(round_state)
+        assert made.epsilon_spent == pytest.approx(HIDDEN.forecast_epsilon(number), rel=1e-9)
+    lines = read_json_lines(tmp_path / "run" / "ledger.jsonl")
+    assert not verify_ledger(made.agreement, lines)
     turns = [line for line in lines if line["kind"] == "turn"]
     assert {(line["weight"], line["loss"]) for line in turns} == {(1, None)}
-    shared = {p.key for p in made.agreement.public(Turn(1))}
-    assert {k for k, v in made.world.values.items() if not same_bits(v, before[k])} == shared
+    shared = {p.key for p in made.agreement.public_params(Turn(1))}
+    assert {k for k, v in made.global_state.values.items() if not same_bits(v, before[k])} == shared
     assert 0 < len(shared) < len(made.agreement.params)
     with pytest.raises(PrivacyError, match="was promised"):
-        made.round()
+        made.run_round()
 
 
 def test_nobody_sees_whether_what_a_client_keeps_has_moved(tmp_path: Path) -> None:
     """Who has no rows moves nothing: its record must not tell."""
-    still = replace(PACE, rate=1e-30)
-    made = federation(method_named("fedper"), tmp_path / "run", pace=still)
+    still = replace(TRAIN_CONFIG, lr=1e-30)
+    made = federation(method_by_name("fedper"), tmp_path / "run", train_config=still)
     home = dict[str, str]()
     for _ in range(2):
-        tally = made.round()
-        record = tally.lines["client 0"]
-        before, after = (parted(made.agreement.params, x) for x in (record.before, record.after))
+        round_state = made.run_round()
+        record = round_state.records["client 0"]
+        before, after = (
+            split_digests(made.agreement.params, x) for x in (record.before, record.after)
+        )
         kept = [
             p.key
             for p, letter in zip(made.agreement.params, record.roles, strict=True)
-            if ROLES[letter] is Role.KEEP
+            if ROLE_BY_LETTER[letter] is Role.KEEP
         ]
         assert kept and all(before[key] != after[key] for key in kept)
         assert all(home.get(key, before[key]) == before[key] for key in kept)
         home = {key: after[key] for key in kept}
-        made.commit(tally)
-    assert not verify_lines(made.agreement, read_lines(tmp_path / "run" / "ledger.jsonl"))
+        made.commit(round_state)
+    assert not verify_ledger(made.agreement, read_json_lines(tmp_path / "run" / "ledger.jsonl"))
 
 
 def test_a_change_that_is_no_number_is_none_and_its_client_is_in_the_sum_all_the_same(
@@ -227,20 +235,20 @@ def test_a_change_that_is_no_number_is_none_and_its_client_is_in_the_sum_all_the
 ) -> None:
     """That it is no number would tell of its rows."""
     values = {"q": BASE["q"] * float("nan"), "o": BASE["o"] + 1}
-    assert change_of(values, BASE) == {}
-    wired = Method(parse("share(head)"), wire=parse_wire("pipe(delta(), bf16())"))
+    assert client_change(values, BASE) == {}
+    wired = Method(parse("share(head)"), compression=parse_codec("pipe(delta(), bf16())"))
     made = federation(wired, tmp_path / "run", loss=lambda *said: loss(*said) * float("nan"))
-    tally = made.round()
-    assert len(tally.counted) == 4 and not tally.rejected
-    assert all(bool(value.isfinite().all()) for value in made.world.values.values())
+    round_state = made.run_round()
+    assert len(round_state.aggregated) == 4 and not round_state.rejected
+    assert all(bool(value.isfinite().all()) for value in made.global_state.values.values())
 
 
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"rate": 0.5}, r"clients\.share = 1"),
-        ({"vote": 8.0}, r"without privacy\.vote"),
-        ({"quantile": 0.5}, r"without privacy\.quantile"),
+        ({"sampling_rate": 0.5}, r"clients\.fraction = 1"),
+        ({"vote_noise_multiplier": 8.0}, r"without privacy\.vote_noise_multiplier"),
+        ({"clipping_quantile": 0.5}, r"without privacy\.clipping_quantile"),
     ],
 )
 def test_what_would_be_opened_without_noise_is_refused(said: dict[str, Any], words: str) -> None:
@@ -250,43 +258,56 @@ def test_what_would_be_opened_without_noise_is_refused(said: dict[str, Any], wor
 
 def test_so_many_colluders_that_they_could_open_a_round_twice_are_refused() -> None:
     with pytest.raises(FedplanError, match="fewer of them than the threshold"):
-        Masking("masked", threshold=3, colluders=3)
+        SecAggConfig("secure", threshold=3, colluders=3)
     for asked in range(3, 40):
-        most = 2 * Masking("masked").least(asked) - asked - 1
+        most = 2 * SecAggConfig("secure").resolve_threshold(asked) - asked - 1
         for each in range(most + 1):  # one other site looks, also where nobody colludes
-            held = Masking("masked", colluders=each)
-            assert held.honest(asked) == held.least(asked) - max(1, each) >= 1
+            held = SecAggConfig("secure", colluders=each)
+            assert (
+                held.honest_noise_shares(asked) == held.resolve_threshold(asked) - max(1, each) >= 1
+            )
         with pytest.raises(FedplanError, match=f"take {most} at most"):
-            Masking("masked", colluders=most + 1).least(asked)
-    with pytest.raises(FedplanError, match="a floor of 4 at least"):
-        Agreement("a", PARAMS, Method(share()), PACE, masking=Masking("masked", colluders=2))
-    agreed(Masking("masked", colluders=2))
-    assert "colluders=2" in agreed(Masking("masked", colluders=2)).text
+            SecAggConfig("secure", colluders=most + 1).resolve_threshold(asked)
+    with pytest.raises(FedplanError, match="a min_contributors of 4 at least"):
+        Agreement(
+            "a", PARAMS, Method(share()), TRAIN_CONFIG, secagg=SecAggConfig("secure", colluders=2)
+        )
+    agreed(SecAggConfig("secure", colluders=2))
+    assert "colluders=2" in agreed(SecAggConfig("secure", colluders=2)).text
 
 
 def test_a_share_that_is_coarse_in_its_steps_is_refused_and_so_is_what_fits_no_word(
     tmp_path: Path,
 ) -> None:
-    guard = ShareGuard(replace(HIDDEN, clip=2.0**-16), tmp_path)
-    assert mechanism_of(guard, agreed(guarantee=guard.guarantee), BASE, 3).part >= 2.0**-17
-    low = replace(guard.guarantee, clip=2.0**-17)
+    guard = DistributedGuard(replace(HIDDEN, clipping_norm=2.0**-16), tmp_path)
+    assert (
+        round_mechanism(guard, agreed(guarantee=guard.guarantee), BASE, 3).share_stddev >= 2.0**-17
+    )
+    low = replace(guard.guarantee, clipping_norm=2.0**-17)
     with pytest.raises(PrivacyError, match="too coarse"):
-        mechanism_of(ShareGuard(low, tmp_path / "low"), agreed(guarantee=low), BASE, 9)
-    far = replace(HIDDEN, clip=2.0**16)
+        round_mechanism(DistributedGuard(low, tmp_path / "low"), agreed(guarantee=low), BASE, 9)
+    far = replace(HIDDEN, clipping_norm=2.0**16)
     for wide in (False, True):
-        told, made = agreed(replace(MASKED, wide=wide), far), ShareGuard(far, tmp_path / f"{wide}")
+        told, made = (
+            agreed(replace(MASKED, wide_integers=wide), far),
+            DistributedGuard(far, tmp_path / f"{wide}"),
+        )
         if wide:
-            assert mechanism_of(made, told, BASE, 4).bound == 2.0**16
+            assert round_mechanism(made, told, BASE, 4).clipping_norm == 2.0**16
         else:
             with pytest.raises(FedplanError, match=r"aggregation\.wide"):
-                mechanism_of(made, told, BASE, 4)
+                round_mechanism(made, told, BASE, 4)
 
 
 def test_a_statement_says_the_neighbours_the_trust_and_the_price() -> None:
-    masking = Masking("masked", threshold=4, colluders=1)
-    said = Statement.of(HIDDEN, 3, shares=masking.shares(5, HIDDEN.noise, HIDDEN.clip))
+    secagg = SecAggConfig("secure", threshold=4, colluders=1)
+    said = Statement.of(
+        HIDDEN,
+        3,
+        noise_shares=secagg.describe_noise(5, HIDDEN.noise_multiplier, HIDDEN.clipping_norm),
+    )
     text = said.text()
-    for words in ("is its noise", "Not the server", "0.577 on every", "any 3 shares", "1.29 times"):
+    for words in ("is its noise", "Not the server", "0.577 to every", "any 3 shares", "1.29 times"):
         assert words in text, words
     assert "trusted" not in text and said.json()["excluded"][-1].startswith("who takes part")
     assert "shares" not in Statement.of(HIDDEN, 3).json()

@@ -20,28 +20,28 @@ from grids import InProcess
 from torch import Tensor, nn
 
 import fedplan as fp
-from fedplan.audits.ledger import verify_lines
+from fedplan.audits.ledger import verify_ledger
 from fedplan.federation import messages
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.callbacks import Closed
+from fedplan.federation.callbacks import CommittedRound
 from fedplan.federation.client import Client
-from fedplan.federation.endpoint import Endpoint, journal_in, own_values
+from fedplan.federation.endpoint import Endpoint, open_journal, read_personal_model
 from fedplan.federation.messages import Request, Update
 from fedplan.federation.participation import Participation
-from fedplan.federation.patience import Patience
-from fedplan.federation.rounds import Tally
+from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
+from fedplan.federation.timeouts import Timeouts
 from fedplan.language.parts import named
 from fedplan.methods.method import Method
 from fedplan.models.params import Kind, Param
-from fedplan.models.values import take
+from fedplan.models.values import get_values
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.carrier import Carrier
+from fedplan.runners.flower.server_loop import ServerLoop
 from fedplan.runners.local import Federation
-from fedplan.storage.lines import read_lines
+from fedplan.storage.json_lines import read_json_lines
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
-from fedplan.training.fit import Done, Fit, Job, Pace
+from fedplan.training.fit import Fit, FitResult, Job, TrainConfig
 
 STEPS = {"s": fp.share, "k": fp.keep, "f": fp.freeze, "h": fp.hold}
 KEYS = ["p" + "".join(letters) for letters in product(STEPS, repeat=3)]
@@ -58,7 +58,7 @@ CLIENTS = {
 AWAY = {("absent", 3), ("absent", 5), *(("newcomer", n) for n in (1, 2, 3))}
 LOST = {("lost", n) for n in (1, 3, 5)}
 FORGETS = {("forgets", n) for n in (3, 5)}
-SOON = Patience(sites=2.0, answers=60.0, absent=0.1, look=0.001, tries=2)
+SOON = Timeouts(sites=2.0, updates=60.0, reconnect=0.1, poll_interval=0.001, tries=2)
 Values = dict[str, float]
 
 
@@ -79,7 +79,7 @@ class Oracle:
     """What each turn starts from, and what all have in the end, in plain numbers."""
 
     clients: list[str]
-    world: Values = field(default_factory=lambda: dict.fromkeys(KEYS, 0.0))
+    global_state: Values = field(default_factory=lambda: dict.fromkeys(KEYS, 0.0))
     homes: dict[str, Values] = field(default_factory=dict[str, Values])
     starts: dict[tuple[str, int], Values] = field(default_factory=dict[tuple[str, int], Values])
     personal: dict[tuple[str, int], Values] = field(default_factory=dict[tuple[str, int], Values])
@@ -96,7 +96,7 @@ class Oracle:
                         self.homes[client][key] = after
                     if role == "s" and (client, number) not in LOST:
                         sent[key].append(after)
-            self.world |= {key: sum(v) / len(v) for key, v in sent.items() if v}
+            self.global_state |= {key: sum(v) / len(v) for key, v in sent.items() if v}
             self.personal |= {(c, number): self.model(c, number) for c in self.clients}
         return self
 
@@ -104,7 +104,7 @@ class Oracle:
         home = self.homes.setdefault(client, {})
         return {
             key: home.get(key, value) if letter(key, client, number) in "kh" else value
-            for key, value in self.world.items()
+            for key, value in self.global_state.items()
         }
 
 
@@ -127,26 +127,28 @@ class Played:
     def __init__(self, folder: Path, clients: list[str]) -> None:
         self.folder, self.clients, self.number = folder, clients, 0
         self.starts, self.downs = dict[tuple[str, int], Values](), list[Request]()
-        self.agreement = Agreement("owners", PARAMS, Method(plan(), wraps=(self.noting,)), Pace())
+        self.agreement = Agreement(
+            "owners", PARAMS, Method(plan(), client_hooks=(self.noting,)), TrainConfig()
+        )
 
     def noting(self, _: Fit) -> Fit:
-        def fit(job: Job) -> Done:
-            turn = job.rows.name, self.number  # type: ignore[attr-defined]
+        def fit(job: Job) -> FitResult:
+            turn = job.examples.name, self.number  # type: ignore[attr-defined]
             start = numbers(job.start)
             assert self.starts.setdefault(turn, start) == start, "the same turn starts the same"
             with torch.no_grad():
                 for p, role in job.roles.items():
-                    if role.trained:
+                    if role.is_trained:
                         job.model.get_parameter(p.name).add_(CLIENTS[turn[0]])
-            return Done(loss=0.0, steps=1)
+            return FitResult(loss=0.0, steps=1)
 
         return fit
 
     def clean(self) -> bool:
-        return verify_lines(self.agreement, read_lines(self.folder / "ledger.jsonl")) == []
+        return verify_ledger(self.agreement, read_json_lines(self.folder / "ledger.jsonl")) == []
 
-    def cohort(self, tally: Tally) -> None:
-        self.downs += tally.cohort.values()
+    def cohort(self, round_state: RoundState) -> None:
+        self.downs += round_state.cohort.values()
 
 
 @dataclass(frozen=True)
@@ -183,9 +185,9 @@ class Local(Played):
             if killed:
                 self.round(whole)
                 whole = self.federation(replies)
-            tally = self.round(whole)
-            self.cohort(tally)
-            whole.commit(tally)
+            round_state = self.round(whole)
+            self.cohort(round_state)
+            whole.commit(round_state)
             personal |= {(c, number): numbers(whole.personal_values(c)) for c in self.clients}
         return personal
 
@@ -193,24 +195,24 @@ class Local(Played):
         rows = {name: Rows(name) for name in self.clients}
         made = Federation(
             self.agreement, model(), rows, loss, self.folder,
-            rounds=ROUNDS, participation=Calendar(), replies=replies,
+            rounds=ROUNDS, participation=Calendar(), keep_replies=replies,
         )  # fmt: skip
         made.server.take = self.losing(made.server.take)  # type: ignore[method-assign]
         return made
 
     def losing(self, calm: Callable[..., None]) -> Callable[..., None]:
-        def take(tally: Tally, update: Update, **more: bool) -> None:
+        def take(round_state: RoundState, update: Update, **more: bool) -> None:
             if (update.client, self.number) not in LOST:
-                calm(tally, update, **more)
+                calm(round_state, update, **more)
 
         return take
 
-    def round(self, whole: Federation) -> Tally:
+    def round(self, whole: Federation) -> RoundState:
         for name in (c for c in self.clients if (c, self.number) in FORGETS):
-            whole.clients[name] = whole.clients.made(name, {}, {})
-        tally = whole.round()
-        whole.clients.kept.clear()
-        return tally
+            whole.clients[name] = whole.clients.make_client(name, {}, {})
+        round_state = whole.run_round()
+        whole.clients.pinned.clear()
+        return round_state
 
 
 class Flower(Played):
@@ -223,26 +225,26 @@ class Flower(Played):
         for number in range(1, ROUNDS + 1):
             server = self.server(number)
             if killed:
-                server.end = self.interrupt  # type: ignore[method-assign]
+                server.close_round = self.interrupt  # type: ignore[method-assign]
                 with pytest.raises(KeyboardInterrupt):
-                    Carrier(grid, server, SOON).carry()
+                    ServerLoop(grid, server, SOON).run()
                 server = self.server(number)
             server.commit = self.telling(server.commit)  # type: ignore[method-assign]
-            Carrier(grid, server, SOON).carry()
+            ServerLoop(grid, server, SOON).run()
 
-    def telling(self, calm: Callable[..., Closed]) -> Callable[..., Closed]:
-        def commit(tally: Tally) -> Closed:
-            self.cohort(tally)
-            return calm(tally)
+    def telling(self, calm: Callable[..., CommittedRound]) -> Callable[..., CommittedRound]:
+        def commit(round_state: RoundState) -> CommittedRound:
+            self.cohort(round_state)
+            return calm(round_state)
 
         return commit
 
-    def interrupt(self, tally: Tally) -> None:
+    def interrupt(self, round_state: RoundState) -> None:
         raise KeyboardInterrupt
 
     def server(self, rounds: int) -> Server:
         roster = {name: dict[str, str]() for name in self.clients}
-        start = take(model(), PARAMS)
+        start = get_values(model(), PARAMS)
         return Server(
             self.agreement,
             start,
@@ -254,8 +256,8 @@ class Flower(Played):
 
     def endpoint(self, name: str) -> Endpoint:
         whole, folder = model(), self.folder / "sites" / name
-        start = take(whole, PARAMS)
-        journal = journal_in(folder)
+        start = get_values(whole, PARAMS)
+        journal = open_journal(folder)
         site = Client(name, Rows(name), journal, whole, start, digests(start), loss)
         return Endpoint(self.agreement, site, folder)
 
@@ -263,9 +265,9 @@ class Flower(Played):
         name = str(context.node_config["name"])
         if kind != "train":
             return self.endpoints[name].answer(kind, message)
-        down = messages.request_of(message)
+        down = messages.read_request(message)
         self.number = down.turn.round
-        if (name, self.number) in FORGETS and not down.anew:
+        if (name, self.number) in FORGETS and not down.full:
             shutil.rmtree(self.folder / "sites" / name / "seen", ignore_errors=True)
             self.endpoints[name] = self.endpoint(name)
         if self.killed:
@@ -295,7 +297,7 @@ def once(run: Played) -> None:
     for down in run.downs:
         client, number = down.turn.client, down.turn.round
         known = settled.setdefault(client, set())
-        if down.anew:
+        if down.full:
             known.clear()
         own = {key for key in KEYS if letter(key, client, number) in "kh"}
         assert not known & own & down.values.keys(), (client, number)
@@ -324,7 +326,7 @@ def test_over_flower(clients: list[str], killed: bool, tmp_path: Path) -> None:
     assert run.clean()
     for name in clients:
         # A site's own model is what its last turn began with, and what that made of its own.
-        last, found = ROUNDS, numbers(own_values(run.agreement, tmp_path / "sites" / name))
+        last, found = ROUNDS, numbers(read_personal_model(run.agreement, tmp_path / "sites" / name))
         own = [key for key in KEYS if letter(key, name, last) in "kh"]
         model = wanted.starts[name, last] | {key: wanted.homes[name][key] for key in own}
         close({(name, last): found}, {(name, last): {k: model[k] for k in found}})

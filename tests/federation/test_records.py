@@ -17,18 +17,24 @@ from hypothesis import strategies as st
 
 from fedplan.federation.identity import read_identity
 from fedplan.federation.messages import request_message
-from fedplan.federation.record import Defended, RecordError, RoundRecord, TurnRecord, read_record
-from fedplan.federation.rounds import push
+from fedplan.federation.record import (
+    DefenceRecord,
+    RecordError,
+    RoundRecord,
+    TurnRecord,
+    read_record,
+)
+from fedplan.federation.rounds import make_request
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.carriage import carry_study
+from fedplan.runners.flower.server import run_server
 from fedplan.runners.simulation import Simulation
 from fedplan.runners.site import Site
-from fedplan.runners.worker import Worker, folder_of
+from fedplan.runners.site_runtime import SiteRuntime, site_study_folder
 from fedplan.studies.run import open_run
 from fedplan.studies.schema import read_study
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
-from fedplan.tensors.serialization import packed, unpacked
+from fedplan.tensors.serialization import pack_message, unpack_message
 
 NAMES = ("client-00", "client-01", "client-02")
 
@@ -38,34 +44,36 @@ class Sites:
 
     def __init__(self, study: Path, home: Path) -> None:
         self.study = read_study(study)
-        self.sites = {name: Site(name=name, home=str(home), dataset=name) for name in NAMES}
-        self.offices: dict[str, Worker] = {}
+        self.sites = {name: Site(name=name, state=str(home), dataset=name) for name in NAMES}
+        self.offices: dict[str, SiteRuntime] = {}
 
     def answer(self, context: Context, kind: str, message: Message) -> Message:
         name = str(context.node_config["name"])
-        worker = self.offices.get(name) or Worker(self.sites[name], self.study)
+        worker = self.offices.get(name) or SiteRuntime(self.sites[name], self.study)
         self.offices[name] = worker
         return worker.answer(kind, message)
 
     def carry(self, study: Path, folder: Path) -> dict[str, str]:
         grid = InProcess(client_app(self.answer), [{"name": name} for name in NAMES])
-        carry_study(grid, read_study(study), folder)
+        run_server(grid, read_study(study), folder)
         found = open_run(folder)
         assert found.round == 2
-        return digests(found.world.values)
+        return digests(found.global_state.values)
 
 
 def study(here: Path, name: str, rate: float = 1e-3) -> Path:
-    text = STUDY.replace("rounds = 3", f"rounds = 2\nsteps = 1\nrate = {rate}")
-    text = text.replace("dropped = 0.1", "").replace("attention = 4", "personal = false")
-    (here / name).write_text(text + "[patience]\nlook = 0.01\nsites = 20.0\n")
+    text = STUDY.replace("rounds = 3", f"rounds = 2\nsteps = 1\nlr = {rate}")
+    text = text.replace("dropout_fraction = 0.1", "").replace(
+        "attention_examples = 4", "personal = false"
+    )
+    (here / name).write_text(text + "[timeouts]\npoll_interval = 0.01\nsites = 20.0\n")
     return here / name
 
 
 def in_one_process(file: Path, folder: Path) -> dict[str, str]:
     simulation = Simulation(read_study(file), folder)
     simulation.run()
-    return digests(simulation.federation.world.values)
+    return digests(simulation.federation.global_state.values)
 
 
 def test_two_runs_of_one_name_share_nothing_at_a_site(here: Path) -> None:
@@ -77,7 +85,7 @@ def test_two_runs_of_one_name_share_nothing_at_a_site(here: Path) -> None:
         folder = here / f"run-{number}"
         assert Sites(file, home).carry(file, folder) == alone[file]
         ids.add(read_identity(folder).id)
-    place = folder_of(str(home), read_study(slow), "client-01")
+    place = site_study_folder(str(home), read_study(slow), "client-01")
     assert len(ids) == 3 and {p.name for p in place.iterdir() if p.is_dir()} >= ids
     one, other = (read_identity(here / name) for name in ("local-slow", "run-0"))
     assert one.rows and not other.rows
@@ -91,7 +99,7 @@ def test_a_run_keeps_its_id_and_refuses_another_start_or_study(here: Path) -> No
     assert Simulation(said, here / "run").federation.server.identity == first
     assert Simulation(said, here / "other").federation.server.identity.id != first.id
     with pytest.raises(Exception, match="another study"):
-        Simulation(read_study(file, ["train.rate=0.5"]), here / "run")
+        Simulation(read_study(file, ["train.lr=0.5"]), here / "run")
     changed = replace(first, start="0" * 16, marks="0" * len(first.marks))
     (here / "run/run.json").write_text(json.dumps(changed.__dict__))
     with pytest.raises(Exception, match="weights that it began with"):
@@ -105,25 +113,25 @@ def test_a_request_of_no_run_is_refused(here: Path, run: Any) -> None:
     said = worker.answer(
         Context(1, 1, {"name": "client-00"}, None, {}),  # type: ignore[arg-type]
         "hello",
-        packed({}, {"run": run}),
+        pack_message({}, {"run": run}),
     )
-    assert unpacked(said)[1] == {"failed": "message"}
+    assert unpack_message(said)[1] == {"failed": "message"}
     assert {each.name for each in (here / "home").iterdir()} <= {"account", "faults.log"}
 
 
 def test_a_request_of_another_run_is_refused(here: Path) -> None:
     file = study(here, "study.toml")
     simulation = Simulation(read_study(file), here / "run")
-    worker = Worker(Sites(file, here / "home").sites["client-00"], read_study(file))
+    worker = SiteRuntime(Sites(file, here / "home").sites["client-00"], read_study(file))
     agreement = simulation.federation.agreement
-    worker.answer("hello", packed({}, {"run": agreement.run}))
-    request = push(agreement, simulation.federation.world, "client-00", {})
+    worker.answer("hello", pack_message({}, {"run": agreement.run}))
+    request = make_request(agreement, simulation.federation.global_state, "client-00", {})
     endpoint = worker._endpoint  # pyright: ignore[reportPrivateUsage]
     assert endpoint is not None
     for change in ({"run": "0" * 16}, {"name": request.name.replace(agreement.run, "0" * 16)}):
         answer = endpoint.answer("train", request_message(replace(request, **change)))
-        assert "refused" in unpacked(answer)[1]
-    assert "line" in unpacked(endpoint.answer("train", request_message(request)))[1]
+        assert "refused" in unpack_message(answer)[1]
+    assert "line" in unpack_message(endpoint.answer("train", request_message(request)))[1]
 
 
 def test_all_that_changes_a_result_is_in_the_fingerprint(here: Path) -> None:
@@ -134,9 +142,9 @@ def test_all_that_changes_a_result_is_in_the_fingerprint(here: Path) -> None:
             (
                 [],
                 ["seed=1"],
-                ["train.rate=0.5"],
-                ["train.optimiser=sgd"],
-                ["method.wire=bf16()"],
+                ["train.lr=0.5"],
+                ["train.optimizer=sgd"],
+                ["method.compression=bf16()"],
                 ["method.plan=share()"],
             )
         )
@@ -145,14 +153,14 @@ def test_all_that_changes_a_result_is_in_the_fingerprint(here: Path) -> None:
     one = agreements[0]
     assert replace(one, start="0" * 16).fingerprint != one.fingerprint
     assert replace(one, run="0" * 16).fingerprint == one.fingerprint
-    assert replace(one, run="0" * 16).request(1, "a") != one.request(1, "a")
+    assert replace(one, run="0" * 16).request_name(1, "a") != one.request_name(1, "a")
 
 
 TURN = TurnRecord(1, "a", "", {}, "SK", "0" * 32, "1" * 32, 0, 0, 1, 1, 0.5, None, False)
 ROUND = RoundRecord(1, "", ("a",), {"b": "late"}, {"k": "0" * 16}, {"mlp": (0.5, 0.25)}, 0, 0)
 GUARDED = replace(
     ROUND,
-    defence=Defended({"a": (9, 3)}, {"a": (2.5, 0.5)}, {"a": 4}, {"a": 7.5}, 2),
+    defence=DefenceRecord({"a": (9, 3)}, {"a": (2.5, 0.5)}, {"a": 4}, {"a": 7.5}, 2),
     warnings=("a says 0.900 of the round's weight",),
 )
 JSON = st.recursive(

@@ -24,29 +24,37 @@ from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.defence import Defence
 from fedplan.federation.participation import Participation
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
-from fedplan.privacy.guard import CHARGES
+from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.runners.faults import Faults
 from fedplan.runners.local import Federation
 from fedplan.storage import failpoints
 from fedplan.storage.failpoints import POINTS, VARIABLE
 from fedplan.tensors.named import digests
-from fedplan.training.fit import Pace
-from fedplan.training.schedules import Schedule
+from fedplan.training.fit import TrainConfig
+from fedplan.training.lr_schedules import LRSchedule
 
 ROUNDS = 5
-PACE = Pace(rate=1e-2, batch=2, steps=2)
-RATES = Schedule("cosine", 0.3, rounds=ROUNDS)
+PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)
+SAMPLING_RATES = LRSchedule("cosine", 0.3, rounds=ROUNDS)
 PACES = {
-    "scaffold": replace(PACE, schedule=RATES, accumulate=2, checkpointing=True, workers=1),
-    "fedadam": replace(PACE, steps=0, schedule=Schedule("linear", 1), accumulate=2),
-    "cloaked": replace(PACE, schedule=RATES),
+    "scaffold": replace(
+        PACE,
+        lr_scheduler=SAMPLING_RATES,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
+        num_workers=1,
+    ),
+    "fedadam": replace(
+        PACE, steps=0, lr_scheduler=LRSchedule("linear", 1), gradient_accumulation_steps=2
+    ),
+    "cloaked": replace(PACE, lr_scheduler=SAMPLING_RATES),
 }
 """Ways to train that a kill must not change: what a turn's rates are, and what a step is."""
 DEFENCES = {
-    "capped": Defence(share_cap=0.4, change_bound=1.1),
-    "krummed": Defence(rule="multi-krum", change_bound=1.1),
+    "capped": Defence(max_weight_fraction=0.4, max_norm_ratio=1.1),
+    "krummed": Defence(rule="multi-krum", max_norm_ratio=1.1),
 }
 
 
@@ -54,10 +62,14 @@ def federation(folder: Path, name: str, *, replies: bool) -> Federation:
     model, guarantee, rows = zoo.build("bert"), GUARANTEES.get(name), few("bert", 3)
     published = "fedavg" if name in DEFENCES else name
     made = (
-        method_named("safl", {"k": 1, "together": True}) if guarantee else method_named(published)
+        method_by_name("safl", {"k": 1, "joint_choice": True})
+        if guarantee
+        else method_by_name(published)
     )
-    pace, defence = PACES.get(name, PACE), DEFENCES.get(name, Defence())
-    agreement = Agreement("kill", describe(model), made, pace, guarantee, run=RUN, defence=defence)
+    train_config, defence = PACES.get(name, PACE), DEFENCES.get(name, Defence())
+    agreement = Agreement(
+        "kill", describe(model), made, train_config, guarantee, run=RUN, defence=defence
+    )
     know_secrets(folder, rows)
     return Federation(
         agreement,
@@ -66,17 +78,17 @@ def federation(folder: Path, name: str, *, replies: bool) -> Federation:
         loss,
         folder,
         rounds=ROUNDS,
-        participation=None if guarantee else Participation(share=0.7),
+        participation=None if guarantee else Participation(fraction=0.7),
         faults=None if guarantee else Faults(late=0.2),
-        replies=replies,
+        keep_replies=replies,
     )
 
 
 def play(folder: Path, name: str, *, replies: bool) -> None:
     fed = federation(folder, name, replies=replies)
-    while fed.world.round < ROUNDS:
-        tally = fed.round()
-        fed.commit(tally, {"score": float(len(tally.counted))})
+    while fed.global_state.round < ROUNDS:
+        round_state = fed.run_round()
+        fed.commit(round_state, {"score": float(len(round_state.aggregated))})
 
 
 def played(folder: Path, name: str, *, replies: bool, failpoint: str = "", after: float = 0) -> int:
@@ -84,7 +96,7 @@ def played(folder: Path, name: str, *, replies: bool, failpoint: str = "", after
     child = os.fork()
     if child == 0:
         try:
-            failpoints.forget()
+            failpoints.reset_failpoints()
             os.environ.pop(VARIABLE, None)
             if failpoint:
                 os.environ[VARIABLE] = failpoint
@@ -101,18 +113,18 @@ def played(folder: Path, name: str, *, replies: bool, failpoint: str = "", after
 def left(folder: Path, name: str, *, replies: bool) -> dict[str, object]:
     """All that a run leaves: the world, the homes, the ledger, the metrics."""
     fed = federation(folder, name, replies=replies)
-    assert fed.world.round == ROUNDS
+    assert fed.global_state.round == ROUNDS
     return {
-        "world": digests(fed.world.values),
-        "memory": {k: digests(m) for k, m in fed.world.memory.items()},
-        "homes": {n: digests(s.journal.home()[0]) for n, s in fed.clients.items()},
+        "world": digests(fed.global_state.values),
+        "memory": {k: digests(m) for k, m in fed.global_state.memory.items()},
+        "homes": {n: digests(s.journal.client_state()[0]) for n, s in fed.clients.items()},
         "ledger": (folder / "ledger.jsonl").read_bytes(),
         "metrics": (folder / "metrics.jsonl").read_bytes(),
-        "choice": fed.world.choice,
-        "clip": fed.world.clip,
+        "choice": fed.global_state.choice,
+        "clip": fed.global_state.clipping_norm,
         "charges": {
             str(file.relative_to(folder)): file.read_bytes()
-            for file in sorted((folder / "privacy").rglob(CHARGES))
+            for file in sorted((folder / "privacy").rglob(CHARGES_FILE))
         },
     }
 
@@ -176,7 +188,7 @@ def test_a_full_disk_is_an_error_and_the_run_goes_on_after_it(
     point: str, time_: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"{point}:enospc@{time_}")
-    failpoints.forget()
+    failpoints.reset_failpoints()
     name = "cloaked" if point.startswith("budget") else "fedper"
     with pytest.raises(FedplanError, match="No space left"):
         play(tmp_path, name, replies=True)
@@ -191,7 +203,7 @@ def test_a_federation_that_is_let_go_lets_its_folder_go(tmp_path: Path) -> None:
     gc.disable()
     try:
         made = federation(tmp_path, "cloaked", replies=False)
-        made.round()
+        made.run_round()
         held = weakref.ref(made), weakref.ref(made.server)
         del made
         assert [each() for each in held] == [None, None]

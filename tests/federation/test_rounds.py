@@ -16,28 +16,28 @@ from clients import few, know_secrets, loss
 from torch import Tensor
 
 from fedplan import parse
-from fedplan.audits.ledger import verify_lines
+from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation import PlainSum
+from fedplan.federation.aggregation import MeanAggregator
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.messages import Refused, Request, Update
+from fedplan.federation.client_round import train_round
+from fedplan.federation.global_state import GlobalState
+from fedplan.federation.messages import Request, RequestRefused, Update
 from fedplan.federation.participation import Participation
-from fedplan.federation.rounds import Tally, close, pull, push
-from fedplan.federation.turns import local
-from fedplan.federation.world import World
+from fedplan.federation.rounds import RoundState, accept_update, close_round, make_request
 from fedplan.methods.method import Method
-from fedplan.methods.registry import method_named
-from fedplan.methods.server_optimiser import adam
+from fedplan.methods.registry import method_by_name
+from fedplan.methods.server_optimizer import adam
 from fedplan.models.description import describe
 from fedplan.runners.faults import Faults
 from fedplan.runners.local import Federation
-from fedplan.storage.journal import home_of
-from fedplan.storage.lines import read_lines
+from fedplan.storage.journal import client_state_folder
+from fedplan.storage.json_lines import read_json_lines
 from fedplan.tensors.named import digests
-from fedplan.training.fit import Pace
+from fedplan.training.fit import TrainConfig
 
 PLAN = "chain(freeze(), share(value | head), keep(norm))"
-PACE = Pace(rate=1e-2, batch=2, steps=2)
+PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)
 
 
 def federation(
@@ -49,15 +49,19 @@ def federation(
     return Federation(agreement, model, rows, loss, folder, rounds=more.pop("rounds", 5), **more)
 
 
-def opened(fed: Federation) -> Tally:
+def opened(fed: Federation) -> RoundState:
     """The first round, in which all are asked."""
-    cohort = {n: push(fed.agreement, fed.world, n, {}) for n in fed.clients}
-    return Tally(cohort, PlainSum(fed.agreement, fed.world.values, len(fed.clients)))
+    cohort = {n: make_request(fed.agreement, fed.global_state, n, {}) for n in fed.clients}
+    return RoundState(
+        cohort, MeanAggregator(fed.agreement, fed.global_state.values, len(fed.clients))
+    )
 
 
-def asked(fed: Federation) -> tuple[Tally, dict[str, Update]]:
-    tally = opened(fed)
-    return tally, {n: local(fed.agreement, fed.clients[n], d) for n, d in tally.cohort.items()}
+def asked(fed: Federation) -> tuple[RoundState, dict[str, Update]]:
+    round_state = opened(fed)
+    return round_state, {
+        n: train_round(fed.agreement, fed.clients[n], d) for n, d in round_state.cohort.items()
+    }
 
 
 def with_values(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Update], Update]:
@@ -129,8 +133,8 @@ MALFORMED: dict[str, Callable[[Update], Update]] = {
     "weight huge": having(weight=2**60),
     "stranger": having(client="nobody"),
     "another client": having(client="client-1"),
-    "another round": lambda u: replace(u, request=u.request.replace("/1/", "/2/")),
-    "another experiment": lambda u: replace(u, request=u.request.replace("test", "tset")),
+    "another round": lambda u: replace(u, request_name=u.request_name.replace("/1/", "/2/")),
+    "another experiment": lambda u: replace(u, request_name=u.request_name.replace("test", "tset")),
     "another plan": having(agreed="0" * 16),
     "empty request": having(request=""),
     "too large": with_values(lambda v: v.update({"x": torch.zeros(10**6)})),
@@ -152,18 +156,21 @@ def test_a_malformed_update_is_rejected_singly(
 ) -> None:
     fed, updates = good
     honest = {n: u for n, u in updates.items() if n != "client-0"}
-    tally = opened(fed)
+    round_state = opened(fed)
     without = opened(fed)
     for i, update in enumerate(honest.values()):
         if i == 1:
-            pull(fed.agreement, fed.world, tally, MALFORMED[fault](updates["client-0"]))
-        pull(fed.agreement, fed.world, tally, update)
-        pull(fed.agreement, fed.world, without, update)
-    (reason,) = tally.rejected.values()
+            accept_update(
+                fed.agreement, fed.global_state, round_state, MALFORMED[fault](updates["client-0"])
+            )
+        accept_update(fed.agreement, fed.global_state, round_state, update)
+        accept_update(fed.agreement, fed.global_state, without, update)
+    (reason,) = round_state.rejected.values()
     assert reason
-    assert sorted(tally.counted) == sorted(honest)
+    assert sorted(round_state.aggregated) == sorted(honest)
     made, expected = (
-        close(fed.agreement, fed.world, t, t.total.close(), later=set()) for t in (tally, without)
+        close_round(fed.agreement, fed.global_state, t, t.aggregator.close(), later=set())
+        for t in (round_state, without)
     )
     assert digests(made.values) == digests(expected.values)
 
@@ -174,11 +181,11 @@ def test_at_least_forty_faults_are_tried() -> None:
 
 def test_an_update_is_counted_once(good: tuple[Federation, dict[str, Update]]) -> None:
     fed, updates = good
-    tally = opened(fed)
+    round_state = opened(fed)
     for _ in range(2):
-        pull(fed.agreement, fed.world, tally, updates["client-0"])
-    assert tally.counted == ["client-0"]
-    assert "counted before" in tally.rejected["client-0"]
+        accept_update(fed.agreement, fed.global_state, round_state, updates["client-0"])
+    assert round_state.aggregated == ["client-0"]
+    assert "counted before" in round_state.rejected["client-0"]
 
 
 def test_updates_in_any_order_make_the_same_world(
@@ -187,10 +194,16 @@ def test_updates_in_any_order_make_the_same_world(
     fed, updates = good
     worlds = set[tuple[str, ...]]()
     for order in (list(updates), list(reversed(updates))):
-        tally = opened(fed)
+        round_state = opened(fed)
         for name in order:
-            pull(fed.agreement, fed.world, tally, updates[name])
-        made = close(fed.agreement, fed.world, tally, tally.total.close(), later=set())
+            accept_update(fed.agreement, fed.global_state, round_state, updates[name])
+        made = close_round(
+            fed.agreement,
+            fed.global_state,
+            round_state,
+            round_state.aggregator.close(),
+            later=set(),
+        )
         worlds.add(tuple(digests(made.values).values()))
     assert len(worlds) == 1
 
@@ -198,7 +211,7 @@ def test_updates_in_any_order_make_the_same_world(
 @pytest.mark.parametrize(
     "change",
     [
-        lambda d: replace(d, agreed="f" * 16),
+        lambda d: replace(d, agreement_digest="f" * 16),
         lambda d: replace(d, name=d.name + "0"),
         lambda d: replace(d, turn=replace(d.turn, round=2)),
     ],
@@ -207,9 +220,9 @@ def test_a_client_refuses_what_it_did_not_agree_to(
     change: Callable[[Request], Request], tmp_path: Path
 ) -> None:
     fed = federation(tmp_path)
-    down = push(fed.agreement, fed.world, "client-0", {})
-    with pytest.raises(Refused):
-        local(fed.agreement, fed.clients["client-0"], change(down))
+    down = make_request(fed.agreement, fed.global_state, "client-0", {})
+    with pytest.raises(RequestRefused):
+        train_round(fed.agreement, fed.clients["client-0"], change(down))
 
 
 def test_another_plan_is_another_agreement() -> None:
@@ -226,10 +239,10 @@ def test_a_run_with_absences_is_verified_and_repeats_its_bits(tmp_path: Path) ->
         (tmp_path / name).mkdir()
         fed = federation(tmp_path / name, clients=8, rounds=6, **absences)
         for _ in range(6):
-            fed.commit(fed.round())
-        worlds.append(digests(fed.world.values))
-        lines = read_lines(tmp_path / name / "ledger.jsonl")
-        assert verify_lines(fed.agreement, lines) == []
+            fed.commit(fed.run_round())
+        worlds.append(digests(fed.global_state.values))
+        lines = read_json_lines(tmp_path / name / "ledger.jsonl")
+        assert verify_ledger(fed.agreement, lines) == []
         reasons = [r for line in lines for r in line.get("rejected", {}).values()]
         assert {"late", "dropped"} <= set(reasons)
     assert worlds[0] == worlds[1]
@@ -242,15 +255,15 @@ def test_a_federation_that_is_opened_again_goes_on_with_the_same_bits(
     for where in ("whole", "parts"):
         (tmp_path / where).mkdir()
         know_secrets(tmp_path / where, [f"client-{i}" for i in range(8)])
-    whole = federation(tmp_path / "whole", method_named(name), rounds=4)
+    whole = federation(tmp_path / "whole", method_by_name(name), rounds=4)
     for _ in range(4):
-        whole.commit(whole.round())
+        whole.commit(whole.run_round())
     for _ in range(4):
-        part = federation(tmp_path / "parts", method_named(name), rounds=4)
-        part.round()  # a round that is never committed
-        part = federation(tmp_path / "parts", method_named(name), rounds=4)
-        part.commit(part.round())
-    assert digests(part.world.values) == digests(whole.world.values)
+        part = federation(tmp_path / "parts", method_by_name(name), rounds=4)
+        part.run_round()  # a round that is never committed
+        part = federation(tmp_path / "parts", method_by_name(name), rounds=4)
+        part.commit(part.run_round())
+    assert digests(part.global_state.values) == digests(whole.global_state.values)
     for file in ("ledger.jsonl", "metrics.jsonl"):
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes()
 
@@ -272,15 +285,15 @@ def other(marks: str) -> str:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda x: x.update(after=other(x["after"])), "is FREEZE and moved"),
+        (lambda x: x.update(after=other(x["after"])), "is FREEZE and changed"),
         (lambda x: x.update(after=swap(x["after"], 0, "x")), "not a line of a ledger"),
         (lambda x: x.update(roles=swap(x["roles"], 0, "S")), "the plan says FREEZE"),
-        (lambda x: x.update(up=x["up"] + 1), "bytes went up"),
+        (lambda x: x.update(up=x["up"] + 1), "bytes were uploaded"),
         (lambda x: x.pop("roles"), "not a line of a ledger"),
         (lambda x: x.update(roles="?"), "not a line of a ledger"),
         (lambda x: x.update(scores=[1]), "not a line of a ledger"),
-        (lambda x: x.update(down=x["down"] - 1), "bytes came down"),
-        (lambda x: x.update(before="0" * len(x["before"])), "did not start from what it last was"),
+        (lambda x: x.update(down=x["down"] - 1), "bytes were downloaded"),
+        (lambda x: x.update(before="0" * len(x["before"])), "did not start from its last value"),
     ],
 )
 def test_a_doctored_ledger_is_caught(
@@ -288,36 +301,38 @@ def test_a_doctored_ledger_is_caught(
 ) -> None:
     fed = federation(tmp_path, rounds=2)
     for _ in range(2):
-        fed.commit(fed.round())
-    lines = read_lines(tmp_path / "ledger.jsonl")
-    assert verify_lines(fed.agreement, lines) == []
-    assert any(words in fault for fault in verify_lines(fed.agreement, doctored(lines, change)))
+        fed.commit(fed.run_round())
+    lines = read_json_lines(tmp_path / "ledger.jsonl")
+    assert verify_ledger(fed.agreement, lines) == []
+    assert any(words in fault for fault in verify_ledger(fed.agreement, doctored(lines, change)))
 
 
 def test_the_serve_forgets_what_freezes_for_good_and_keeps_what_rests(tmp_path: Path) -> None:
     plan = "chain(cycle(share(value), share(mlp)), when(after(2), freeze(mlp)))"
-    made = Method(parse(plan), server_optimiser=adam())
+    made = Method(parse(plan), server_optimizer=adam())
     fed = federation(tmp_path, made, rounds=6)
     kinds = {p.key: p.kind for p in fed.agreement.params}
     remembered = list[set[str]]()
     for _ in range(3):
-        fed.commit(fed.round())
-        remembered.append({str(kinds[k]) for k in fed.world.memory})
+        fed.commit(fed.run_round())
+        remembered.append({str(kinds[k]) for k in fed.global_state.memory})
     # Round 2 was the last of mlp; value rests in round 2 and goes on in round 3.
     assert remembered == [{"value"}, {"value"}, {"value"}]
 
 
 @pytest.mark.parametrize("name", ["../../out", "a/b", ".", "..", "St. Élie", "C:\\x", "%2F"])
 def test_a_client_of_any_name_has_one_home_within_the_run(name: str, tmp_path: Path) -> None:
-    home = home_of(tmp_path, name)
-    assert home.resolve().parents[2] == (tmp_path / "homes").resolve()
-    assert home_of(tmp_path, name + "x") != home
+    home = client_state_folder(tmp_path, name)
+    assert home.resolve().parents[2] == (tmp_path / "clients").resolve()
+    assert client_state_folder(tmp_path, name + "x") != home
 
 
 def test_world_starts_with_what_may_travel_only(tmp_path: Path) -> None:
     fed = federation(tmp_path)
-    world = World.start(fed.agreement, fed.server.start)
-    assert set(world.values) == {p.key for p in fed.agreement.params if p.kind in ("value", "head")}
+    global_state = GlobalState.initial(fed.agreement, fed.server.start)
+    assert set(global_state.values) == {
+        p.key for p in fed.agreement.params if p.kind in ("value", "head")
+    }
 
 
 MADE: dict[str, Any] = {
@@ -330,16 +345,19 @@ MADE: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", MADE)
 def test_what_no_later_round_could_go_on_with_is_refused(what: str, tmp_path: Path) -> None:
-    fed = federation(tmp_path, Method(parse(PLAN), server_optimiser=MADE[what]))
-    before = digests(fed.world.values)
-    with pytest.raises(FedplanError, match="the server optimiser"):
-        fed.round()
-    assert digests(fed.world.values) == before and fed.world.round == 0
+    fed = federation(tmp_path, Method(parse(PLAN), server_optimizer=MADE[what]))
+    before = digests(fed.global_state.values)
+    with pytest.raises(FedplanError, match="the server optimizer"):
+        fed.run_round()
+    assert digests(fed.global_state.values) == before and fed.global_state.round == 0
 
 
 def test_all_choose_before_anybody_is_heard(tmp_path: Path) -> None:
     fed = federation(tmp_path)
-    tally = fed.server.begin()
-    fed.server.take(tally, local(fed.agreement, fed.clients["client-0"], tally.cohort["client-0"]))
-    with pytest.raises(FedplanError, match="before anybody is heard"):
-        fed.server._settle(tally, {fed.agreement.blocks[0]: 1.0})
+    round_state = fed.server.begin_round()
+    fed.server.take(
+        round_state,
+        train_round(fed.agreement, fed.clients["client-0"], round_state.cohort["client-0"]),
+    )
+    with pytest.raises(FedplanError, match="before any client has responded"):
+        fed.server._set_scores(round_state, {fed.agreement.blocks[0]: 1.0})

@@ -14,24 +14,24 @@ import pytest
 import zoo
 from clients import RUN, few, know_secrets, loss
 
-from fedplan.audits.ledger import verify_lines
+from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
-from fedplan.federation import segments
+from fedplan.federation import ledger_segments
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.segments import (
-    closed_faults,
+from fedplan.federation.global_state import GLOBAL_FOLDER
+from fedplan.federation.ledger_segments import (
+    closed_segment_faults,
     ledger_lines,
     newest_segment,
-    opening_faults,
+    segment_header_faults,
     segment_name,
     segment_number,
 )
-from fedplan.federation.world import WORLD
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
 from fedplan.storage.store import Store
-from fedplan.training.fit import Pace
+from fedplan.training.fit import TrainConfig
 
 ROUNDS = 4
 
@@ -39,7 +39,11 @@ ROUNDS = 4
 def federation(folder: Path) -> Federation:
     model = zoo.build("bert")
     agreement = Agreement(
-        "cut", describe(model), method_named("fedavg"), Pace(rate=1e-2, batch=2, steps=1), run=RUN
+        "cut",
+        describe(model),
+        method_by_name("fedavg"),
+        TrainConfig(lr=1e-2, batch_size=2, steps=1),
+        run=RUN,
     )
     return Federation(agreement, model, few("bert", 2), loss, folder, rounds=ROUNDS)
 
@@ -49,9 +53,9 @@ def play(folder: Path, until: int = ROUNDS, *, again: bool = False) -> Federatio
     folder.mkdir(exist_ok=True)
     know_secrets(folder, ["client-0", "client-1"])
     fed = federation(folder)
-    while fed.world.round < until:
+    while fed.global_state.round < until:
         fed = federation(folder) if again else fed
-        fed.commit(fed.round(), {"score": 1.0 / fed.world.round})
+        fed.commit(fed.run_round(), {"score": 1.0 / fed.global_state.round})
     return fed
 
 
@@ -63,19 +67,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    return lambda limit: monkeypatch.setattr(segments, "LIMIT", limit)
+    return lambda limit: monkeypatch.setattr(ledger_segments, "SEGMENT_BYTES", limit)
 
 
 @pytest.fixture(scope="module")
 def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, in a segment a round."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(segments, "LIMIT", 1)
+        patched.setattr(ledger_segments, "SEGMENT_BYTES", 1)
         return play(tmp_path_factory.mktemp("parted") / "run").server.folder
 
 
 def files_of(folder: Path) -> dict[str, Any]:
-    found = Store(folder / WORLD, reading=True).newest()
+    found = Store(folder / GLOBAL_FOLDER, read_only=True).peek()
     assert found is not None
     return found.meta["files"]
 
@@ -86,7 +90,9 @@ def lines_of(folder: Path) -> list[bytes]:
 
 def faults_of(folder: Path) -> list[str]:
     files = files_of(folder)
-    return [*closed_faults(folder, files).values()] or list(opening_faults(folder, files))
+    return [*closed_segment_faults(folder, files).values()] or list(
+        segment_header_faults(folder, files)
+    )
 
 
 def test_segments_hold_the_lines_of_one_ledger(whole: Path, parted: Path) -> None:
@@ -98,7 +104,7 @@ def test_segments_hold_the_lines_of_one_ledger(whole: Path, parted: Path) -> Non
     assert lines_of(parted) == lines_of(whole)
     assert [name for name in files_of(parted) if segment_number(name)] == names[-1:]
     agreement = federation(parted).agreement
-    assert not verify_lines(agreement, map(json.loads, lines_of(parted)))
+    assert not verify_ledger(agreement, map(json.loads, lines_of(parted)))
     assert not faults_of(parted)
 
 
@@ -109,10 +115,10 @@ def test_a_run_that_goes_on_from_its_last_segment_is_the_run_that_never_stopped(
     short(limit)
     fed = play(tmp_path / "run", again=True)
     assert lines_of(tmp_path / "run") == lines_of(whole) and not faults_of(tmp_path / "run")
-    last = federation(whole).server.last()
+    last = federation(whole).server.last_round()
     again = federation(tmp_path / "run").server
     assert again.history == fed.server.history == federation(whole).server.history
-    told = again.last()
+    told = again.last_round()
     assert told and replace(told, folder=whole) == last
 
 
@@ -148,7 +154,7 @@ def test_a_closed_segment_that_was_changed_is_named(
     file.unlink() if what == "lost" else file.write_bytes(changed[what])
     assert any(file.name in fault for fault in faults_of(tmp_path / "run"))
     if number == ROUNDS - 1 and what != "flipped":
-        with pytest.raises(FedplanError, match="is lost, or not as long as it was"):
+        with pytest.raises(FedplanError, match="is missing or has another length"):
             federation(tmp_path / "run")
 
 
@@ -170,9 +176,9 @@ def test_what_a_kill_left_of_the_next_segment_is_taken_away(
 def test_a_world_older_than_its_segments_is_refused(parted: Path, tmp_path: Path) -> None:
     shutil.copytree(parted, tmp_path / "run")
     for number in (ROUNDS, ROUNDS - 1):
-        (tmp_path / "run/world" / f"{number}.json").unlink()
-    shutil.rmtree(tmp_path / "run/world")
-    with pytest.raises(FedplanError, match="tells of round 4, and the world beside it is of"):
+        (tmp_path / "run/global" / f"{number}.json").unlink()
+    shutil.rmtree(tmp_path / "run/global")
+    with pytest.raises(FedplanError, match="records round 4, but the stored global model is of"):
         federation(tmp_path / "run")
 
 
@@ -183,6 +189,6 @@ def test_an_opening_that_tells_other_rounds_is_named(parted: Path, tmp_path: Pat
     said = json.loads(first)
     said["rows"][0]["up"] += 1
     file.write_bytes(json.dumps(said).encode() + b"\n" + b"".join(rest))
-    assert list(opening_faults(tmp_path / "run", files_of(tmp_path / "run"))) == [
-        "ledger.000004.jsonl opens with other rounds than were told before it"
+    assert list(segment_header_faults(tmp_path / "run", files_of(tmp_path / "run"))) == [
+        "the header of ledger.000004.jsonl has other rounds than the ledger before it"
     ]

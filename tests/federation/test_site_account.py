@@ -28,9 +28,9 @@ from sites import (
 from fedplan.errors import FedplanError
 from fedplan.federation.account import Account, Answer, Limits, read_answers
 from fedplan.federation.endpoint import POLL, Endpoint
-from fedplan.federation.messages import Refused
+from fedplan.federation.messages import RequestRefused
 from fedplan.privacy.accounting.accountant import epsilon
-from fedplan.privacy.accounting.events import Steps
+from fedplan.privacy.accounting.events import DPSGDSteps
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import ClientGuard
@@ -40,7 +40,7 @@ STUDIES: dict[str, dict[str, Any]] = {
     "one": {"name": "one"},
     "another name": {"name": "two"},
     "another seed": {"name": "one", "seed": 1},
-    "another rate": {"name": "one", "train": "rate = 0.5"},
+    "another rate": {"name": "one", "train": "lr = 0.5"},
     "another delta": {"name": "three", "privacy": PRIVATE + "delta = 0.8\n"},
 }
 TOGETHER = {"method": SAFL, "privacy": ""}
@@ -56,10 +56,10 @@ def storm(endpoints: list[Endpoint], count: int, kinds: tuple[str, ...]) -> dict
     for _ in range(count):
         endpoint, kind = draw.choice(endpoints), draw.choice(kinds)
         version = draw.randint(1, 3)
-        world = world_of(
+        global_state = world_of(
             endpoint, round=draw.choice((1, 3, 5)), scale=1 + version / 10, version=version
         )
-        values, said = asked(endpoint, world, kind)
+        values, said = asked(endpoint, global_state, kind)
         if not told(said):
             found[kind].add(str(digests(values) if kind == TRAIN else said["scores"]))
     return found
@@ -83,7 +83,7 @@ def test_as_many_polls_as_turns(tmp_path: Path) -> None:
 
 def test_no_more_bytes_leave_than_the_limit_in_all_studies(tmp_path: Path) -> None:
     texts = [study_text(name=name, privacy="") for name in "abc"]
-    size = sum(p.nbytes for p in site_of(tmp_path, texts[0]).agreement.movable)
+    size = sum(p.nbytes for p in site_of(tmp_path, texts[0]).agreement.exchanged)
     endpoints = [site_of(tmp_path, text, limit_bytes=2 * size + 5) for text in texts]
     left = 0
     for endpoint in endpoints * 2:
@@ -106,15 +106,17 @@ def test_epsilon_is_of_all_studies_at_the_sites_own_delta(method: str, tmp_path:
     found = storm(endpoints, 40, kinds)
     assert found[TRAIN], "some of it was answered"
     guarantee = endpoints[0].agreement.guarantee
-    assert guarantee is not None and guarantee.rate
-    turns = [Steps(guarantee.noise, guarantee.rate, guarantee.steps)] * len(found[TRAIN])
+    assert guarantee is not None and guarantee.sampling_rate
+    turns = [
+        DPSGDSteps(guarantee.noise_multiplier, guarantee.sampling_rate, guarantee.steps)
+    ] * len(found[TRAIN])
     assert epsilon(turns, delta) <= limit
     assert sum(map(len, found.values())) <= charges(tmp_path)
     assert endpoints[0].site.guard is not None
     again = site_of(tmp_path, study_text(**studies[0]), **node)
-    assert again.site.guard is not None and again.site.guard.budget.spent() <= limit
-    world = world_of(again, round=7, scale=3.0, version=9)
-    assert told(asked(again, world)[1]) == "limit-epsilon"
+    assert again.site.guard is not None and again.site.guard.budget.epsilon_spent() <= limit
+    global_state = world_of(again, round=7, scale=3.0, version=9)
+    assert told(asked(again, global_state)[1]) == "limit-epsilon"
 
 
 def test_a_limit_of_epsilon_and_answers_that_nothing_hides_do_not_go_together(
@@ -132,12 +134,12 @@ def test_a_limit_of_epsilon_and_answers_that_nothing_hides_do_not_go_together(
     assert asked(other, world_of(other))[0] and charges(tmp_path, "ward-3") == 1
 
 
-@pytest.mark.parametrize("dataset", ["ward-3", "..", "a/b", ".hidden", "rows"])
+@pytest.mark.parametrize("dataset", ["ward-3", "..", "a/b", ".hidden", "examples"])
 def test_a_dataset_is_one_folder_of_the_home(dataset: str, tmp_path: Path) -> None:
     endpoint = site_of(tmp_path, study_text(privacy=""), dataset=dataset)
     account = endpoint.site.account
-    assert account is not None and account.folder.parent == tmp_path / "home" / "account"
-    assert account.folder.resolve().parent == (tmp_path / "home" / "account").resolve()
+    assert account is not None and account.folder.parent == tmp_path / "state" / "account"
+    assert account.folder.resolve().parent == (tmp_path / "state" / "account").resolve()
     assert "dataset" not in endpoint.site.traits
 
 
@@ -145,12 +147,12 @@ POLLS: dict[str, tuple[dict[str, Any], int, str]] = {
     "a probe and no best": ({"method": SHARE + '\nprobe = "gradient"', "privacy": ""}, 1, "poll"),
     "hidden, a probe, no best": ({"method": SHARE + '\nprobe = "gradient"'}, 1, "poll"),
     "each for itself": (
-        {"method": 'name = "safl"\nsettings = { k = 1, together = false }', "privacy": ""}, 1, "poll"
+        {"method": 'name = "safl"\nsettings = { k = 1, joint_choice = false }', "privacy": ""}, 1, "poll"
     ),
     "not in this round": (
         {
             "method": 'plan = "chain(share(), when(after(2), best(1)))"\n'
-            'probe = "gradient"\ntogether = true',
+            'probe = "gradient"\njoint_choice = true',
             "privacy": "",
         },
         1,
@@ -159,14 +161,14 @@ POLLS: dict[str, tuple[dict[str, Any], int, str]] = {
     "in this round": (
         {
             "method": 'plan = "chain(share(), when(after(2), best(1)))"\n'
-            'probe = "gradient"\ntogether = true',
+            'probe = "gradient"\njoint_choice = true',
             "privacy": "",
         },
         3,
         "",
     ),
     "hidden, by chance": (
-        {"method": 'plan = "chain(freeze(), best(1))"\nprobe = "random"\ntogether = true'}, 1, ""
+        {"method": 'plan = "chain(freeze(), best(1))"\nprobe = "random"\njoint_choice = true'}, 1, ""
     ),
     "a vote": ({"method": SAFL, "privacy": PRIVATE + VOTE}, 1, ""),
     "between votes": ({"method": SAFL, "privacy": PRIVATE + VOTE}, 2, "poll"),
@@ -180,18 +182,18 @@ def test_a_poll_is_answered_where_the_plan_chooses_and_somebody_pays(
     study, number, wanted = POLLS[name]
     endpoint = site_of(tmp_path, study_text(**study))
     for version in (1, 2):
-        world = world_of(endpoint, round=number, scale=1 + version, version=version)
-        _, said = asked(endpoint, world, POLL)
+        global_state = world_of(endpoint, round=number, scale=1 + version, version=version)
+        _, said = asked(endpoint, global_state, POLL)
         assert told(said) == wanted and ("scores" in said) != bool(wanted)
-    lines = read_answers(tmp_path / "home/account/rows") if not wanted else []
+    lines = read_answers(tmp_path / "state/account/examples") if not wanted else []
     assert len({line["content"] for line in lines}) == (0 if wanted else 2)
     assert charges(tmp_path) == (2 if name == "a vote" else 0)
 
 
 def test_two_processes_share_an_account(tmp_path: Path) -> None:
     """However they meet: no more is admitted than the limits allow, and nothing fails."""
-    guarantee = Guarantee("example", 900.0, 1e-5, 1.0, 1.0, 0.5, steps=1, batch=4)
-    limit = epsilon([Steps(1.0, 0.5, 1)] * 6, 1e-5)
+    guarantee = Guarantee("example", 900.0, 1e-5, 1.0, 1.0, 0.5, steps=1, batch_size=4)
+    limit = epsilon([DPSGDSteps(1.0, 0.5, 1)] * 6, 1e-5)
     Account(tmp_path)
     children = list[int]()
     for child in range(2):
@@ -201,11 +203,11 @@ def test_two_processes_share_an_account(tmp_path: Path) -> None:
             guard = ClientGuard(guarantee, tmp_path, run=f"{child}/", limit=limit, delta=1e-5)
             for number in range(8):
                 try:
-                    account.admit(
+                    account.charge(
                         Answer("update", f"{child}/{number}", f"{child}/{number}", 3, True)
                     )
-                    guard.fit(1, f"{child}/{number}", "content")
-                except (Refused, PrivacyError) as error:
+                    guard.make_fit(1, f"{child}/{number}", "content")
+                except (RequestRefused, PrivacyError) as error:
                     failed += error.code not in ("limit-rounds", "limit-epsilon")
                 except FedplanError:
                     failed += 1
@@ -214,7 +216,7 @@ def test_two_processes_share_an_account(tmp_path: Path) -> None:
     assert all(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 for pid in children)
     assert len(read_answers(tmp_path)) == 9
     guard = ClientGuard(guarantee, tmp_path, limit=limit, delta=1e-5)
-    assert len(guard.budget.charges) == 6 and guard.budget.spent() <= limit
+    assert len(guard.budget.charges) == 6 and guard.budget.epsilon_spent() <= limit
 
 
 def test_two_threads_share_an_account(tmp_path: Path) -> None:
@@ -224,8 +226,8 @@ def test_two_threads_share_an_account(tmp_path: Path) -> None:
     def ask(mine: int) -> None:
         for number in range(5):
             try:
-                accounts[mine].admit(Answer("update", "r", f"{mine} {number}", 1))
-            except Refused as error:
+                accounts[mine].charge(Answer("update", "r", f"{mine} {number}", 1))
+            except RequestRefused as error:
                 refused.append(error.code)
 
     threads = [threading.Thread(target=ask, args=(mine,)) for mine in range(4)]
@@ -238,11 +240,11 @@ def test_two_threads_share_an_account(tmp_path: Path) -> None:
 
 def test_a_line_that_a_kill_cut_off_is_cut_off(tmp_path: Path) -> None:
     account = Account(tmp_path, Limits(rounds=2))
-    account.admit(Answer("update", "r1", "a", 1))
+    account.charge(Answer("update", "r1", "a", 1))
     whole = (tmp_path / "answers.jsonl").read_bytes()
     for length in range(len(whole)):
         (tmp_path / "answers.jsonl").write_bytes(whole + whole[:length])
-        account.admit(Answer("update", "r1", "a", 1))
+        account.charge(Answer("update", "r1", "a", 1))
         assert [line["request"] for line in read_answers(tmp_path)] == ["r1", "r1"]
 
 
@@ -260,10 +262,10 @@ def test_a_runs_own_promise_is_of_its_own_charges(tmp_path: Path) -> None:
                 ends.append(number)
                 break
         guard = endpoint.site.guard
-        assert guard is not None and guard.spent <= 3.0
+        assert guard is not None and guard.epsilon_spent <= 3.0
     assert ends[0] == ends[1] and charges(tmp_path) == sum(ends) - 2
-    folder = tmp_path / "home/two-0/north"
+    folder = tmp_path / "state/two-0/north"
     code, told_ = run("privacy", str(folder), "--json")
     assert code == 0 and 2.0 < json.loads(told_)["epsilon"] <= 3.0
-    code, told_ = run("egress", str(tmp_path / "home"))
-    assert code == 0 and f"in all studies: {sum(ends) - 2} turns" in " ".join(told_.split())
+    code, told_ = run("egress", str(tmp_path / "state"))
+    assert code == 0 and f"all studies: {sum(ends) - 2} updates" in " ".join(told_.split())

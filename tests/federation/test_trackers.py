@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from fedplan.errors import FedplanError
-from fedplan.federation.callbacks import Closed
+from fedplan.federation.callbacks import CommittedRound
 from fedplan.federation.history import Metrics
 from fedplan.federation.record import RoundRecord
 from fedplan.federation.trackers import (
-    SINGLE,
+    PER_CLIENT_PREFIXES,
     TRACKERS,
     Tracker,
     WeightsAndBiases,
-    numbers,
-    tracker_named,
+    make_tracker,
+    tracked_metrics,
 )
 from fedplan.naming import UnknownName
 from fedplan.runners.simulation import Simulation
@@ -105,9 +105,9 @@ def test_a_tracker_has_every_number_of_every_round_once(here: Path, name: str) -
     found = READ[name](here / "out")
     wanted = {
         key: {int(row["round"]): row[key] for row in run.metrics if key in row}
-        for key in {k for row in run.metrics for k in row if not k.startswith(SINGLE)}
+        for key in {k for row in run.metrics for k in row if not k.startswith(PER_CLIENT_PREFIXES)}
     }
-    assert found.keys() == wanted.keys() and {"loss", "world.accuracy", "up"} <= wanted.keys()
+    assert found.keys() == wanted.keys() and {"loss", "global.accuracy", "up"} <= wanted.keys()
     for key, rounds in wanted.items():
         assert found[key] == pytest.approx(rounds, rel=1e-6), key
     assert len((here / "out/metrics.jsonl").read_text().splitlines()) == 3
@@ -121,7 +121,7 @@ def test_a_round_is_written_when_it_is_told_and_not_with_the_next() -> None:
     log = lambda row, step, commit=None: told.append((step, commit))  # noqa: E731
     mine._run = SimpleNamespace(log=log)  # pyright: ignore[reportPrivateUsage]
     whole = RoundRecord(1, "", (), {}, {}, {}, 0, 0)
-    mine(Closed(1, whole, (), {}, Metrics([{"round": 1, "loss": 0.5}])))
+    mine(CommittedRound(1, whole, (), {}, Metrics([{"round": 1, "loss": 0.5}])))
     assert told == [(1, True)]
 
 
@@ -138,7 +138,7 @@ def test_one_that_is_not_installed_is_named_before_anything_runs(
 
 def test_a_tracker_of_ones_own_is_made_for_each_run_and_closed() -> None:
     with pytest.raises(UnknownName, match="did you mean wandb"):
-        tracker_named("wandbb")
+        make_tracker("wandbb")
 
 
 class Remembered(Tracker):
@@ -151,9 +151,9 @@ class Remembered(Tracker):
         self.rounds, self.closed = list[int](), 0
         self.made.append(self)
 
-    def __call__(self, closed: Closed) -> str | None:
+    def __call__(self, closed: CommittedRound) -> str | None:
         assert closed.folder is not None and closed.run and closed.experiment == "tiny/0"
-        assert closed.primary == "accuracy" and closed.higher
+        assert closed.primary == "accuracy" and closed.higher_is_better
         self.rounds.append(closed.round)
         return "enough" if closed.round == 2 else None
 
@@ -173,6 +173,9 @@ def test_it_is_closed_however_the_run_ends(here: Path) -> None:
 
 
 def test_single_clients_are_told_to_no_tracker() -> None:
-    row = {"round": 1, "loss": 0.5, "clients.a.accuracy": 1.0, "sites.by.a.own.loss": 2.0}
+    row = {"round": 1, "loss": 0.5, "clients.a.accuracy": 1.0, "sites.by.a.personal.loss": 2.0}
     whole = RoundRecord(1, "", (), {}, {}, {}, 0, 0)
-    assert numbers(Closed(1, whole, (), {}, Metrics([row]))) == {"round": 1.0, "loss": 0.5}
+    assert tracked_metrics(CommittedRound(1, whole, (), {}, Metrics([row]))) == {
+        "round": 1.0,
+        "loss": 0.5,
+    }

@@ -11,7 +11,7 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from fedplan.models.description import blocks_of
+from fedplan.models.description import block_modules
 from fedplan.models.params import Block, Params
 from fedplan.tensors.named import digest
 
@@ -20,7 +20,7 @@ Seen = dict[tuple[Block, bool], Tensor]
 
 
 @dataclass
-class Look:
+class ProbeInput:
     """What a model attended to, and what its blocks gave."""
 
     maps: Seen
@@ -28,9 +28,9 @@ class Look:
 
 
 @torch.no_grad()
-def look(name: str, model: nn.Module) -> Look:
+def look(name: str, model: nn.Module) -> ProbeInput:
     """Run a batch through a model and keep what its blocks did."""
-    blocks, outputs = blocks_of(model), dict[Block, Tensor]()
+    blocks, outputs = block_modules(model), dict[Block, Tensor]()
 
     def keep(block: Block) -> object:
         def hook(_: nn.Module, __: object, out: object) -> None:
@@ -44,7 +44,7 @@ def look(name: str, model: nn.Module) -> Look:
     for hook in hooks:
         hook.remove()
     # ALBERT runs its one block several times, and returns the attention of each run.
-    return Look({where: seen for where, seen in maps.items() if where[0] in blocks}, outputs)
+    return ProbeInput({where: seen for where, seen in maps.items() if where[0] in blocks}, outputs)
 
 
 def _first(out: object) -> Tensor:
@@ -53,7 +53,7 @@ def _first(out: object) -> Tensor:
 
 def _returned(name: str, model: nn.Module) -> Iterator[tuple[tuple[Block, bool], Tensor]]:
     out = model(**zoo.feed(name), output_attentions=True)
-    (stack,) = {b.stack for b in blocks_of(model)} if "attentions" in out else {""}
+    (stack,) = {b.stack for b in block_modules(model)} if "attentions" in out else {""}
     for where, found, cross in (
         (stack, out.get("attentions"), False),
         ("encoder", out.get("encoder_attentions"), False),

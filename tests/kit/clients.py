@@ -12,13 +12,25 @@ from torch import Tensor, nn
 
 from fedplan.federation.client import KEY
 from fedplan.privacy.guarantee import Guarantee
-from fedplan.privacy.guard import SECRET
-from fedplan.storage.journal import home_of
+from fedplan.privacy.guard import SECRET_FILE
+from fedplan.storage.journal import client_state_folder
 
 GUARANTEES = {
-    "veiled": Guarantee("client", 900.0, 1e-5, 1.0, 1.0, 0.7, vote=2.0, period=2, quantile=0.5),
-    "cloaked": Guarantee("example", 900.0, 1e-5, 1.0, 1.0, 0.5, 2, 2, vote=2.0, period=2),
-    "weighed": Guarantee("client", 900.0, 1e-5, 1.0, 1.0, vote=2.0, cap=4),
+    "veiled": Guarantee(
+        "client",
+        900.0,
+        1e-5,
+        1.0,
+        1.0,
+        0.7,
+        vote_noise_multiplier=2.0,
+        vote_every=2,
+        clipping_quantile=0.5,
+    ),
+    "cloaked": Guarantee(
+        "example", 900.0, 1e-5, 1.0, 1.0, 0.5, 2, 2, vote_noise_multiplier=2.0, vote_every=2
+    ),
+    "weighed": Guarantee("client", 900.0, 1e-5, 1.0, 1.0, vote_noise_multiplier=2.0, max_weight=4),
 }
 """Runs that hide their clients or their examples, and vote on the layers."""
 
@@ -30,14 +42,14 @@ RUN = "ab" * 8
 def know_secrets(folder: Path, clients: Iterable[str]) -> None:
     """Two runs with the same secrets draw the same noise, and key their digests alike."""
     for name in clients:
-        home_of(folder, name).mkdir(parents=True, exist_ok=True)
-        (home_of(folder, name) / KEY).touch(mode=0o600)
-        (home_of(folder, name) / KEY).write_bytes(name.encode().ljust(32)[:32])
+        client_state_folder(folder, name).mkdir(parents=True, exist_ok=True)
+        (client_state_folder(folder, name) / KEY).touch(mode=0o600)
+        (client_state_folder(folder, name) / KEY).write_bytes(name.encode().ljust(32)[:32])
     for name in ("", *clients):
         place = folder / "privacy" / name
         place.mkdir(parents=True, exist_ok=True)
-        (place / SECRET).touch(mode=0o600)
-        (place / SECRET).write_bytes(place.name.encode().ljust(32)[:32])
+        (place / SECRET_FILE).touch(mode=0o600)
+        (place / SECRET_FILE).write_bytes(place.name.encode().ljust(32)[:32])
 
 
 class Few:

@@ -14,7 +14,7 @@ STUDY = """
 name = "tiny"
 [model]
 type = "vit"
-settings = { image_size = 8, patch_size = 4, hidden_size = 16, num_hidden_layers = 2, num_attention_heads = 2, intermediate_size = 16 }
+config = { image_size = 8, patch_size = 4, hidden_size = 16, num_hidden_layers = 2, num_attention_heads = 2, intermediate_size = 16 }
 [task]
 kind = "image-classification"
 input = "image"
@@ -25,18 +25,18 @@ image_size = 8
 path = "digits.npz"
 split = "train"
 test_split = "test"
-by = "dirichlet"
+partition = "dirichlet"
 alpha = 0.5
-clients = 3
+num_clients = 3
 [method]
 plan = "chain(share(), when(after(1), freeze(query | key)), keep(head))"
 [train]
 rounds = 3
-batch = 8
+batch_size = 8
 [clients]
-dropped = 0.1
+dropout_fraction = 0.1
 [evaluate]
-attention = 4
+attention_examples = 4
 """
 
 TIMES = ("status.json", "log.jsonl")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Crews for tests: workers within this process that die when they are told to, runs side by side."""
+"""Executors for tests: workers within this process that die when they are told to, runs side by side."""
 
 from __future__ import annotations
 
@@ -13,57 +13,74 @@ from typing import Any
 
 from commands import STUDY, TIMES
 
-from fedplan.federation.partial import Sent
-from fedplan.runners.crews import hiring
-from fedplan.runners.crews.player import BEGIN, Player
-from fedplan.runners.crews.workers import Workers
+from fedplan.federation.partial_sums import TensorsAndJson
+from fedplan.runners.executors import factory
+from fedplan.runners.executors.config import PoolConfig
+from fedplan.runners.executors.worker import BEGIN, Worker
 from fedplan.runners.simulation import Simulation
-from fedplan.studies.plain import read_toml
-from fedplan.studies.schema import Study, placed, study_of
+from fedplan.studies.schema import Study, resolve_paths, study_from_dict
+from fedplan.studies.toml_values import parse_toml
 from fedplan.tensors.named import Tensors
 
-PEOPLE = {"data": {"clients": 5}, "train": {"rounds": 3, "batch": 8}, "evaluate": {"attention": 0}}
+PEOPLE = {
+    "data": {"num_clients": 5},
+    "train": {"rounds": 3, "batch_size": 8},
+    "evaluate": {"attention_examples": 0},
+}
 METHODS: dict[str, dict[str, Any]] = {
-    "fedavg": {"method": {"name": "fedavg"}, "clients": {"share": 0.6}},
-    "homes": {"method": {"name": "fedper"}, "clients": {"dropped": 0.2, "late": 0.2}},
-    "scaffold": {"method": {"name": "scaffold"}, "clients": {"share": 0.8}},
-    "polls": {"method": {"name": "safl", "settings": {"k": 1, "together": True}}},
+    "fedavg": {"method": {"name": "fedavg"}, "clients": {"fraction": 0.6}},
+    "homes": {
+        "method": {"name": "fedper"},
+        "clients": {"dropout_fraction": 0.2, "late_fraction": 0.2},
+    },
+    "scaffold": {"method": {"name": "scaffold"}, "clients": {"fraction": 0.8}},
+    "polls": {"method": {"name": "safl", "settings": {"k": 1, "joint_choice": True}}},
     "private": {
         "method": {"name": "fedavg"},
-        "privacy": {"unit": "client", "epsilon": 900.0, "noise": 2.0, "clip": 0.5},
-        "clients": {"share": 0.6},
+        "privacy": {
+            "unit": "client",
+            "epsilon": 900.0,
+            "noise_multiplier": 2.0,
+            "clipping_norm": 0.5,
+        },
+        "clients": {"fraction": 0.6},
     },
     "defence": {"method": {"name": "fedavg"}, "defence": {"rule": "median"}},
     "rows": {
         "method": {"name": "fedavg"},
-        "privacy": {"unit": "example", "epsilon": 900.0, "noise": 2.0, "size": 24},
-        "train": {"rounds": 2, "batch": 4, "steps": 2},
+        "privacy": {
+            "unit": "example",
+            "epsilon": 900.0,
+            "noise_multiplier": 2.0,
+            "examples_per_site": 24,
+        },
+        "train": {"rounds": 2, "batch_size": 4, "steps": 2},
     },
     "sites": {
         "method": {"name": "fedper"},
-        "data": {"clients": 4, "own_test": 0.3},
-        "evaluate": {"attention": 0, "sites": True},
+        "data": {"num_clients": 4, "holdout_fraction": 0.3},
+        "evaluate": {"attention_examples": 0, "on_clients": True},
     },
-    "own": {"method": {"name": "fedper"}, "data": {"clients": 4, "own_test": 0.3}},
+    "own": {"method": {"name": "fedper"}, "data": {"num_clients": 4, "holdout_fraction": 0.3}},
     "phases": {
         "method": {"plan": "chain(share(), when(after(1), freeze(query | key)), keep(head))"}
     },
-    "yogi": {"method": {"name": "fedyogi"}, "clients": {"share": 0.4}},
-    "prox": {"method": {"name": "fedprox"}, "defence": {"weight_cap": 8}},
-    "coded": {"method": {"name": "fedavg", "wire": "pipe(delta(), half())"}},
+    "yogi": {"method": {"name": "fedyogi"}, "clients": {"fraction": 0.4}},
+    "prox": {"method": {"name": "fedprox"}, "defence": {"max_weight": 8}},
+    "coded": {"method": {"name": "fedavg", "compression": "pipe(delta(), half())"}},
 }
 """Ways in which a round sums, asks, keeps and hides: each as what a study says of it."""
 
 
 def study_with(name: str, **more: Any) -> Study:
     """The tiny study in this folder, in one of the ways."""
-    said = read_toml(STUDY)
+    said = parse_toml(STUDY)
     for change in (PEOPLE, METHODS[name], more):
         for section, held in change.items():
             said[section] = {**said.get(section, {}), **held} if section != "method" else held
     own = METHODS[name].get("clients", {}) | more.get("clients", {})
-    said["clients"] = {"dropped": 0.0} | own
-    return placed(study_of(said), Path.cwd())
+    said["clients"] = {"dropout_fraction": 0.0} | own
+    return resolve_paths(study_from_dict(said), Path.cwd())
 
 
 class Here:
@@ -71,12 +88,12 @@ class Here:
 
     def __init__(self, count: int, deaths: int = 0, seed: int = 0) -> None:
         self.count, self.left, self.draw = count, deaths, random.Random(seed)
-        self.players = dict[int, Player]()
+        self.workers = dict[int, Worker]()
         self.asked = list[tuple[int, bytes, Tensors]]()
         self.died = 0
 
     def start(self, number: int, said: Mapping[str, Any]) -> None:
-        self.players.pop(number, None)
+        self.workers.pop(number, None)
         self.send(number, said)
 
     def share(self, tensors: Tensors) -> object:
@@ -85,23 +102,23 @@ class Here:
     def send(self, number: int, said: Mapping[str, Any], shared: Any = None) -> None:
         self.asked.append((number, json.dumps(said).encode(), shared or {}))
 
-    def heard(self, seconds: float) -> list[tuple[int, Sent | None]]:
+    def receive(self, timeout: float) -> list[tuple[int, TensorsAndJson | None]]:
         number = self.draw.choice([number for number, _, _ in self.asked])
         at = next(i for i, (of, _, _) in enumerate(self.asked) if of == number)
-        if self.left and number in self.players and self.draw.random() < 0.2:
+        if self.left and number in self.workers and self.draw.random() < 0.2:
             self.left, self.died = self.left - 1, self.died + 1
             self.asked = [each for each in self.asked if each[0] != number]
             return [(number, None)]
         _, words, tensors = self.asked.pop(at)
         said = json.loads(words)
         if said["do"] == BEGIN:
-            self.players[number] = Player(said)
+            self.workers[number] = Worker(said)
             return [(number, ({}, {}))]
-        made, told = self.players[number].answer(said, tensors)
+        made, told = self.workers[number].reply(said, tensors)
         return [(number, (made, json.loads(json.dumps(told))))]
 
     def close(self) -> None:
-        self.players.clear()
+        self.workers.clear()
         self.asked.clear()
 
 
@@ -113,7 +130,7 @@ class Begun:
         whole = Simulation(study, folder / "begun")
         for client in whole.federation.clients.values():
             client.journal.folder.mkdir(parents=True, exist_ok=True)
-            assert client.key
+            assert client.digest_key
 
     def copied(self, name: str) -> Path:
         shutil.copytree(self.folder / "begun", self.folder / name)
@@ -125,12 +142,12 @@ class Begun:
         Simulation(self.study, folder).run()
         return folder
 
-    def by(self, hands: Any, name: str, monkeypatch: Any) -> Path:
-        """Where these hands have."""
+    def by(self, transport: Any, name: str, monkeypatch: Any) -> Path:
+        """Where the workers of a transport have."""
         folder = self.copied(name)
         with monkeypatch.context() as patch:
-            patch.setattr(hiring, "_hands", lambda *_: hands)
-            Simulation(self.study, folder, workers=Workers()).run()
+            patch.setattr(factory, "make_transport", lambda *_: transport)
+            Simulation(self.study, folder, pool_config=PoolConfig()).run()
         return folder
 
 

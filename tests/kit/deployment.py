@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from fedplan.runners.flower.node import QUIET
 from fedplan.runners.flower.starter import new_federation
+from fedplan.runners.flower.supernode import FLOWER_ENVIRONMENT
 
 BIN = Path(sys.executable).parent
 
@@ -70,11 +70,11 @@ class Deployment:
             (place / "site.toml").write_text(said + "\n" + (more or {}).get(name, ""))
             if approve:
                 policy = (place / "policy.toml").read_text()
-                policy = policy.replace("by_rule = false", "by_rule = true")
+                policy = policy.replace("auto_approve = false", "auto_approve = true")
                 policy = policy.replace("metrics = []", 'metrics = ["loss", "accuracy"]')
-                policy = policy.replace("least_rows = 20", "least_rows = 1")
+                policy = policy.replace("min_examples = 20", "min_examples = 1")
                 (place / "policy.toml").write_text(policy)
-        self.env = {**os.environ, **QUIET, "OMP_NUM_THREADS": "1"}
+        self.env = {**os.environ, **FLOWER_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
         self.env |= {"PATH": f"{BIN}:{os.environ['PATH']}"}
 
     def __enter__(self) -> Deployment:
@@ -192,7 +192,7 @@ class Deployment:
         return self.folder / out
 
     def logs(self) -> str:
-        files = [*self.folder.glob("*.log"), *self.folder.glob("sites/*/home/*.log")]
+        files = [*self.folder.glob("*.log"), *self.folder.glob("sites/*/state/*.log")]
         return "\n".join(f"== {p}\n{p.read_text(errors='replace')[-3000:]}" for p in files)
 
 

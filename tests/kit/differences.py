@@ -36,16 +36,23 @@ from neighbours import (
 )
 from torch import Tensor, nn
 
-from fedplan.audits.bounds import Column, Draws, draws, flat, gaussian_lower_bound, lower_bound
+from fedplan.audits.bounds import (
+    Column,
+    Draws,
+    gaussian_lower_bound,
+    lower_bound,
+    release_rows,
+    sample_releases,
+)
 from fedplan.data.examples import Examples
-from fedplan.data.tables import load
+from fedplan.data.tables import load_table
 from fedplan.privacy.accounting.accountant import epsilon
-from fedplan.privacy.dpsgd.fit import DPSGD, Noisy
-from fedplan.privacy.mechanisms.clipping import clip
+from fedplan.privacy.dpsgd.fit import DPSGDConfig, NoisyGradients
+from fedplan.privacy.mechanisms.clipping import clip_change
 from fedplan.privacy.mechanisms.gaussian import aggregate
-from fedplan.privacy.mechanisms.noise import Noise
+from fedplan.privacy.mechanisms.noise import NoiseStream
+from fedplan.studies.federated_data import load_federated_data
 from fedplan.studies.schema import read_study
-from fedplan.studies.shares import shares_of
 from fedplan.tensors.named import digest
 
 DELTA, CONFIDENCE = 1e-5, 0.999
@@ -67,7 +74,6 @@ def blank(said: Any) -> Any:
 
 def _blanked(key: str, value: Any) -> Any:
     if key == "scores":
-        # A study has a patience of this name too.
         return [each[:2] for each in value] if isinstance(value, list) else value
     return {k: len(v) for k, v in value.items()} if isinstance(value, dict) else len(value or "")
 
@@ -228,7 +234,7 @@ def trained_on(case: Case, here: Path) -> int:
 
 
 def _rows(study: Path, file: Path) -> Examples:
-    return shares_of(read_study(study), ("north", load(str(file)))).train["north"]
+    return load_federated_data(read_study(study), ("north", load_table(str(file)))).train["north"]
 
 
 def reused(case: Case, here: Path, more: str = "") -> list[Finding]:
@@ -246,11 +252,11 @@ def reused(case: Case, here: Path, more: str = "") -> list[Finding]:
     return [Finding("noise", text)] if apart < ALIKE else []
 
 
-class _Drawn(Noisy):
+class _Drawn(NoisyGradients):
     """The noise that a fit adds to its sum, and nothing else of it."""
 
-    def __init__(self, privately: DPSGD, noise: Noise) -> None:
-        self._privately = privately
+    def __init__(self, config: DPSGDConfig, noise: NoiseStream) -> None:
+        self._config = config
         self._normal = lambda shape: noise.gaussian(shape, 1.0)
 
     def release(self, total: Tensor) -> Tensor:
@@ -261,7 +267,7 @@ def released(case: Case, seen: Seen, count: int) -> Draws:
     """So many releases of a world's first turn or round, each with noise of its own.
 
     What was summed is the coupled world's. The noise, its grid and the divisor are put on it by the
-    code that ships: of a client's turn by `Noisy._noisy`, of a round by `Mechanism.release`; each
+    code that ships: of a client's turn by `NoisyGradients._noisy`, of a round by `GaussianMechanism.release`; each
     call from a secret of its own, for as many copies side by side as it is asked for.
     """
     found = list[Draws]()
@@ -270,11 +276,11 @@ def released(case: Case, seen: Seen, count: int) -> Draws:
             mechanism, changes = seen.mechanisms[0]
             secret = np.random.default_rng().bytes(32)
             once = partial(_once, secret)
-            found.append(flat(draws(mechanism, changes, size, once)))
+            found.append(release_rows(sample_releases(mechanism, changes, size, once)))
         else:
             total = torch.from_numpy(_summed(case, seen))
-            private = DPSGD(CLIP, NOISE, BATCH, 1.0, 1)
-            drawn = _Drawn(private, Noise.fresh()).release(total.expand(size, -1))
+            private = DPSGDConfig(CLIP, NOISE, BATCH, 1.0, 1)
+            drawn = _Drawn(private, NoiseStream.fresh()).release(total.expand(size, -1))
             found.append(drawn.double().numpy())
     return np.concatenate(found)
 
@@ -284,9 +290,11 @@ def _summed(case: Case, seen: Seen) -> Column:
     if case.unit == "example":
         return torch.cat([v.flatten() for _, v in sorted(sums_of(seen)[0].items())]).numpy()
     mechanism, changes = seen.mechanisms[0]
-    total = {k: torch.zeros(shape).double() for k, (shape, _) in sorted(mechanism.shared.items())}
+    total = {
+        k: torch.zeros(shape).double() for k, (shape, _) in sorted(mechanism.public_shapes.items())
+    }
     for change in changes:
-        for key, value in clip(change, mechanism.bound).values.items():
+        for key, value in clip_change(change, mechanism.clipping_norm).values.items():
             total[key] += value
     return torch.cat([value.flatten() for value in total.values()]).numpy()
 
@@ -297,7 +305,7 @@ def _once(secret: bytes, mechanism: Any, changes: Any) -> dict[str, Tensor]:
 
 def claimed(seen: Seen) -> float:
     """The epsilon of the first turn or round, as it was charged."""
-    mains = [charge for charge in seen.charges if not charge.about.endswith(": vote")]
+    mains = [charge for charge in seen.charges if not charge.name.endswith(": vote")]
     return epsilon([mains[0].event], DELTA) if mains else 0.0
 
 

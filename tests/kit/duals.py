@@ -11,12 +11,12 @@ import transformers as hf
 from torch import nn
 from zoo import TEXT, VISION
 
-from fedplan.data.examples import Images
-from fedplan.data.tasks import task
-from fedplan.models.dual import Dual, dual_of
+from fedplan.data.examples import ImageExamples
+from fedplan.data.tasks import make_task
+from fedplan.models.dual_encoder import DualEncoder, make_dual_encoder
 
 NAMES = ("cat", "ice_cream", "big_old_dog")
-ASKED = task("image-text", columns="x", label="y", labels=NAMES, image_size=16)
+ASKED = make_task("image-text", columns="x", label="y", labels=NAMES, image_size=16)
 
 
 class Words:
@@ -57,18 +57,20 @@ BACKBONES: dict[str, tuple[Callable[[], nn.Module], Words]] = {
 }
 
 
-def build(name: str, template: str = "a picture of a {}", seed: int = 0) -> Dual:
+def build(name: str, template: str = "a picture of a {}", seed: int = 0) -> DualEncoder:
     torch.manual_seed(seed)
     make, tokenizer = BACKBONES[name]
-    return dual_of(make().eval(), tokenizer, NAMES, template).eval()
+    return make_dual_encoder(make().eval(), tokenizer, NAMES, template).eval()
 
 
-def pictures_of(*clients: str) -> dict[str, Images]:
+def pictures_of(*clients: str) -> dict[str, ImageExamples]:
     """Four random pictures for each client."""
     return {name: _pictures(len(name)) for name in clients}
 
 
-def _pictures(seed: int) -> Images:
+def _pictures(seed: int) -> ImageExamples:
     drawn = torch.Generator().manual_seed(seed)
     pictures = torch.randint(0, 255, (4, 3, 16, 16), generator=drawn, dtype=torch.uint8)
-    return Images(pictures, torch.arange(4) % 3, torch.full((3, 1, 1), 0.5), torch.ones(3, 1, 1))
+    return ImageExamples(
+        pictures, torch.arange(4) % 3, torch.full((3, 1, 1), 0.5), torch.ones(3, 1, 1)
+    )

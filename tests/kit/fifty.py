@@ -362,11 +362,11 @@ def build(name: str) -> nn.Module:
 
 def table() -> str:
     """What each of the fifty types, and of the further ones, is by its behaviour."""
-    from fedplan.models.behaviour.judging import verdicts
+    from fedplan.models.behaviour.validate import check_params
 
     lines, works = list[str](), 0
     for name in (*FIFTY, *FURTHER):
-        found = verdicts(build(name), MODELS[name][1]())
+        found = check_params(build(name), MODELS[name][1]())
         faults = [f"{v.param.key} {v.fault}" for v in found if v.fault]
         works += name in FIFTY and not faults
         said = faults[0] if faults else " ".join(sorted({str(v.param.kind) for v in found}))

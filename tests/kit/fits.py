@@ -8,29 +8,31 @@ import zoo
 from clients import loss
 from torch import Tensor, nn
 
-from fedplan.data.examples import NO_LABEL, Examples, Ragged, Sequences
+from fedplan.data.examples import NO_LABEL, Examples, RaggedArray, TokenSequences
 from fedplan.language.parser import parse
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.description import describe
-from fedplan.models.values import take
-from fedplan.training import Job, Pace
+from fedplan.models.values import get_values
+from fedplan.training import Job, TrainConfig
 
 
-def texts(count: int, *, tags: bool = False) -> Sequences:
+def texts(count: int, *, tags: bool = False) -> TokenSequences:
     """Texts of different length, with a label each, or one at some of their tokens."""
     draw = torch.Generator().manual_seed(count)
     sizes = torch.randint(2, 9, (count,), generator=draw).tolist()
     ids = [torch.randint(3, 60, (size,), generator=draw).tolist() for size in sizes]
     labels = [[1 if token % 3 else NO_LABEL for token in row] for row in ids]
-    held = Ragged.of(labels) if tags else torch.arange(count) % 2
-    return Sequences(Ragged.of(ids), 0, held)
+    held = RaggedArray.from_lists(labels) if tags else torch.arange(count) % 2
+    return TokenSequences(RaggedArray.from_lists(ids), 0, held)
 
 
-def job_of(model: nn.Module, pace: Pace, rows: Examples, plan: str = "share()") -> Job:
+def job_of(
+    model: nn.Module, train_config: TrainConfig, rows: Examples, plan: str = "share()"
+) -> Job:
     params = describe(model)
     roles = resolve(parse(plan), params, Turn(round=1, client="a"))
-    return Job(model, roles, rows, loss, pace, 3, take(model, params))
+    return Job(model, roles, rows, loss, train_config, 3, get_values(model, params))
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

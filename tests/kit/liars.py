@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
+from fedplan.federation.client_round import train_round
 from fedplan.federation.messages import Request, Update
-from fedplan.federation.record import joined, parted
-from fedplan.federation.turns import local
-from fedplan.runners.crews import crew
+from fedplan.federation.record import join_digests, split_digests
+from fedplan.runners.executors import executor
 from fedplan.tensors.named import digests
 
 Lie = Callable[[Tensor], Tensor]
@@ -25,16 +25,16 @@ def lied(agreement: Agreement, update: Update, lie: Lie, weight: int = 0) -> Upd
     """An update with other values or another weight, and a record that says the same."""
     values = {key: lie(value) for key, value in update.values.items()}
     weight = weight or update.weight
-    after = parted(agreement.params, update.line["after"]) | digests(values)
-    line: dict[str, Any] = {**update.line, "after": joined(agreement.params, after)}
-    return replace(update, values=values, weight=weight, line={**line, "weight": weight})
+    after = split_digests(agreement.params, update.ledger_line["after"]) | digests(values)
+    line: dict[str, Any] = {**update.ledger_line, "after": join_digests(agreement.params, after)}
+    return replace(update, values=values, weight=weight, ledger_line={**line, "weight": weight})
 
 
 def let_lie(patch: pytest.MonkeyPatch, names: set[str], lie: Lie, weight: int = 0) -> None:
     """Have some clients of the local runner lie from now on."""
 
     def turn(agreement: Agreement, client: Client, request: Request, **how: Any) -> Update:
-        update = local(agreement, client, request, **how)
+        update = train_round(agreement, client, request, **how)
         return lied(agreement, update, lie, weight) if client.name in names else update
 
-    patch.setattr(crew, "local", turn)
+    patch.setattr(executor, "train_round", turn)

@@ -13,14 +13,20 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedplan.privacy.masking.ciphers import MaskingError, NodeKey, node_public
-from fedplan.privacy.masking.diary import Notebook, Unwritten
-from fedplan.privacy.masking.server import MaskingServer, Opened
-from fedplan.privacy.masking.site import MaskingSite
-from fedplan.privacy.masking.terms import Slot, Terms
-from fedplan.tensors.modular import Words, numbers_of, wide_of, widened
+from fedplan.privacy.secagg.client import ProtocolClient
+from fedplan.privacy.secagg.crypto import NodeKey, SecAggError, node_public_key
+from fedplan.privacy.secagg.round_progress import MemoryProgressStore, ProgressStore
+from fedplan.privacy.secagg.server import ProtocolServer, UnmaskedSums
+from fedplan.privacy.secagg.terms import Slot, Terms
+from fedplan.tensors.ring import Words, ints_from_words, widen_words, words_from_ints
 
-STEPS = ("advertise", "share", "mask", "consent", "answer")
+STEPS = (
+    "advertise_keys",
+    "share_secrets",
+    "mask_input",
+    "sign_survivors",
+    "reveal_shares",
+)
 NEVER = len(STEPS)
 Said = TypeVar("Said")
 
@@ -34,15 +40,21 @@ def node(site: str) -> NodeKey:
 
 
 def directory(sites: Sequence[str]) -> dict[str, bytes]:
-    return {site: node_public(node(site)) for site in sites}
+    return {site: node_public_key(node(site)) for site in sites}
 
 
 def terms(slots: Sequence[Slot], *, threshold: int, floor: int = 2, **said: object) -> Terms:
     held: dict[str, object] = {
-        **{"experiment": "laws", "run": "a", "agreed": "f" * 16, "round": 1, "base": "b" * 16},
+        **{
+            "experiment": "laws",
+            "run": "a",
+            "agreement_digest": "f" * 16,
+            "round": 1,
+            "base_digest": "b" * 16,
+        },
         **said,
     }
-    return Terms(**held, threshold=threshold, floor=floor, slots=tuple(slots))  # type: ignore[arg-type]
+    return Terms(**held, threshold=threshold, min_senders=floor, slots=tuple(slots))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -53,59 +65,61 @@ class Round:
     numbers: Mapping[str, Mapping[str, Words]]
     weights: Mapping[str, int]
     gone: Mapping[str, int] = field(default_factory=dict[str, int])
-    notebooks: Mapping[str, Notebook] = field(default_factory=dict[str, Notebook])
+    notebooks: Mapping[str, ProgressStore] = field(default_factory=dict[str, ProgressStore])
 
     def __post_init__(self) -> None:
         known = directory(list(self.numbers))
-        self.server = MaskingServer(self.terms, known)
+        self.server = ProtocolServer(self.terms, known)
         self.sites = {
-            name: MaskingSite(name, node(name), known, self.notebooks.get(name, Unwritten()))
+            name: ProtocolClient(
+                name, node(name), known, self.notebooks.get(name, MemoryProgressStore())
+            )
             for name in self.numbers
         }
 
     def there(self, step: int) -> list[str]:
         return [name for name in self.numbers if self.gone.get(name, NEVER) > step]
 
-    def play(self, until: int = NEVER) -> Opened | None:
+    def play(self, until: int = NEVER) -> UnmaskedSums | None:
         """All steps, or those before one of them."""
         steps: list[Callable[[], None]] = [
             *(self.advertise, self.share, self.mask, self.consent, self.answer)
         ]
         for step in steps[:until]:
             step()
-        return self.server.open() if until == NEVER else None
+        return self.server.unmask() if until == NEVER else None
 
     def advertise(self) -> None:
         for name in self.there(0):
-            advert = self.sites[name].advertise(self.terms, list(self.numbers[name]))
-            self.server.advertised(advert)
+            advert = self.sites[name].advertise_keys(self.terms, list(self.numbers[name]))
+            self.server.accept_advert(advert)
 
     def share(self) -> None:
-        roster = self.server.adverts()
+        roster = self.server.roster()
         for name in self.there(1):
-            self.server.shared(self.sites[name].share(roster))
+            self.server.accept_shares(self.sites[name].share_secrets(roster))
 
     def mask(self) -> None:
-        held = {name: self.server.delivery(name) for name in self.there(1)}
+        held = {name: self.server.shares_for(name) for name in self.there(1)}
         for name in self.there(2):
             numbers, weight = self.numbers[name], self.weights[name]
-            self.server.add(self.sites[name].mask(held[name], numbers, weight))
+            self.server.add_masked_input(self.sites[name].mask_input(held[name], numbers, weight))
 
     def consent(self) -> None:
-        said = self.server.survivors()
+        said = self.server.survivor_list()
         for name in self.there(3):
-            self.server.consented(self.sites[name].consent(said))
+            self.server.accept_signature(self.sites[name].sign_survivors(said))
 
     def answer(self) -> None:
-        said = self.server.consents()
+        said = self.server.signature_list()
         for name in self.there(4):
-            self.server.answered(self.sites[name].answer(said))
+            self.server.accept_unmask_shares(self.sites[name].reveal_shares(said))
 
 
 def drawn(dice: random.Random, slot: Slot) -> Words:
     """Numbers of a slot, up to a size at which no sum of a few wraps around."""
     if slot.wide:
-        return wide_of(dice.randint(-(2**124), 2**124) for _ in range(slot.count))
+        return words_from_ints(dice.randint(-(2**124), 2**124) for _ in range(slot.count))
     found = [dice.randint(-(2**60), 2**60) % 2**64 for _ in range(slot.count)]
     return np.array(found, dtype=np.uint64)
 
@@ -142,7 +156,7 @@ def plain(made: Round) -> tuple[dict[str, list[int]], dict[str, int], set[str]] 
     groups = {s.name: [n for n in roster if s.name in made.numbers[n]] for s in made.terms.slots}
     for slot in made.terms.slots:
         senders = [n for n in survivors if n in groups[slot.name]]
-        if len(senders) >= made.terms.floor:
+        if len(senders) >= made.terms.min_senders:
             sums[slot.name] = added([made.numbers[n][slot.name] for n in senders], slot)
             weights[slot.name] = sum(made.weights[n] for n in senders)
         elif groups[slot.name]:
@@ -153,20 +167,20 @@ def plain(made: Round) -> tuple[dict[str, list[int]], dict[str, int], set[str]] 
 
 def added(held: Sequence[Words], slot: Slot) -> list[int]:
     """The sum of numbers in Python's own."""
-    rows = [numbers_of(each if slot.wide else widened(each)) for each in held]
+    rows = [ints_from_words(each if slot.wide else widen_words(each)) for each in held]
     return [sum(column) for column in zip(*rows, strict=True)]
 
 
-def said(found: Opened, made: Round) -> tuple[dict[str, list[int]], dict[str, int], set[str]]:
+def said(found: UnmaskedSums, made: Round) -> tuple[dict[str, list[int]], dict[str, int], set[str]]:
     wide = {slot.name: slot.wide for slot in made.terms.slots}
-    sums = {n: numbers_of(w if wide[n] else widened(w)) for n, w in found.numbers.items()}
-    return sums, found.weights, set(found.closed)
+    sums = {n: ints_from_words(w if wide[n] else widen_words(w)) for n, w in found.numbers.items()}
+    return sums, found.weights, set(found.withheld)
 
 
 def refusal(asked: Callable[[], object]) -> str:
     """Why something is refused; nothing if it is not."""
     try:
         asked()
-    except MaskingError as error:
+    except SecAggError as error:
         return str(error)
     return ""

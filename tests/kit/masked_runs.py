@@ -17,32 +17,32 @@ from grids import InProcess
 from masked import directory, node
 from torch import nn
 
-from fedplan.audits.ledger import verify_lines
+from fedplan.audits.ledger import verify_ledger
 from fedplan.federation.account import Account, Limits
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client, share_guard_of
-from fedplan.federation.endpoint import Endpoint, place_of
+from fedplan.federation.client import Client, make_noise_guard
+from fedplan.federation.endpoint import Endpoint, site_run_folder
 from fedplan.federation.identity import read_identity
-from fedplan.federation.masker import Masker
-from fedplan.federation.masking import Masking
-from fedplan.federation.patience import Patience
+from fedplan.federation.secagg_client import SecAggClient
+from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.federation.server import Server
+from fedplan.federation.timeouts import Timeouts
 from fedplan.methods.method import Method
 from fedplan.models.description import describe
-from fedplan.models.values import take
+from fedplan.models.values import get_values
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.carrier import Carrier
-from fedplan.storage.journal import Journal, home_of
-from fedplan.storage.lines import read_lines
+from fedplan.runners.flower.server_loop import ServerLoop
+from fedplan.storage.journal import Journal, client_state_folder
+from fedplan.storage.json_lines import read_json_lines
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
-from fedplan.training.fit import Pace
+from fedplan.training.fit import TrainConfig
 
 NAMES = ("client-0", "client-1", "client-2")
-PACE = Pace(rate=1e-2, batch=2, steps=2)
-MASKED = Masking("masked", threshold=2, floor=2)
-SOON = Patience(sites=2.0, answers=60.0, absent=1.0, look=0.01)
+PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)
+MASKED = SecAggConfig("secure", threshold=2, min_contributors=2)
+SOON = Timeouts(sites=2.0, updates=60.0, reconnect=1.0, poll_interval=0.01)
 TRAITS = {"client-1": {"site": "a"}}
 Answer = Callable[[str, str, Message], Message]
 """The answer of a site, by its name, to a request of a kind."""
@@ -64,7 +64,7 @@ class MaskedRun:
         self,
         made: Method,
         folder: Path,
-        masking: Masking = MASKED,
+        secagg: SecAggConfig = MASKED,
         *,
         rounds: int = 2,
         accounts: Path | None = None,
@@ -73,11 +73,11 @@ class MaskedRun:
     ) -> None:
         self.folder, self.made, model = folder, made, model_of(made)
         self.accounts, self.limits = accounts, limits
-        agreement = Agreement("flower", describe(model), made, PACE, guarantee, masking=masking)
+        agreement = Agreement("flower", describe(model), made, PACE, guarantee, secagg=secagg)
         folder.mkdir(exist_ok=True)
         self.server = Server(
             agreement,
-            take(model, agreement.params),
+            get_values(model, agreement.params),
             folder,
             rounds=rounds,
             roster={name: TRAITS.get(name, {}) if guarantee else {} for name in NAMES},
@@ -92,25 +92,27 @@ class MaskedRun:
         """A site as it starts: with what lies on its disk, and nothing else."""
         run, model = read_identity(self.folder).id, model_of(self.made)
         agreement = replace(self.server.agreement, run=run)
-        start = take(model, agreement.params)
+        start = get_values(model, agreement.params)
         account = Account(self.accounts / name, self.limits) if self.accounts else None
         site = Client(
             name=name,
-            rows=few("bert", 3)[name],
-            journal=Journal(home_of(self.folder, name), replies=True),
+            examples=few("bert", 3)[name],
+            journal=Journal(client_state_folder(self.folder, name), keep_replies=True),
             model=model,
             start=start,
-            marks=digests(start),
+            start_digests=digests(start),
             loss=loss,
             traits=TRAITS.get(name, {}),
             account=account,
-            shares=share_guard_of(agreement, account) if account else None,
+            noise_guard=make_noise_guard(agreement, account) if account else None,
         )
-        place, masker = place_of(self.folder / "sites" / name, run), None
-        if agreement.masking.active:
+        place, masker = site_run_folder(self.folder / "sites" / name, run), None
+        if agreement.secagg.active:
             known = directory(NAMES)
-            masker = Masker(agreement, site, node(name), known, place, cohort=lambda number: NAMES)
-        return Endpoint(agreement, site, self.folder / "sites" / name, masker=masker)
+            masker = SecAggClient(
+                agreement, site, node(name), known, place, cohort=lambda number: NAMES
+            )
+        return Endpoint(agreement, site, self.folder / "sites" / name, secagg_client=masker)
 
     def restart(self, name: str) -> None:
         """A site as after a kill."""
@@ -123,15 +125,15 @@ class MaskedRun:
         self.said += [found.header, *found.blobs]
         return found
 
-    def carry(self, patience: Patience = SOON) -> Server:
-        Carrier(self.grid, self.server, patience).carry()
+    def carry(self, patience: Timeouts = SOON) -> Server:
+        ServerLoop(self.grid, self.server, patience).run()
         return self.server
 
     def lines(self) -> list[dict[str, Any]]:
-        return read_lines(self.folder / "ledger.jsonl")
+        return read_json_lines(self.folder / "ledger.jsonl")
 
     def rounds(self) -> list[dict[str, Any]]:
         return [line for line in self.lines() if line["kind"] == "round"]
 
     def faults(self) -> list[str]:
-        return verify_lines(self.server.agreement, self.lines())
+        return verify_ledger(self.server.agreement, self.lines())

@@ -80,27 +80,35 @@ MISTAKES = (
     _set("A method of the study is misspelt.", "method.name=fedperr", "fedperr", "fedper?"),
     _set(
         "A setting is not one of the method's.",
-        "method={name='fedprox',settings={mu=0.1}}",
-        *("fedprox", "'mu'", "strength"),
+        "method={name='fedprox',settings={strength=0.1}}",
+        *("fedprox", "'strength'", "mu"),
     ),
-    _set("The table is not there.", "data.path=digit.npz", "digit.npz", "is not there"),
+    _set("The table is not there.", "data.path=digit.npz", "digit.npz", "does not exist"),
     _set("The label's column is misspelt.", "task.label=digits", "'digits'", "digit"),
     _set(
         "The kind of task is misspelt.",
         "task.kind=image-clasification",
         *("'image-clasification'", "did you mean image-classification?"),
     ),
-    _set("There are more clients than rows.", "data.clients=100", "100 clients", "fewer clients"),
-    _set("The division is misspelt.", "data.by=dirichelt", "'dirichelt'", "dirichlet?"),
-    _set("A share is above one.", "clients.share=2.0", "clients.share", "2", "less than or equal"),
+    _set(
+        "There are more clients than rows.", "data.num_clients=100", "100 clients", "fewer clients"
+    ),
+    _set("The division is misspelt.", "data.partition=dirichelt", "'dirichelt'", "dirichlet?"),
+    _set(
+        "A share is above one.",
+        "clients.fraction=2.0",
+        "clients.fraction",
+        "2",
+        "less than or equal",
+    ),
     _set(
         "The pictures have another size than the model takes.",
         "task.image_size=16",
-        *("cannot take the rows", "16", "see model and task"),
+        *("cannot use the examples", "16", "check [model] and [task]"),
     ),
     _set("The model's type is misspelt.", "model.type=vitt", "'vitt'", "did you mean vit?"),
     _set("The device is not there.", "device=cuda", "cuda", "auto"),
-    _set("The optimiser is misspelt.", "train.optimiser=adamx", "'adamx'", "did you mean adam"),
+    _set("The optimizer is misspelt.", "train.optimizer=adamx", "'adamx'", "did you mean adam"),
     _set(
         "A tracker is misspelt.",
         'evaluate.trackers=["wandbb"]',
@@ -116,7 +124,11 @@ MISTAKES = (
         "status nowhere",
         ("nowhere is not the folder of a run", "fedplan run --output"),
     ),
-    Mistake("A run that has ended is stopped.", "stop done", ("done is not running", "it is done")),
+    Mistake(
+        "A run that has ended is stopped.",
+        "stop done",
+        ("done is not running", "its state is: done"),
+    ),
     Mistake(
         "A model is asked of a client that there is not.",
         "export done model --client nobody",
@@ -135,7 +147,7 @@ MISTAKES = (
     Mistake(
         "Workers are asked of a runner that has none.",
         "run study.toml --output next --workers 4",
-        ("workers", "the runner local has none", "say pool or ray"),
+        ("workers", "does not apply to runner local", "use pool or ray"),
     ),
     Mistake(
         "The runner is misspelt.",
@@ -150,12 +162,12 @@ MISTAKES = (
     Mistake(
         "A table has neither texts nor pictures.",
         "new study numbers.csv --model vit-tiny-16 -o numbers.toml",
-        ("numbers.csv", "looks like texts or pictures", "--input"),
+        ("numbers.csv", "looks like texts or images", "--input"),
     ),
     Mistake(
         "A study would be written over another.",
         "new study reviews.csv --model vit-tiny-16 -o study.toml",
-        ("study.toml is there already", "--output"),
+        ("study.toml exists already", "--output"),
     ),
     Mistake(
         "A folder is no site's.",

@@ -36,20 +36,20 @@ from fedplan.errors import FedplanError
 from fedplan.federation import identity
 from fedplan.federation.server import Server
 from fedplan.privacy import guard
-from fedplan.privacy.accounting.events import Spent, read_spent
-from fedplan.privacy.mechanisms.gaussian import Change, Mechanism
-from fedplan.privacy.mechanisms.noise import Noise
-from fedplan.privacy.mechanisms.secret import derived
+from fedplan.privacy.accounting.events import Charge, charge_from_json
+from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
+from fedplan.privacy.mechanisms.noise import NoiseStream
+from fedplan.privacy.mechanisms.secret import derive_key
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.carriage import carry_study
-from fedplan.runners.flower.records import message_in, records_of
+from fedplan.runners.flower.records import from_records, to_records
+from fedplan.runners.flower.server import run_server
 from fedplan.runners.site import Site
-from fedplan.sites.desk import Desk
+from fedplan.sites.gateway import SiteGateway
 from fedplan.storage.journal import Journal
-from fedplan.storage.lines import read_lines
+from fedplan.storage.json_lines import read_json_lines
 from fedplan.studies.schema import read_study
 from fedplan.tensors.message import Message
-from fedplan.tensors.serialization import unpacked
+from fedplan.tensors.serialization import unpack_message
 
 CLIP, RATE, BATCH, NOISE, K, ROUNDS = 0.05, 1.0, 8, 1.0, 1, 2
 SECRET = b"the same secret in both worlds".ljust(32, b".")
@@ -59,13 +59,13 @@ CANARY = "canary"
 LABELS = ("red", "green", "blue")
 TINY = "hidden_size = 16, num_hidden_layers = 2, num_attention_heads = 2, intermediate_size = 16"
 BERT = f"""type = "bert"
-settings = {{ {TINY}, vocab_size = {len(WORDS)}, max_position_embeddings = 32, hidden_dropout_prob = 0.0, attention_probs_dropout_prob = 0.0 }}"""
+config = {{ {TINY}, vocab_size = {len(WORDS)}, max_position_embeddings = 32, hidden_dropout_prob = 0.0, attention_probs_dropout_prob = 0.0 }}"""
 GPT2 = f"""type = "gpt2"
-settings = {{ n_embd = 16, n_layer = 2, n_head = 2, vocab_size = {len(WORDS)}, n_positions = 32, bos_token_id = 2, eos_token_id = 3, attn_pdrop = 0.0, resid_pdrop = 0.0, embd_pdrop = 0.0 }}"""
+config = {{ n_embd = 16, n_layer = 2, n_head = 2, vocab_size = {len(WORDS)}, n_positions = 32, bos_token_id = 2, eos_token_id = 3, attn_pdrop = 0.0, resid_pdrop = 0.0, embd_pdrop = 0.0 }}"""
 BART = f"""type = "bart"
-settings = {{ d_model = 16, encoder_layers = 2, decoder_layers = 2, encoder_attention_heads = 2, decoder_attention_heads = 2, encoder_ffn_dim = 16, decoder_ffn_dim = 16, vocab_size = {len(WORDS)}, max_position_embeddings = 32, dropout = 0.0, pad_token_id = 0, bos_token_id = 2, eos_token_id = 3, decoder_start_token_id = 3, forced_eos_token_id = 3 }}"""
+config = {{ d_model = 16, encoder_layers = 2, decoder_layers = 2, encoder_attention_heads = 2, decoder_attention_heads = 2, encoder_ffn_dim = 16, decoder_ffn_dim = 16, vocab_size = {len(WORDS)}, max_position_embeddings = 32, dropout = 0.0, pad_token_id = 0, bos_token_id = 2, eos_token_id = 3, decoder_start_token_id = 3, forced_eos_token_id = 3 }}"""
 VIT = f"""type = "vit"
-settings = {{ image_size = 8, patch_size = 4, {TINY}, hidden_dropout_prob = 0.0, attention_probs_dropout_prob = 0.0 }}"""
+config = {{ image_size = 8, patch_size = 4, {TINY}, hidden_dropout_prob = 0.0, attention_probs_dropout_prob = 0.0 }}"""
 Row = dict[str, Any]
 
 
@@ -164,7 +164,7 @@ class Asked:
 
 def _safl(probe: str, together: bool = False) -> str:
     more = f', probe = "{probe}"' if probe else ""
-    joint = ", together = true" if together else ""
+    joint = ", joint_choice = true" if together else ""
     return f'name = "safl"\nsettings = {{ k = {K}, with_head = HEAD{more}{joint} }}'
 
 
@@ -185,7 +185,7 @@ METHODS: dict[str, Asked] = {
         """plan = 'chain(freeze(), by("ward", {"a": share(blocks(0))}, share(blocks(1))))'""",
         units=("client",),
     ),
-    "vote": Asked(_safl(""), "vote = 2.0\nperiod = 1"),
+    "vote": Asked(_safl(""), "vote_noise_multiplier = 2.0\nvote_every = 1"),
 }
 UNITS = {"example": ("north",), "client": ("north", "south", "east")}
 """The roster of each unit. Of examples, north's last row is what worlds differ in; of clients,
@@ -217,7 +217,7 @@ class Case:
         """The study's text."""
         recipe, asked = TASKS[self.task], METHODS[self.method]
         head = str(not recipe.headless and self.task != "image-text").lower()
-        size = f"size = {BATCH}\n" if self.unit == "example" else ""
+        size = f"examples_per_site = {BATCH}\n" if self.unit == "example" else ""
         text = f"""
 name = "audit"
 [model]
@@ -228,27 +228,27 @@ kind = "{self.task}"
 {"" if self.task.startswith("image") else f'tokenizer = "{here}/words"'}
 max_length = 16
 [data]
-own_test = 0.2
+holdout_fraction = 0.2
 [clients]
 names = {json.dumps(self.roster)}
 [method]
 {asked.said.replace("HEAD", head)}
 [train]
 rounds = {asked.rounds}
-optimiser = "sgd"
-rate = {RATE}
-batch = {BATCH}
+optimizer = "sgd"
+lr = {RATE}
+batch_size = {BATCH}
 steps = 1
-[patience]
+[timeouts]
 sites = 0.2
-answers = 30.0
-absent = 0.1
-look = 0.005
+updates = 30.0
+reconnect = 0.1
+poll_interval = 0.005
 [privacy]
 unit = "{self.unit}"
 epsilon = 500.0
-noise = {NOISE}
-clip = {CLIP}
+noise_multiplier = {NOISE}
+clipping_norm = {CLIP}
 {size}{asked.privacy}
 """
         return _over(text, self.more)
@@ -304,7 +304,7 @@ class Said:
     error: str = ""
 
     def unpacked(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return unpacked(self.message) if self.message is not None else ({}, {})
+        return unpack_message(self.message) if self.message is not None else ({}, {})
 
     @property
     def bytes(self) -> bytes:
@@ -322,18 +322,18 @@ class Wire(InProcess):
     def _answer(self, envelope: FlowerMessage) -> FlowerMessage:
         kind = envelope.metadata.message_type
         site = str(self.contexts[envelope.metadata.dst_node_id].node_config["name"])
-        self.said.append(Said("down", kind, site, message_in(envelope.content)))
+        self.said.append(Said("down", kind, site, from_records(envelope.content)))
         reply = super()._answer(envelope)
         if reply.has_error():
             self.said.append(Said("up", kind, site, error=str(reply.error.reason)))
         else:
-            self.said.append(Said("up", kind, site, message_in(reply.content)))
+            self.said.append(Said("up", kind, site, from_records(reply.content)))
         return reply
 
     def ask(self, site: str, kind: str, message: Message) -> Said:
         """Ask a site what its server would not."""
         nodes = {str(c.node_config["name"]): n for n, c in self.contexts.items()}
-        envelope = FlowerMessage(records_of(message), nodes[site], kind)
+        envelope = FlowerMessage(to_records(message), nodes[site], kind)
         envelope.metadata.__dict__["_message_id"] = "poke"
         self._answer(envelope)
         return self.said[-1]
@@ -350,8 +350,8 @@ class Seen:
     worlds: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
     versions: list[dict[str, int]] = field(default_factory=list[dict[str, int]])
     kept: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    charges: list[Spent] = field(default_factory=list[Spent])
-    mechanisms: list[tuple[Mechanism, list[Change]]] = field(default_factory=list[Any])
+    charges: list[Charge] = field(default_factory=list[Charge])
+    mechanisms: list[tuple[GaussianMechanism, list[Change]]] = field(default_factory=list[Any])
 
     def answers(self, kind: str, site: str) -> list[Said]:
         return [s for s in self.said if (s.way, s.kind, s.site) == ("up", kind, site)]
@@ -368,15 +368,17 @@ class World:
 
     def __post_init__(self) -> None:
         self.file = self.folder.parent / "study.toml"
-        recipe, desks = TASKS[self.case.task], dict[str, Desk]()
+        recipe, desks = TASKS[self.case.task], dict[str, SiteGateway]()
         self.folder.mkdir(parents=True)
         if not self.file.exists():
             self.file.write_text(self.case.study(self.folder.parent.parent))
         for name, rows in self.tables.items():
             table = self.folder / f"{name}{recipe.suffix}"
             write_table(rows, table)
-            said = {"name": name, "home": str(self.folder / "home" / name), "data": str(table)}
-            desks[name] = Desk(Site(**said, traits=dict(self.traits.get(name, {}))), Anybody())
+            said = {"name": name, "state": str(self.folder / "state" / name), "data": str(table)}
+            desks[name] = SiteGateway(
+                Site(**said, traits=dict(self.traits.get(name, {}))), Anybody()
+            )
         self.wire = Wire(
             client_app(
                 lambda context, *asked: desks[str(context.node_config["name"])].answer(*asked)
@@ -389,7 +391,7 @@ class World:
         seen = Seen()
         with _watched(seen):
             try:
-                carry_study(self.wire, read_study(self.file), self.folder / "server")
+                run_server(self.wire, read_study(self.file), self.folder / "server")
             except FedplanError as error:
                 seen.fault = str(error)
         return self._read(seen)
@@ -405,62 +407,62 @@ class World:
         seen.said = self.wire.said
         for name in ("ledger", "metrics"):
             file = self.folder / "server" / f"{name}.jsonl"
-            setattr(seen, name, read_lines(file) if file.exists() else [])
-        for home in (self.folder / "home").rglob("home"):
-            seen.kept |= Journal(home, replies=True).home()[0]
-        for file in sorted(self.folder.rglob(guard.CHARGES)):
+            setattr(seen, name, read_json_lines(file) if file.exists() else [])
+        for state in (self.folder / "state").rglob("state"):
+            seen.kept |= Journal(state, keep_replies=True).client_state()[0]
+        for file in sorted(self.folder.rglob(guard.CHARGES_FILE)):
             _, *lines = file.read_text().splitlines()
-            seen.charges += [read_spent(json.loads(line)["line"]) for line in lines]
+            seen.charges += [charge_from_json(json.loads(line)["line"]) for line in lines]
         return seen
 
 
 @contextmanager
 def _watched(seen: Seen) -> Generator[None]:
     """Note what is summed and what a round makes of the world."""
-    add, commit = Mechanism.add, Server.commit
+    add, commit = GaussianMechanism.add, Server.commit
 
-    def adding(self: Mechanism, total: Any, change: Change, **more: Any) -> bool:
+    def adding(self: GaussianMechanism, total: Any, change: Change, **more: Any) -> bool:
         if not seen.mechanisms or seen.mechanisms[-1][0] is not self:
             seen.mechanisms.append((self, []))
         seen.mechanisms[-1][1].append({k: v.detach().clone() for k, v in change.items()})
         return add(self, total, change, **more)
 
     def committing(self: Server, *args: Any, **more: Any) -> Any:
-        seen.worlds.append({k: v.clone() for k, v in self.world.values.items()})
-        seen.versions.append(dict(self.world.versions))
+        seen.worlds.append({k: v.clone() for k, v in self.global_state.values.items()})
+        seen.versions.append(dict(self.global_state.versions))
         return commit(self, *args, **more)
 
-    with patch.object(Mechanism, "add", adding), patch.object(Server, "commit", committing):
+    with patch.object(GaussianMechanism, "add", adding), patch.object(Server, "commit", committing):
         yield
 
 
 @contextmanager
 def secrets_known() -> Generator[None]:
     """Every guard has one secret, and draws as it always does."""
-    with patch.object(guard, "secret_of", lambda *_: SECRET):
+    with patch.object(guard, "load_or_create_secret", lambda *_: SECRET):
         yield
 
 
 @contextmanager
 def coupled() -> Generator[None]:
     """No noise, the same draws whatever is drawn for, votes with the same winners, one run's id."""
-    choose = Server.choose
+    choose = Server.choose_blocks
 
-    def silent(self: Noise, shape: tuple[int, ...], scale: float) -> Tensor:
+    def silent(self: NoiseStream, shape: tuple[int, ...], scale: float) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64)
 
-    def source(secret: bytes, about: str, *_: str | int | bytes) -> Noise:
-        return Noise(derived(SECRET, "noise", about))
+    def source(secret: bytes, about: str, *_: str | int | bytes) -> NoiseStream:
+        return NoiseStream(derive_key(SECRET, "noise", about))
 
-    def chosen(self: Server, tally: Any, polled: Mapping[str, Any]) -> None:
+    def chosen(self: Server, round_state: Any, polled: Mapping[str, Any]) -> None:
         last = {b: float(i < K) for i, b in enumerate(self.agreement.blocks)}
-        choose(self, tally, dict.fromkeys(polled, last))
+        choose(self, round_state, dict.fromkeys(polled, last))
 
     with (
         secrets_known(),
-        patch.object(Noise, "gaussian", silent),
-        patch.object(Noise, "for_release", staticmethod(source)),
-        patch.object(Server, "choose", chosen),
+        patch.object(NoiseStream, "gaussian", silent),
+        patch.object(NoiseStream, "for_release", staticmethod(source)),
+        patch.object(Server, "choose_blocks", chosen),
         patch.object(identity, "token_hex", lambda size: "ab" * size),
     ):
         yield

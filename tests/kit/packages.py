@@ -13,12 +13,12 @@ import pytest
 METHOD = """
 from fedplan.language.plan import share
 from fedplan.methods.method import Method
-from fedplan.methods.server_optimiser import mean
+from fedplan.methods.server_optimizer import mean
 
 
 def mine(strength: float = 0.5) -> Method:
     '''Mine: all share, and the server goes a part of the way.'''
-    return Method(share(), server_optimiser=mean(_rate(strength)))
+    return Method(share(), server_optimizer=mean(_rate(strength)))
 
 
 def _rate(strength: float) -> float:

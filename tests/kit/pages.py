@@ -15,9 +15,20 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-WRITTEN = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/design").glob("*.md"))]
-DOCUMENTS = ["README.md", *(p.relative_to(ROOT).as_posix() for p in WRITTEN)]
-GENERATED = [f"docs/reference/{p.name}" for p in sorted((ROOT / "docs/reference").glob("*.md"))]
+WRITTEN = ("", "tutorials/", "how-to/", "explanation/", "evidence/")
+"""Folders of docs/ with pages written by hand; of docs/reference/ only the glossary is."""
+GLOSSARY = "docs/reference/glossary.md"
+PATTERNS = (*(f"docs/{folder}*.md" for folder in WRITTEN), GLOSSARY)
+DOCUMENTS = ["README.md"] + [
+    page.relative_to(ROOT).as_posix() for pattern in PATTERNS for page in sorted(ROOT.glob(pattern))
+]
+GENERATED = [
+    f"docs/reference/{page.name}"
+    for page in sorted((ROOT / "docs/reference").glob("*.md"))
+    if page.name != "glossary.md"
+]
+LAB = [f"lab/pages/{page.name}" for page in sorted((ROOT / "lab/pages").glob("*.md"))]
+"""Pages of results, written by the scripts of the lab."""
 PROJECT = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 PLAYED = "<!-- played"
 """How a page begins that is played whole, from top to bottom in an empty folder."""
@@ -56,18 +67,18 @@ class Block:
 
 
 @cache
-def text_of(page: str) -> str:
+def canonical_text(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
 def played(page: str) -> bool:
-    return text_of(page).startswith(PLAYED)
+    return canonical_text(page).startswith(PLAYED)
 
 
 def blocks(page: str) -> list[Block]:
     found = list[Block]()
-    for match in FENCE.finditer(text_of(page)):
-        said = EXCUSE.search(text_of(page)[: match.start()])
+    for match in FENCE.finditer(canonical_text(page)):
+        said = EXCUSE.search(canonical_text(page)[: match.start()])
         words = (said[1], said[2]) if said else ("", "")
         found.append(Block(page, match[2], match[3], *words))
     return found
@@ -80,7 +91,7 @@ def commands(page: str) -> Iterator[list[str]]:
             joined = block.text.replace("\\\n", " ")
             for line in joined.splitlines():
                 yield from _words(line.removeprefix("$ "))
-    for inline in re.findall(r"`(fedplan [^`\n]+)`", FENCE.sub("", text_of(page))):
+    for inline in re.findall(r"`(fedplan [^`\n]+)`", FENCE.sub("", canonical_text(page))):
         yield from _words(inline.replace("\\|", "|"))
 
 
@@ -95,13 +106,13 @@ def _words(line: str) -> Iterator[list[str]]:
 
 
 def links(page: str) -> list[str]:
-    return LINK.findall(re.sub(r"`[^`\n]*`", "", FENCE.sub("", text_of(page))))
+    return LINK.findall(re.sub(r"`[^`\n]*`", "", FENCE.sub("", canonical_text(page))))
 
 
 @cache
 def anchors(page: str) -> frozenset[str]:
     """Where a link may lead within a page, as GitHub and the site both name it."""
-    text, seen, found = FENCE.sub("", text_of(page)), Counter[str](), set[str]()
+    text, seen, found = FENCE.sub("", canonical_text(page)), Counter[str](), set[str]()
     for heading in re.findall(r"^#+ (.+?)\s*$", text, re.M):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
         slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
@@ -115,7 +126,7 @@ def counted() -> dict[str, int]:
     all_blocks = [b for page in DOCUMENTS for b in blocks(page)]
     done = Counter(f"blocks {b.done}" if b.done else f"blocks of {b.language}" for b in all_blocks)
     named = sum(1 for page in DOCUMENTS for _ in commands(page))
-    led = sum(len(links(page)) for page in [*DOCUMENTS, *GENERATED, *PROJECT])
+    led = sum(len(links(page)) for page in [*DOCUMENTS, *GENERATED, *PROJECT, *LAB])
     whole = {"pages": len(DOCUMENTS) + len(GENERATED), "blocks": len(all_blocks)}
     return {**whole, **dict(sorted(done.items())), "commands named": named, "links": led}
 

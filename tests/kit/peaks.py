@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-QUIET = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+FLOWER_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """So that what is let go is given back: else a peak would tell of the allocator."""
 ROUNDS, CLIENTS, TOKENS = 2, 3, 2
 
@@ -107,22 +107,22 @@ def made(case: Case) -> tuple[Any, Any]:
 
     from fedplan.federation.agreement import Agreement
     from fedplan.language.parser import parse
-    from fedplan.methods.registry import method_named
+    from fedplan.methods.registry import method_by_name
     from fedplan.models.description import describe
-    from fedplan.training.fit import Pace
-    from fedplan.training.optimisers import sgd
+    from fedplan.training.fit import TrainConfig
+    from fedplan.training.optimizers import sgd
 
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(case.type, **case.settings)
     torch.set_default_dtype(getattr(torch, case.dtype))
     model = transformers.AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
-    method = method_named(case.method, case.options)
+    method = method_by_name(case.method, case.options)
     if case.plan:
         method = replace(method, plan=parse(case.plan))
     model = method.adapt(model) if method.adapt is not None else model
-    pace = Pace(optimiser=sgd(), rate=1e-4, batch=1, steps=1)
-    return model, Agreement("peaks", describe(model), method, pace)
+    train_config = TrainConfig(optimizer=sgd(), lr=1e-4, batch_size=1, steps=1)
+    return model, Agreement("peaks", describe(model), method, train_config)
 
 
 def measured(case: Case, play: Callable[[Any, Any], None]) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def measured(case: Case, play: Callable[[Any, Any], None]) -> dict[str, Any]:
     from transformers.models.llama import modeling_llama
 
     import fedplan.federation.endpoint
-    import fedplan.runners.flower.carrier
+    import fedplan.runners.flower.server_loop
     import fedplan.runners.local  # noqa: F401
 
     _ = peft, transformers, modeling_gpt2, modeling_llama
@@ -187,7 +187,7 @@ def _play(model: Any, agreement: Any) -> None:
     with tempfile.TemporaryDirectory(dir=room()) as folder:
         fed = Federation(agreement, model, rows, loss, Path(folder), rounds=ROUNDS)
         for _ in range(ROUNDS):
-            fed.commit(fed.round())
+            fed.commit(fed.run_round())
 
 
 def server(case: Case, name: str) -> dict[str, Any]:
@@ -198,25 +198,25 @@ def server(case: Case, name: str) -> dict[str, Any]:
     def play(model: Any, agreement: Any) -> None:
         from grids import InProcess
 
-        from fedplan.federation.origin import base_of
-        from fedplan.federation.patience import Patience
+        from fedplan.federation.initial_model import digest_initial_model
         from fedplan.federation.server import Server
-        from fedplan.models.values import take
+        from fedplan.federation.timeouts import Timeouts
+        from fedplan.models.values import get_values
         from fedplan.runners.flower.apps import client_app
-        from fedplan.runners.flower.carrier import Carrier
+        from fedplan.runners.flower.server_loop import ServerLoop
         from fedplan.tensors.message import Message
 
         with tempfile.TemporaryDirectory(dir=room()) as folder:
             names = [f"client-{n}" for n in range(case.sites)]
-            start = take(model, agreement.trainable)
-            marks = base_of(model, agreement.params, start).marks
+            start = get_values(model, agreement.trainable)
+            marks = digest_initial_model(model, agreement.params, start).short_digests
             made = Server(
                 agreement,
                 start,
                 Path(folder),
                 rounds=ROUNDS,
                 roster={each: {} for each in names},
-                marks=marks,
+                start_digests=marks,
             )
             del start, model
             sites = {
@@ -227,7 +227,7 @@ def server(case: Case, name: str) -> dict[str, Any]:
                 return sites[str(context.node_config["name"])].answer(kind, message)
 
             grid = InProcess(client_app(answer), [{"name": each} for each in names])
-            Carrier(grid, made, Patience(look=0.01), quorum=case.sites).carry()
+            ServerLoop(grid, made, Timeouts(poll_interval=0.01), quorum=case.sites).run()
             found["sites"] = [each.end() for each in sites.values()]
 
     return measured(case, play) | found
@@ -263,25 +263,25 @@ def site(case: Case, client: str, run: str, folder: str) -> dict[str, Any]:
 
     def play(model: Any, agreement: Any) -> None:
         from fedplan.federation.client import Client
-        from fedplan.federation.endpoint import Endpoint, journal_in, place_of
-        from fedplan.federation.origin import base_of
-        from fedplan.models.values import take
+        from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
+        from fedplan.federation.initial_model import digest_initial_model
+        from fedplan.models.values import get_values
         from fedplan.tensors.message import Message
 
         agreement, place = replace(agreement, run=run), Path(folder)
-        start = take(model, agreement.trainable)
-        base = base_of(model, agreement.params, start)
+        start = get_values(model, agreement.trainable)
+        base = digest_initial_model(model, agreement.params, start)
         made = Endpoint(
             agreement,
             Client(
                 name=client,
-                rows=Words(1),
-                journal=journal_in(place_of(place, run)),
+                examples=Words(1),
+                journal=open_journal(site_run_folder(place, run)),
                 model=model,
                 start=start,
-                marks=base.marks,
+                start_digests=base.short_digests,
                 loss=loss,
-                base=base,
+                initial_model=base,
             ),
             place,
         )
@@ -311,7 +311,7 @@ def peaks(place: str, name: str) -> dict[str, Any]:
             *filter(None, [os.environ.get("PYTHONPATH")]),
         ]
     )
-    said = {**os.environ, **QUIET, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    said = {**os.environ, **FLOWER_ENVIRONMENT, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(kit), place, name], env=said, capture_output=True, text=True
     )

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 import fedplan as fp
 from fedplan.language import parts as p
-from fedplan.language.resolution import check
+from fedplan.language.resolution import check_plan
 from fedplan.models.params import Block, Params
 
 NAMES = st.sampled_from(["north", "south", "St. Élie", 'a "b" c', "x,y|z", "7"])
 SMALL = st.integers(0, 12)
 
 
-def a_part(words: list[str]) -> st.SearchStrategy[p.Part]:
+def part_strategy(words: list[str]) -> st.SearchStrategy[p.Part]:
     """Parts over some words."""
     atoms = st.one_of(
         st.sampled_from(words).map(p.Word),
@@ -54,7 +54,7 @@ CONDITIONS = st.recursive(
 )
 
 
-def a_plan(part: st.SearchStrategy[p.Part]) -> st.SearchStrategy[fp.Plan]:
+def plan_strategy(part: st.SearchStrategy[p.Part]) -> st.SearchStrategy[fp.Plan]:
     """Plans over some parts."""
     assigns = [fp.share, fp.keep, fp.freeze, fp.hold]
     steps = st.one_of(
@@ -89,19 +89,19 @@ def fitting(params: Params) -> list[p.Part]:
 def fits(plan: fp.Plan, params: Params) -> bool:
     """Whether a model has every part that a plan speaks of."""
     try:
-        check(plan, params)
+        check_plan(plan, params)
     except fp.PlanError:
         return False
     return True
 
 
-ANY_PART = a_part([*p.WORDS])
-PLANS = a_plan(ANY_PART)
+ANY_PART = part_strategy([*p.WORDS])
+PLANS = plan_strategy(ANY_PART)
 
 
 def turns(params: Params) -> st.SearchStrategy[fp.Turn]:
     """Turns of a model, each with scores for all of its blocks."""
-    blocks: list[Block] = sorted({q.at for q in params if q.at})
+    blocks: list[Block] = sorted({q.block_id for q in params if q.block_id})
     return st.builds(
         fp.Turn,
         round=st.integers(1, 20),

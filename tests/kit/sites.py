@@ -15,18 +15,18 @@ from torch import Tensor
 
 from fedplan.federation.account import Limits
 from fedplan.federation.endpoint import TRAIN, Endpoint
+from fedplan.federation.global_state import GlobalState
 from fedplan.federation.messages import request_message
-from fedplan.federation.rounds import push
-from fedplan.federation.world import World
-from fedplan.naming import allowing
+from fedplan.federation.rounds import make_request
+from fedplan.naming import allow_imports
 from fedplan.runners.site import Site
-from fedplan.runners.site import site_of as site_from
-from fedplan.runners.worker import Worker
-from fedplan.sites.desk import Desk
-from fedplan.sites.policy import policy_of
+from fedplan.runners.site import parse_site as site_from
+from fedplan.runners.site_runtime import SiteRuntime
+from fedplan.sites.gateway import SiteGateway
+from fedplan.sites.policy import policy_from_dict
 from fedplan.studies.schema import Study, read_study
 from fedplan.tensors.message import Message
-from fedplan.tensors.serialization import packed, unpacked
+from fedplan.tensors.serialization import pack_message, unpack_message
 
 NAME = "north"
 RUN = "0" * 16
@@ -38,9 +38,9 @@ SETTINGS = {
     "num_attention_heads": 2,
     "intermediate_size": 16,
 }
-PRIVATE = 'unit = "example"\nepsilon = 900.0\nnoise = 20.0\nsize = 24\n'
-VOTE = "vote = 2.0\nperiod = 2\n"
-SAFL = 'name = "safl"\nsettings = { k = 1, together = true }'
+PRIVATE = 'unit = "example"\nepsilon = 900.0\nnoise_multiplier = 20.0\nexamples_per_site = 24\n'
+VOTE = "vote_noise_multiplier = 2.0\nvote_every = 2\n"
+SAFL = 'name = "safl"\nsettings = { k = 1, joint_choice = true }'
 SHARE = 'plan = "share()"'
 
 
@@ -49,7 +49,7 @@ def study_text(
     name: str = "federation",
     seed: int = 0,
     method: str = SHARE,
-    train: str = "rate = 1.0",
+    train: str = "lr = 1.0",
     privacy: str = PRIVATE,
     data: str = "",
     labels: str = "[0, 1, 2]",
@@ -63,7 +63,7 @@ name = "{name}"
 seed = {seed}
 [model]
 type = "vit"
-settings = {{ {settings} }}
+config = {{ {settings} }}
 [task]
 kind = "image-classification"
 input = "image"
@@ -71,7 +71,7 @@ label = "digit"
 labels = {labels}
 image_size = 8
 [data]
-own_test = 0.0
+holdout_fraction = 0.0
 {data}
 [clients]
 names = ["{NAME}"]
@@ -79,9 +79,9 @@ names = ["{NAME}"]
 {method}
 [train]
 rounds = {rounds}
-optimiser = "sgd"
+optimizer = "sgd"
 steps = 1
-batch = 12
+batch_size = 12
 {train}
 {f"[privacy]{chr(10)}{privacy}" if privacy else ""}
 """
@@ -107,7 +107,7 @@ def words_of(folder: Path, **said: Any) -> tuple[Site, Limits]:
     if not (folder / "rows.npz").exists():
         write_rows(folder / "rows.npz")
     (folder / "policy.toml").touch()
-    words = {"name": NAME, "home": str(folder / "home"), "data": str(folder / "rows.npz")}
+    words = {"name": NAME, "state": str(folder / "state"), "data": str(folder / "rows.npz")}
     words |= {"policy": str(folder / "policy.toml")}
     return site_from({**words, **said}), Limits(**limits)
 
@@ -116,9 +116,9 @@ def site_of(folder: Path, study: str, **said: Any) -> Endpoint:
     """The endpoint of a site with the rows and the home of a folder."""
     (folder / "study.toml").write_text(study)
     site, limits = words_of(folder, **said)
-    with allowing(site.allow):
+    with allow_imports(site.allow_packages):
         found = read_study(folder / "study.toml")
-    return Worker(site, found, limits).endpoint(RUN)
+    return SiteRuntime(site, found, limits).endpoint(RUN)
 
 
 class Anybody:
@@ -126,51 +126,53 @@ class Anybody:
 
     def __init__(self, limits: Limits | None = None) -> None:
         said = asdict(limits) if limits else {}
-        self.policy = policy_of({"limits": said, "metrics": ["loss"]})
+        self.policy = policy_from_dict({"limits": said, "metrics": ["loss"]})
 
-    def admit(self, study: Study, server: str = "", run: str = "") -> str:
+    def require_approval(self, study: Study, server: str = "", run: str = "") -> str:
         return "anybody"
 
 
-def desk_of(folder: Path, **said: Any) -> Desk:
+def make_gateway(folder: Path, **said: Any) -> SiteGateway:
     """The desk of such a site, where every study is approved."""
     site, limits = words_of(folder, **said)
-    return Desk(site, Anybody(limits))
+    return SiteGateway(site, Anybody(limits))
 
 
 def hello(study: str, run: str = RUN) -> Message:
     """A server's first request: it offers a study, as the text of a file tells it."""
-    return packed({}, {"run": run, "study": tomllib.loads(study)})
+    return pack_message({}, {"run": run, "study": tomllib.loads(study)})
 
 
-def world_of(endpoint: Endpoint, *, round: int = 1, scale: float = 1.0, version: int = 0) -> World:
+def world_of(
+    endpoint: Endpoint, *, round: int = 1, scale: float = 1.0, version: int = 0
+) -> GlobalState:
     """A world that a server may send: that of the start, or values of its own choice."""
-    world = World.start(endpoint.agreement, endpoint.site.start)
-    values = {key: value * scale for key, value in world.values.items()}
+    global_state = GlobalState.initial(endpoint.agreement, endpoint.site.start)
+    values = {key: value * scale for key, value in global_state.values.items()}
     versions = dict.fromkeys(values, version)
-    return replace(world, round=round - 1, values=values, versions=versions)
+    return replace(global_state, round=round - 1, values=values, versions=versions)
 
 
 def asked(
-    endpoint: Endpoint, world: World, kind: str = TRAIN
+    endpoint: Endpoint, global_state: GlobalState, kind: str = TRAIN
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What a site answers: the tensors, and what it says."""
-    down = push(endpoint.agreement, world, NAME, {}, anew=True)
-    if endpoint.agreement.method.together and kind == TRAIN:
+    down = make_request(endpoint.agreement, global_state, NAME, {}, full=True)
+    if endpoint.agreement.method.joint_choice and kind == TRAIN:
         scores = {block: float(block.number) for block in endpoint.agreement.blocks}
         down = replace(down, turn=replace(down.turn, scores=scores))
-    return unpacked(endpoint.answer(kind, request_message(down)))
+    return unpack_message(endpoint.answer(kind, request_message(down)))
 
 
-def change_of(endpoint: Endpoint, world: World, rate: float = 1.0) -> Tensor:
+def change_of(endpoint: Endpoint, global_state: GlobalState, rate: float = 1.0) -> Tensor:
     """How an update differs from what was sent, in steps of one."""
-    values, said = asked(endpoint, world)
+    values, said = asked(endpoint, global_state)
     assert values, said
-    parts = [((values[k] - world.values[k]) / rate).flatten() for k in sorted(values)]
+    parts = [((values[k] - global_state.values[k]) / rate).flatten() for k in sorted(values)]
     return torch.cat(parts).double()
 
 
-def charges(folder: Path, dataset: str = "rows") -> int:
+def charges(folder: Path, dataset: str = "examples") -> int:
     """The charges on a site's account."""
-    file = folder / "home" / "account" / dataset / "charges.jsonl"
+    file = folder / "state" / "account" / dataset / "charges.jsonl"
     return len(file.read_bytes().splitlines()) - 1 if file.exists() else 0

@@ -10,8 +10,8 @@ from sites import NAME, study_text
 
 from fedplan.language.turn import Turn
 from fedplan.sites.approvals import Approvals
-from fedplan.studies.plain import read_toml
-from fedplan.studies.schema import Study, study_of
+from fedplan.studies.schema import Study, study_from_dict
+from fedplan.studies.toml_values import parse_toml
 
 SITE = Turn(client=NAME)
 """The site as plans see it."""
@@ -20,10 +20,10 @@ SITE = Turn(client=NAME)
 def offered(plan: str = "chain(share(), keep(head))", **said: Any) -> Study:
     """A study of a tiny model with a plan."""
     said = {"privacy": "", "rounds": 3} | said
-    return study_of(read_toml(study_text(method=f"plan = {plan!r}", **said)))
+    return study_from_dict(parse_toml(study_text(method=f"plan = {plan!r}", **said)))
 
 
 def approvals_in(folder: Path, policy: str = "") -> Approvals:
     """The approvals of a site in a folder, under a policy."""
     (folder / "policy.toml").write_text(policy)
-    return Approvals(folder / "home", folder / "policy.toml", site=SITE)
+    return Approvals(folder / "state", folder / "policy.toml", site=SITE)

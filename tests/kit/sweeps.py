@@ -8,14 +8,14 @@ from pathlib import Path
 
 from commands import STUDY, some_digits
 
-from fedplan.federation.callbacks import Closed
-from fedplan.federation.states import ask_to_stop
+from fedplan.federation.callbacks import CommittedRound
+from fedplan.federation.run_states import ask_to_stop
 from fedplan.studies.run import open_run
 from fedplan.sweeps.sweeping import Sweep, sweep
 
 SMALL = (
     STUDY.replace('plan = "chain(share(), when(after(1), freeze(query | key)), keep(head))"', 'name = "fedavg"')
-    .replace("[clients]\ndropped = 0.1\n[evaluate]\nattention = 4\n", "")
+    .replace("[clients]\ndropout_fraction = 0.1\n[evaluate]\nattention_examples = 4\n", "")
     .replace("rounds = 3", "rounds = 2")
 )  # fmt: skip
 """Three clients, two rounds, FedAvg."""
@@ -23,7 +23,7 @@ ASKED_OF = "FEDPLAN_TEST_ASKED_OF"
 METHODS = {"method.name": ["fedavg", "fedper"]}
 
 
-def asks_to_stop(_: Closed) -> None:
+def asks_to_stop(_: CommittedRound) -> None:
     """A tracker that asks its own run to stop, as an operator does."""
     ask_to_stop(Path(os.environ[ASKED_OF]))
 
@@ -43,5 +43,5 @@ def small_sweep(folder: Path) -> Sweep:
 def bits(folder: Path) -> tuple[dict[str, bytes], list[dict[str, float]]]:
     """What a run came to, whose clients' secrets are its own: the world, and the numbers by round."""
     run = open_run(folder)
-    values = {name: each.numpy().tobytes() for name, each in run.world.values.items()}
+    values = {name: each.numpy().tobytes() for name, each in run.global_state.values.items()}
     return values, list(run.metrics)

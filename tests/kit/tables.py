@@ -20,8 +20,8 @@ import torch
 import transformers as hf
 from PIL import Image
 
-from fedplan.data.examples import Examples, Masked, Seeded
-from fedplan.studies.schema import Study, study_of
+from fedplan.data.examples import Examples, MaskedTokens, SeededExamples
+from fedplan.studies.schema import Study, study_from_dict
 from fedplan.tensors.named import digest
 
 KINDS = (
@@ -137,16 +137,20 @@ def study(kind: str, tokenizer: str, **sections: Any) -> Study:
             **columns[kind],
         },
         "method": {"plan": "share()"},
-        "train": {"steps": 1, "batch": 4},
+        "train": {"steps": 1, "batch_size": 4},
     }
     for name, section in sections.items():
         said[name] = {**said.get(name, {}), **section}
-    return study_of(said)
+    return study_from_dict(said)
 
 
 def held(examples: Examples) -> Counter[str]:
     """Each example by what a batch of it alone holds; of masks, those of two turns."""
-    turns = [examples.seeded(seed) for seed in (0, 5)] if isinstance(examples, Seeded) else []
+    turns = (
+        [examples.with_seed(seed) for seed in (0, 5)]
+        if isinstance(examples, SeededExamples)
+        else []
+    )
     return Counter(
         "".join(_digest(each, number) for each in turns or [examples])
         for number in range(len(examples))
@@ -155,7 +159,7 @@ def held(examples: Examples) -> Counter[str]:
 
 def seen(examples: Examples) -> Counter[str]:
     """Each example by what it holds, whatever tokens are hidden."""
-    return held(examples.blocks if isinstance(examples, Masked) else examples)
+    return held(examples.blocks if isinstance(examples, MaskedTokens) else examples)
 
 
 def _digest(examples: Examples, number: int) -> str:

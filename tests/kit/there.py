@@ -18,28 +18,28 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import Examples
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.turns import local
+from fedplan.federation.client_round import train_round
 from fedplan.language.turn import Turn
 from fedplan.methods.method import Method
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.architectures import EAGER
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
-from fedplan.tensors.devices import forked
+from fedplan.tensors.devices import fork_rng_state
 from fedplan.tensors.named import nbytes
-from fedplan.training.fit import Pace
-from fedplan.training.optimisers import adamw, sgd
+from fedplan.training.fit import TrainConfig
+from fedplan.training.optimizers import adamw, sgd
 
 DUAL = "clip-dual"
-STEADY = Pace(sgd(momentum=0.9), rate=1e-2, batch=2, steps=2, clip=1.0)
+STEADY = TrainConfig(sgd(momentum=0.9), lr=1e-2, batch_size=2, steps=2, max_grad_norm=1.0)
 """For real devices: a step of AdamW follows the sign of a gradient, however it is rounded."""
-PACE = Pace(adamw(decay=0.1), rate=1e-2, batch=2, steps=2)
+PACE = TrainConfig(adamw(weight_decay=0.1), lr=1e-2, batch_size=2, steps=2)
 GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
 
 
 def built(architecture: str, *, chance: bool = True) -> nn.Module:
     """A tiny model with eager attention; without chance, nothing is dropped out."""
-    with forked(seed=0):
+    with fork_rng_state(seed=0):
         if architecture == DUAL:
             model: Any = duals.build("clip")
         elif architecture == "gpt2":
@@ -87,22 +87,22 @@ class Moves:
     def require_bounded(self, where: str = "") -> None:
         """Each value once each way, and each batch once; beside them numbers alone."""
         agreement, turns = self.made.agreement, len(self.made.clients)
-        each = self.made.world_values()
+        each = self.made.global_values()
         values, resting = turns * nbytes(each), len(agreement.params) - len(each)
         # Who is asked what it would choose starts from the values once more.
-        starts = 2 if agreement.method.together else 1
+        starts = 2 if agreement.method.joint_choice else 1
         # FedProx has the world's values beside the model's, and SCAFFOLD its controls.
         beside = values if any(w in " ".join(agreement.method.lines) for w in BESIDE) else 0
         batches = self._batches() - self.before
         # The losses of a turn, a checksum of what rests, and sums of each block for each row.
-        sums = 64 * len(agreement.blocks) if agreement.chooses(Turn(1)) else 0
+        sums = 64 * len(agreement.blocks) if agreement.selects_blocks(Turn(1)) else 0
         numbers = turns * 8 * (PACE.steps * 2 + resting + sums)
         sent, fetched = self.backend.sent_bytes, self.backend.fetched_bytes
         assert sent <= starts * values + beside + batches, (where, "sent", sent, values, batches)
         assert fetched <= values + beside + numbers, (where, "fetched", fetched, values)
 
     def _batches(self) -> int:
-        return sum(cast("Counted", client.rows).bytes for client in self.made.clients.values())
+        return sum(cast("Counted", client.examples).bytes for client in self.made.clients.values())
 
 
 BESIDE = ("proximal", "controlled")
@@ -118,25 +118,25 @@ def federation(
     architecture: str,
     folder: Path,
     device: torch.device | None = None,
-    pace: Pace = PACE,
+    train_config: TrainConfig = PACE,
     **said: Any,
 ) -> Federation:
     """Two clients and a method by name, on a device."""
-    made = method if isinstance(method, Method) else method_named(method, SETTINGS.get(method))
-    model = built(architecture, chance=pace is PACE)
+    made = method if isinstance(method, Method) else method_by_name(method, SETTINGS.get(method))
+    model = built(architecture, chance=train_config is PACE)
     if made.adapt is not None:
-        with forked(seed=0):
+        with fork_rng_state(seed=0):
             model = made.adapt(model)
     rows = duals.pictures_of("a", "bb") if architecture == DUAL else few(architecture)
     folder.mkdir(parents=True, exist_ok=True)
     return Federation(
-        said.pop("agreement", None) or Agreement("there", describe(model), made, pace),
+        said.pop("agreement", None) or Agreement("there", describe(model), made, train_config),
         model,
         {name: Counted(each) for name, each in rows.items()},
         said.pop("loss", dual_loss if architecture == DUAL else loss),
         folder,
         rounds=4,
-        replies=True,
+        keep_replies=True,
         device=device,
         **said,
     )
@@ -144,22 +144,22 @@ def federation(
 
 def played(made: Federation, rounds: int = 2) -> Federation:
     for _ in range(rounds):
-        tally = made.round()
-        assert not tally.rejected, tally.rejected
-        made.commit(tally)
+        round_state = made.run_round()
+        assert not round_state.rejected, round_state.rejected
+        made.commit(round_state)
     return made
 
 
 def values_of(made: Federation) -> dict[str, Tensor]:
     """All that a federation has made: the world, and what each client keeps."""
-    homes = {n: client.journal.home()[0] for n, client in made.clients.items()}
+    homes = {n: client.journal.client_state()[0] for n, client in made.clients.items()}
     kept = {f"{n}/{k}": v for n, home in homes.items() for k, v in home.items()}
-    return {**made.world.values, **kept}
+    return {**made.global_state.values, **kept}
 
 
 def one_turn(made: Federation) -> tuple[str, Any]:
     """The first client's turn of a fresh round, alone."""
-    tally = made.server.begin()
-    made.ask(tally)
-    name = next(iter(tally.cohort))
-    return name, lambda: local(made.agreement, made.clients[name], tally.cohort[name])
+    round_state = made.server.begin_round()
+    made.poll_clients(round_state)
+    name = next(iter(round_state.cohort))
+    return name, lambda: train_round(made.agreement, made.clients[name], round_state.cohort[name])

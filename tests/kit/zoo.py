@@ -278,7 +278,7 @@ FUSED = (
     *("bloom", "mpt", "phi3", "torch"),
 )
 
-fedplan.teach("Torch", embed="embed", head="head")
+fedplan.register_layer_map("Torch", embed="embed", head="head")
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
@@ -301,7 +301,7 @@ def with_lora(name: str) -> nn.Module:
     hosts = {
         p.name.rpartition(".")[0]
         for p in fedplan.describe(model)
-        if p.at and p.kind in ("query", "key", "value", "mlp")
+        if p.block_id and p.kind in ("query", "key", "value", "mlp")
     }
     saved = ["classifier"] if "classifier" in dict(model.named_children()) else None
     config = peft.LoraConfig(r=2, target_modules=sorted(hosts), modules_to_save=saved)

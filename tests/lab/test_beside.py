@@ -7,11 +7,23 @@ from dataclasses import replace
 
 import pytest
 
-from fedplan.studies.schema import study_of
-from fedplan.studies.stage import method_of
+from fedplan.studies.experiment import make_method
+from fedplan.studies.schema import study_from_dict
 from lab import beside
-from lab.beside import BASE, PAGE, SETS, Kept, asked_for, mark_of, read_kept, sent, tables, until
+from lab.beside import (
+    BASE,
+    PAGE,
+    SETS,
+    Kept,
+    asked_for,
+    read_kept,
+    sent,
+    study_digest,
+    tables,
+    until,
+)
 from lab.decide.places import placed
+from lab.words import translate_study
 
 RUN = Kept(
     variant=BASE,
@@ -39,13 +51,15 @@ def test_the_tables_of_the_page_are_those_of_the_result_files() -> None:
 def test_every_kept_run_was_played_by_the_words_of_its_study(name: str) -> None:
     asked = {(variant, seed): said for of, variant, seed, said in asked_for() if of == name}
     for key, run in read_kept(name).items():
-        assert run.study == mark_of(asked[key]), f"{key} was played by other words: play it again"
+        assert run.study == study_digest(asked[key]), (
+            f"{key} was played by other words: play it again"
+        )
 
 
 def test_every_run_of_the_sets_can_be_asked_for() -> None:
     for _, variant, seed, said in asked_for():
         if not seed:
-            assert method_of(study_of(placed(said, {}, seed))), variant
+            assert make_method(study_from_dict(translate_study(placed(said, {}, seed)))), variant
 
 
 def test_what_is_sent_until_a_score_counts_the_rounds_until_it_and_no_more() -> None:

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from fedplan.models.fusion import fusion_of
+from fedplan.models.fusion import make_fusion
 from lab.decide.page import PAGES, drawn, filled, word_of
 from lab.decide.question import QuestionError
 from lab.decide.results import RESULTS
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
+PAGES_OF_LAB = ROOT / "lab" / "pages"
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_verdicts_on_other_pages_are_those_of_their_result_files(name: str) -> None:
-    text = (DOCS / name).read_text()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_verdicts_on_other_pages_are_those_of_their_result_files(page: Path) -> None:
+    text = page.read_text()
     assert filled(text) == text, "make it anew: python -m lab.decide.page --write"
 
 
@@ -30,14 +30,18 @@ def test_figures_are_those_of_their_result_files() -> None:
 
 
 def test_what_claims_point_to_is_there() -> None:
-    text = (DOCS / "claims.md").read_text()
+    text = (PAGES_OF_LAB / "claims.md").read_text()
     named = set(re.findall(r"`((?:fedplan|tests|lab)/[\w/.-]+)`", text))
     assert len(named) > 15
     assert [each for each in sorted(named) if not (ROOT / each).exists()] == []
 
 
 def test_every_claim_has_a_verdict() -> None:
-    rows = [line for line in (DOCS / "claims.md").read_text().splitlines() if line.startswith("|")]
+    rows = [
+        line
+        for line in (PAGES_OF_LAB / "claims.md").read_text().splitlines()
+        if line.startswith("|")
+    ]
     said = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     papers = [cells for cells in said if len(cells) == 4 and set(cells[0]) != {"-"}]
     assert len(papers) > 40 and all(cells[0] and cells[3] for cells in papers)
@@ -51,7 +55,7 @@ def test_a_comparison_that_nobody_asks_is_refused() -> None:
 
 def test_the_cost_of_prompts_is_that_of_its_result_file() -> None:
     rows = json.loads((RESULTS.parent / "prompts-cost.json").read_text())["rows"]
-    text = (DOCS / "pfeddc.md").read_text()
+    text = (PAGES_OF_LAB / "prompts.md").read_text()
     for row in rows:
         cells = [row["what"], str(row["ms_usual"]), str(row["ms_kept"]), f"{row['ratio']:.2f}"]
         cells.append(str(row["ms_first"]))
@@ -59,9 +63,9 @@ def test_the_cost_of_prompts_is_that_of_its_result_file() -> None:
 
 
 def test_the_numbers_that_a_client_keeps_are_counted() -> None:
-    fusion = fusion_of("attention", 384, query="own", heads=1, width=64)
+    fusion = make_fusion("attention", 384, query="own", heads=1, width=64)
     assert fusion is not None
     kept = sum(param.numel() for param in fusion.parameters())
-    text = (DOCS / "pfeddc.md").read_text()
+    text = (PAGES_OF_LAB / "prompts.md").read_text()
     assert f"{kept:,} numbers" in text and f"{4 * 384:,} of own prompts" in text
     assert f"{2 * 4 * 384 * 4 / 1e3:.0f} kB here" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lab.masking import CASES, held, tables
 
-PAGE = Path(__file__).parents[2] / "docs" / "design" / "secure-sums.md"
+PAGE = Path(__file__).parents[2] / "lab" / "pages" / "masking.md"
 
 
 def test_the_table_of_costs_is_that_of_its_result_file() -> None:

@@ -18,9 +18,9 @@ from often import often
 from sweeps import small_study
 from transformers import AutoModelForImageClassification
 
+from fedplan.studies.experiment import make_method
 from fedplan.studies.run import open_run
-from fedplan.studies.stage import method_of
-from fedplan.sweeps.statistics import interval
+from fedplan.sweeps.statistics import mean_interval
 from lab.decide.page import told
 from lab.decide.places import digest_of_path, placed, places_of
 from lab.decide.playing import Bench, play_all, todo, told_of
@@ -46,7 +46,7 @@ asks = "Does freezing help?"
 study = "study.toml"
 seeds = [0, 1, 2, 3, 4]
 [score]
-name = "world.accuracy"
+name = "global.accuracy"
 [pilot]
 source = "none"
 effect = 0.1
@@ -115,7 +115,7 @@ def test_a_criterion_is_met_missed_or_undecided(
     least=st.floats(-0.05, 0.05),
 )
 def test_a_verdict_never_contradicts_its_interval(gains: list[float], least: float) -> None:
-    said, found = word(gains, one(least)), interval(gains)
+    said, found = word(gains, one(least)), mean_interval(gains)
     assert found.low is not None and found.high is not None
     assert said != MET or (found.low > min(0.0, least) - 1e-9 and found.mean >= least - 1e-9)
     assert said != MISSED or found.high < least + 1e-9
@@ -252,12 +252,12 @@ def test_a_question_goes_on_where_it_was_left(place: tuple[Path, dict[str, Playe
 def test_arms_begin_with_the_bits_of_their_start(place: tuple[Path, dict[str, Played]]) -> None:
     folder, _ = place
     asked, bench = read_question(folder / "asked.toml"), Bench(folder / "runs", {})
-    world = open_run(bench.home(asked) / "warm-0").world.values
+    world = open_run(bench.home(asked) / "warm-0").global_state.values
     start = bench.exported(asked, "warm", 0)
     held = dict(AutoModelForImageClassification.from_pretrained(start).named_parameters())
     assert all(torch.equal(held[name], each) for name, each in world.items())
     frozen = open_run(bench.home(asked) / "frozen-0")
-    moved = {p.name: not torch.equal(frozen.world.values.get(p.name, world[p.name]), world[p.name])
+    moved = {p.name: not torch.equal(frozen.global_state.values.get(p.name, world[p.name]), world[p.name])
              for p in frozen.params}  # fmt: skip
     still = {p.name for p in frozen.params if p.kind in ("query", "key")}
     assert still and {name for name, each in moved.items() if not each} == still
@@ -378,7 +378,7 @@ def test_every_question_of_the_lab_can_be_asked(file: Path) -> None:
         study = Bench(Path("runs"), {}).study(asked, arm, asked.question.seeds[0])
         alone = asked.question.arms[arm].start == ""
         assert alone or study.model.path
-        method_of(study)
+        make_method(study)
     assert any(each.first for each in asked.question.comparisons)
     named = {name for c in asked.question.comparisons for name in (c.arm, c.minus)}
     for arm in named:
@@ -387,7 +387,7 @@ def test_every_question_of_the_lab_can_be_asked(file: Path) -> None:
 
 
 def test_the_page_of_verdicts_is_made_of_its_result_files() -> None:
-    page = (ROOT / "docs" / "decided.md").read_text()
+    page = (ROOT / "lab" / "pages" / "decided.md").read_text()
     assert page.endswith(told()), "make it anew: python -m lab.decide.page --write"
 
 

@@ -11,11 +11,11 @@ import pytest
 
 import fedplan as fp
 from fedplan.errors import PlanError
-from fedplan.language.parser import LONGEST
-from fedplan.reader import DEEPEST
+from fedplan.language.parser import MAX_PLAN_LENGTH
+from fedplan.reader import MAX_DEPTH
 
 PARAMS = fp.params_of("vit-tiny-16")[:20]
-SCORES = {p.at: 1.0 for p in PARAMS if p.at}
+SCORES = {p.block_id: 1.0 for p in PARAMS if p.block_id}
 
 
 def many(before: str, unit: str, sign: str, after: str) -> Callable[[int], str]:
@@ -35,7 +35,7 @@ def numbered(before: str, unit: str, after: str) -> Callable[[int], str]:
 
 
 def nested(before: str, after: str, inner: Callable[[int], str]) -> Callable[[int], str]:
-    deep = (DEEPEST - 6) // (2 if before == "~(" else 1)
+    deep = (MAX_DEPTH - 6) // (2 if before == "~(" else 1)
 
     def text(length: int) -> str:
         return before * deep + inner(length - deep * len(before + after)) + after * deep
@@ -110,17 +110,17 @@ def test_work_grows_as_the_plan_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_plan_of_the_longest_length_is_read_and_reads_back(name: str) -> None:
-    plan = fp.parse(LONG[name](LONGEST))
+    plan = fp.parse(LONG[name](MAX_PLAN_LENGTH))
     assert fp.parse(plan.text) == plan
 
 
 def test_what_is_longer_or_deeper_is_refused_by_name() -> None:
-    for text in ("share(" + "a" * LONGEST, " " * (LONGEST + 1)):
-        with pytest.raises(PlanError, match=f"longer than {LONGEST}: name groups"):
+    for text in ("share(" + "a" * MAX_PLAN_LENGTH, " " * (MAX_PLAN_LENGTH + 1)):
+        with pytest.raises(PlanError, match=f"longer than {MAX_PLAN_LENGTH}: name groups"):
             fp.parse(text)
     # as it is said it is short enough, and as it is printed it is not
     with pytest.raises(PlanError, match="longer than"):
-        fp.parse(many("share(", "query", "|", ")")(LONGEST))
+        fp.parse(many("share(", "query", "|", ")")(MAX_PLAN_LENGTH))
     for text in ("(" * 8000, "chain(" * 8000, "~" * 8000 + "query", "share(" + "(" * 8000):
         with pytest.raises(PlanError, match="nested more than"):
             fp.parse(text)

@@ -12,10 +12,10 @@ from often import often
 import fedplan as fp
 from fedplan.errors import PlanError
 from fedplan.language import parts
-from fedplan.language.parser import CALLS, parse, parse_part
-from fedplan.reader import DEEPEST
+from fedplan.language.parser import FUNCTIONS, parse, parse_part
+from fedplan.reader import MAX_DEPTH
 
-PYTHON = {**CALLS, **{word: parts.Word(word) for word in parts.WORDS}}
+PYTHON = {**FUNCTIONS, **{word: parts.Word(word) for word in parts.WORDS}}
 
 
 @given(sentences.PLANS)
@@ -37,7 +37,7 @@ def test_the_text_is_python_too(plan: fp.Plan) -> None:
 
 SOUP = st.lists(
     st.sampled_from(
-        [*CALLS, *parts.WORDS, *"(){},:&|~'\" \n", "-3", "20", '"a"', "\\", "é", "\x00"]
+        [*FUNCTIONS, *parts.WORDS, *"(){},:&|~'\" \n", "-3", "20", '"a"', "\\", "é", "\x00"]
     ),
     max_size=25,
 ).map("".join)
@@ -87,7 +87,7 @@ def test_any_string_is_a_plan_or_a_plan_error_with_a_position(text: str) -> None
         ('phase("a', 6, "string is never closed"),
         ("by('a', {'x': share(), 'x': keep()})", 26, "a name of its own"),
         ("share(query)\n + 1", 14, "'+' is not part"),
-        ("~" * (DEEPEST + 1) + "query", DEEPEST, "nested more than"),
+        ("~" * (MAX_DEPTH + 1) + "query", MAX_DEPTH, "nested more than"),
         ("lambda: 0", 0, "no 'lambda' in the plan language; it has adapter"),
         ("after(1.5)", 0, "takes a whole number from"),
         ("best(1.2.3)", 5, "'1.2.3' is not a number"),

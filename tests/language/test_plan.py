@@ -15,7 +15,7 @@ import fedplan as fp
 from fedplan.errors import PlanError
 from fedplan.language.parts import head, query
 from fedplan.language.plan import Role, Roles
-from fedplan.language.resolution import certain
+from fedplan.language.resolution import certain_roles
 from fedplan.models.params import Params
 
 MODELS = ("bert", "t5", "gpt2", "clip")
@@ -29,7 +29,7 @@ def params_of(name: str) -> Params:
 @cache
 def plans_of(name: str) -> st.SearchStrategy[fp.Plan]:
     """Plans about parts that the model has."""
-    return sentences.a_plan(st.sampled_from(sentences.fitting(params_of(name))))
+    return sentences.plan_strategy(st.sampled_from(sentences.fitting(params_of(name))))
 
 
 @st.composite
@@ -79,7 +79,7 @@ def test_resolve_is_total_and_starts_from_freeze(
     params, turn, (plan,) = case
     roles = fp.resolve(plan, params, turn)
     assert tuple(roles) == params
-    steps = plan.settle(turn)
+    steps = plan.active_steps(turn)
     silent = [p for p in params if not any(step.part.holds(p) for step in steps)]
     assert all(roles[p] is Role.FREEZE for p in silent)
     assert set(fp.resolve(fp.chain(), params, turn).values()) == {Role.FREEZE}
@@ -93,10 +93,12 @@ def test_scores_decide_what_is_trained_and_never_whose_it_is(
     scores = data.draw(sentences.turns(params)).scores
     other = fp.Turn(turn.round, turn.client, turn.phase, turn.traits, scores)
     one, two = fp.resolve(plan, params, turn), fp.resolve(plan, params, other)
-    most, least = fp.permitted(plan, params, turn), certain(plan, params, turn)
+    most, least = fp.permitted_roles(plan, params, turn), certain_roles(plan, params, turn)
     for p in params:
-        assert one[p].own == two[p].own == most[p].own == least[p].own
-        assert least[p].trained <= one[p].trained <= most[p].trained
+        assert (
+            one[p].is_personal == two[p].is_personal == most[p].is_personal == least[p].is_personal
+        )
+        assert least[p].is_trained <= one[p].is_trained <= most[p].is_trained
 
 
 @given(cases())
@@ -130,27 +132,27 @@ def test_after_counts_rounds_that_are_done() -> None:
 
 def test_a_cycle_takes_its_plans_in_turn() -> None:
     plan = fp.cycle(fp.share(head), fp.share(query), fp.keep(head))
-    said = [plan.settle(fp.Turn(round=r))[0] for r in (1, 2, 3, 4)]
+    said = [plan.active_steps(fp.Turn(round=r))[0] for r in (1, 2, 3, 4)]
     assert said == [fp.share(head), fp.share(query), fp.keep(head), fp.share(head)]
 
 
 def test_by_follows_a_trait_and_otherwise_says_the_rest() -> None:
     plan = fp.by("capacity", {"small": fp.best(1), "large": fp.best(2)}, fp.freeze())
     for value, expected in (("small", fp.best(1)), ("large", fp.best(2)), ("odd", fp.freeze())):
-        assert plan.settle(fp.Turn(traits={"capacity": value})) == (expected,)
-    assert plan.settle(fp.Turn()) == (fp.freeze(),)
+        assert plan.active_steps(fp.Turn(traits={"capacity": value})) == (expected,)
+    assert plan.active_steps(fp.Turn()) == (fp.freeze(),)
 
 
 def test_of_equal_scores_the_earlier_block_is_chosen() -> None:
     params = params_of("t5")
-    scores = {p.at: 1.0 for p in params if p.at}
+    scores = {p.block_id: 1.0 for p in params if p.block_id}
     roles = fp.resolve(fp.best(1), params, fp.Turn(scores=scores))
-    assert {p.at for p in params if roles[p] is Role.SHARE} == {("encoder", 0)}
+    assert {p.block_id for p in params if roles[p] is Role.SHARE} == {("encoder", 0)}
 
 
 def test_best_wakes_what_a_client_holds_without_taking_it_away() -> None:
     params = params_of("bert")
-    scores = {p.at: float(p.block or 0) for p in params if p.at}
+    scores = {p.block_id: float(p.block or 0) for p in params if p.block_id}
     roles = fp.resolve(fp.chain(fp.hold(query), fp.best(1)), params, fp.Turn(scores=scores))
     said = {(p.block, roles[p]) for p in params if p.kind == "query"}
     assert said == {(0, Role.HOLD), (1, Role.KEEP)}

@@ -13,10 +13,10 @@ from fedplan.language.parts import key, norm, query, value
 from fedplan.language.plan import best, chain, freeze, keep, share, when
 from fedplan.language.turn import after
 from fedplan.methods.method import Method
-from fedplan.methods.registry import METHODS, method_named
-from fedplan.tensors.wire import parse_wire
+from fedplan.methods.registry import METHODS, method_by_name
+from fedplan.tensors.compression import parse_codec
 from fedplan.testing import check_method
-from fedplan.training.probes import Probe, at_random, from_the_top
+from fedplan.training.probes import Probe, last_probe, random_probe
 
 ARCHITECTURES = ("bert", "vit", "clip", "gpt-neox", "phi3", "modernbert", "llama")
 # By day each method is tried on two architectures, each architecture by many methods; at night all.
@@ -31,7 +31,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("name", "architecture"), PAIRS)
 def test_methods_keep_the_laws(name: str, architecture: str) -> None:
-    made = method_named(name, SETTINGS.get(name))
+    made = method_by_name(name, SETTINGS.get(name))
     model = zoo.build(architecture)
     if name == "bitfit" and architecture in ("llama", "phi3"):
         with pytest.raises(FedplanError, match="bias matches no parameter"):
@@ -40,17 +40,22 @@ def test_methods_keep_the_laws(name: str, architecture: str) -> None:
         check_method(made, model, few(architecture), loss)
 
 
-@pytest.mark.parametrize("wire", ["delta()", "pipe(delta(), bf16())", "pipe(delta(), int8())"])
+@pytest.mark.parametrize(
+    "compression", ["delta()", "pipe(delta(), bf16())", "pipe(delta(), int8())"]
+)
 @pytest.mark.parametrize("architecture", ["bert", "gpt-neox"])
-def test_wires_keep_the_laws(wire: str, architecture: str) -> None:
+def test_wires_keep_the_laws(compression: str, architecture: str) -> None:
     plan = chain(freeze(), share(value), keep(norm))
     check_method(
-        Method(plan, wire=parse_wire(wire)), zoo.build(architecture), few(architecture), loss
+        Method(plan, compression=parse_codec(compression)),
+        zoo.build(architecture),
+        few(architecture),
+        loss,
     )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("probe", [at_random, from_the_top])
+@pytest.mark.parametrize("probe", [random_probe, last_probe])
 def test_chosen_blocks_keep_the_laws(architecture: str, probe: Probe) -> None:
     plan = chain(freeze(), best(1), when(after(2), freeze(query | key)), keep(norm))
     made = Method(plan, probe=probe)
@@ -66,12 +71,12 @@ def test_every_method_has_a_docstring_that_says_what_and_whose() -> None:
     ("name", "settings", "words"),
     [
         ("fedproxy", {}, "did you mean fedprox"),
-        ("fedprox", {"mu": 1.0}, "fedprox takes no 'mu'; it takes strength"),
-        ("fedprox", {"strength": "much"}, "strength such as 0.01, not 'much'"),
+        ("fedprox", {"strength": 1.0}, "fedprox takes no 'strength'; it takes mu"),
+        ("fedprox", {"mu": "much"}, "mu such as 0.01, not 'much'"),
     ],
 )
 def test_a_wrong_name_or_setting_is_an_error_that_helps(
     name: str, settings: dict[str, object], words: str
 ) -> None:
     with pytest.raises(FedplanError, match=words):
-        method_named(name, settings)
+        method_by_name(name, settings)

@@ -18,10 +18,16 @@ from torch import Tensor, nn
 
 import fedplan
 from fedplan.errors import FedplanError
-from fedplan.models.attention import aligned, apart, listen, moved, places
-from fedplan.models.description import blocks_of, describe
+from fedplan.models.attention import (
+    align_mask,
+    attention_distance,
+    attention_shift,
+    capture_attention,
+    token_mask,
+)
+from fedplan.models.description import block_modules, describe
 from fedplan.models.params import Block, Kind
-from fedplan.models.values import take
+from fedplan.models.values import get_values
 
 every = pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 
@@ -29,7 +35,7 @@ every = pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def heard(model: nn.Module, batch: dict[str, Tensor]) -> dict[Block, Tensor]:
     """The first run of each block."""
     maps: dict[Block, Tensor] = {}
-    listen(model, batch, maps.setdefault)
+    capture_attention(model, batch, maps.setdefault)
     return maps
 
 
@@ -41,7 +47,7 @@ def test_what_is_heard_is_what_the_model_returns(name: str) -> None:
         getattr(module, "config", SimpleNamespace())._attn_implementation = "eager"
     truth = {b: seen for (b, cross), seen in look(name, judge).maps.items() if not cross}
     found = heard(fresh(name), zoo.feed(name))
-    assert truth and found.keys() == blocks_of(fresh(name)).keys()
+    assert truth and found.keys() == block_modules(fresh(name)).keys()
     for block, seen in truth.items():
         torch.testing.assert_close(found[block], seen, rtol=0, atol=1e-6)
 
@@ -67,7 +73,7 @@ def test_probabilities_are_probabilities(name: str) -> None:
 @every
 def test_listening_leaves_no_trace(name: str) -> None:
     model = fresh(name).train()
-    next(iter(blocks_of(model).values())).eval()
+    next(iter(block_modules(model).values())).eval()
     before = trace(model)
     heard(model, zoo.feed(name))
     assert trace(model) == before
@@ -82,9 +88,11 @@ def test_an_error_leaves_no_trace(name: str) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        listen(model, zoo.feed(name), refuse)
+        capture_attention(model, zoo.feed(name), refuse)
     with pytest.raises(IndexError):
-        listen(model, {**zoo.feed(name), "input_ids": torch.full((2, 8), 999)}, lambda *_: None)
+        capture_attention(
+            model, {**zoo.feed(name), "input_ids": torch.full((2, 8), 999)}, lambda *_: None
+        )
     assert trace(model) == before
 
 
@@ -97,7 +105,7 @@ def test_a_model_can_be_held_by_another() -> None:
         def forward(self, **inputs: Any) -> Any:
             return self.outer(self.inner(**inputs).logits)
 
-    fedplan.teach("Holder", head="outer")
+    fedplan.register_layer_map("Holder", head="outer")
     model, batch = Holder(), zoo.feed("bert")
     plain = heard(fresh("bert"), batch)
     before = trace(model)
@@ -116,13 +124,13 @@ def test_no_map_but_the_last_is_kept(name: str) -> None:
         assert all(each() is None for each in alive[:-1])
         alive.append(weakref.ref(seen))
 
-    listen(fresh(name), zoo.feed(name), see)
-    assert len(alive) == len(blocks_of(fresh(name)))
+    capture_attention(fresh(name), zoo.feed(name), see)
+    assert len(alive) == len(block_modules(fresh(name)))
 
 
 def test_a_block_that_runs_twice_is_heard_twice() -> None:
     runs: list[Block] = []
-    listen(fresh("albert"), zoo.feed("albert"), lambda block, _: runs.append(block))
+    capture_attention(fresh("albert"), zoo.feed("albert"), lambda block, _: runs.append(block))
     assert runs == [Block("encoder", 0)] * 2
 
 
@@ -137,7 +145,7 @@ def test_padded_rows_of_torchs_own_encoder_are_heard() -> None:
             hidden = self.embed(input_ids)
             return self.head(self.encoder(hidden, src_key_padding_mask=attention_mask == 0))
 
-    fedplan.teach("Masked", like="Torch")
+    fedplan.register_layer_map("Masked", like="Torch")
     model = Masked()
     layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
     model.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True)
@@ -149,16 +157,16 @@ def test_padded_rows_of_torchs_own_encoder_are_heard() -> None:
 
 def test_places_are_those_of_the_stack() -> None:
     mask, other = torch.tensor([[1, 1, 0]]), torch.tensor([[0, 1]])
-    assert places({"pixel_values": torch.ones(1, 3, 4, 4)}) is None
-    assert places({"attention_mask": mask}, "vision") is None
+    assert token_mask({"pixel_values": torch.ones(1, 3, 4, 4)}) is None
+    assert token_mask({"attention_mask": mask}, "vision") is None
     both = {"attention_mask": mask, "decoder_input_ids": other, "decoder_attention_mask": other}
-    assert places(both, "encoder").tolist() == [[True, True, False]]
-    assert places(both, "decoder").tolist() == [[False, True]]
-    assert places({"attention_mask": mask}, "decoder").tolist() == [[True, True, False]]
-    with pytest.raises(FedplanError, match=r"\[rows, tokens\]"):
-        places({"attention_mask": mask[None, None]})
-    with pytest.raises(FedplanError, match="3 positions and the attention 2"):
-        aligned(mask, 2)
+    assert token_mask(both, "encoder").tolist() == [[True, True, False]]
+    assert token_mask(both, "decoder").tolist() == [[False, True]]
+    assert token_mask({"attention_mask": mask}, "decoder").tolist() == [[True, True, False]]
+    with pytest.raises(FedplanError, match=r"\[examples, tokens\]"):
+        token_mask({"attention_mask": mask[None, None]})
+    with pytest.raises(FedplanError, match="3 positions, but the attention map 2"):
+        align_mask(mask, 2)
 
 
 def maps(seed: int, rows: int, tokens: int, sharp: float) -> Tensor:
@@ -181,28 +189,30 @@ def test_the_distance_is_the_mean_total_variation(
         for i in range(tokens)
         if inside[r, i]
     ]
-    found = apart(one, other, inside)
+    found = attention_distance(one, other, inside)
     assert found == pytest.approx(sum(slow) / len(slow) if slow else 0.0, abs=1e-6)
-    assert 0 <= found <= 1 and found == apart(other, one, inside)
-    assert apart(one, one) == 0
+    assert 0 <= found <= 1 and found == attention_distance(other, one, inside)
+    assert attention_distance(one, one) == 0
 
 
 def test_maps_that_share_nothing_are_one_apart() -> None:
     one = torch.eye(4).expand(2, 3, 4, 4)
-    assert apart(one, one.roll(1, -1)) == 1
+    assert attention_distance(one, one.roll(1, -1)) == 1
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "albert", "bart", "swin"])
 def test_attention_moves_from_the_block_whose_query_moved(name: str) -> None:
     model, params = fresh(name), describe(fresh(name))
-    top = list(blocks_of(model))[-1]
-    query = [p for p in params if p.kind is Kind.QUERY and p.at == top and "cross" not in p.tags]
-    start, before = take(model, params), trace(model)
+    top = list(block_modules(model))[-1]
+    query = [
+        p for p in params if p.kind is Kind.QUERY and p.block_id == top and "cross" not in p.tags
+    ]
+    start, before = get_values(model, params), trace(model)
     stir(model, tuple(query))
-    stirred = take(model, params)
+    stirred = get_values(model, params)
     model.load_state_dict(fresh(name).state_dict())
-    shifts = moved(model, params, (start, stirred), zoo.feed(name))
+    shifts = attention_shift(model, params, (start, stirred), zoo.feed(name))
     assert {block for block, shift in shifts.items() if shift > 0} == {top}
     assert all(0 <= shift <= 1 for shift in shifts.values())
-    assert set(moved(model, params, (stirred, stirred), zoo.feed(name)).values()) == {0}
+    assert set(attention_shift(model, params, (stirred, stirred), zoo.feed(name)).values()) == {0}
     assert trace(model) == before

@@ -17,21 +17,21 @@ from torch import nn
 
 from fedplan.errors import FedplanError, UnknownArchitecture
 from fedplan.models import architectures
-from fedplan.models.behaviour.judging import Verdict, require_true, verdicts
-from fedplan.models.behaviour.stimulus import stimulus
+from fedplan.models.behaviour.dummy_inputs import dummy_inputs
+from fedplan.models.behaviour.validate import ParamCheck, check_params, require_valid_layer_map
 from fedplan.models.description import describe
-from fedplan.models.layouts import Anatomy, Layout
+from fedplan.models.layouts import FusedLayout, LayerMap
 from fedplan.models.params import Kind, Rows
 
 OURS = [name for name in zoo.ARCHITECTURES if name not in fifty.MODELS]
 
 
-def judged(name: str) -> tuple[nn.Module, tuple[Verdict, ...]]:
+def judged(name: str) -> tuple[nn.Module, tuple[ParamCheck, ...]]:
     if name in fifty.MODELS:
         model = fifty.build(name)
-        return model, verdicts(model, fifty.MODELS[name][1]())
+        return model, check_params(model, fifty.MODELS[name][1]())
     model = zoo.build(name)
-    return model, verdicts(model, zoo.feed(name))
+    return model, check_params(model, zoo.feed(name))
 
 
 @pytest.mark.parametrize("name", [*fifty.MODELS, *OURS])
@@ -43,8 +43,10 @@ def test_every_param_behaves_as_its_kind_says(name: str) -> None:
     assert not any(p.perhaps or p.kind is Kind.UNKNOWN for p in params)
     assert {v.param.kind for v in found} >= {Kind.QUERY, Kind.KEY, Kind.VALUE, Kind.OUT}
     # Each block is judged, or another of its make.
-    makes = {(p.stack, p.kind, p.shape) for p in params if p.at}
-    assert makes == {(v.param.stack, v.param.kind, v.param.shape) for v in found if v.param.at}
+    makes = {(p.stack, p.kind, p.shape) for p in params if p.block_id}
+    assert makes == {
+        (v.param.stack, v.param.kind, v.param.shape) for v in found if v.param.block_id
+    }
 
 
 def test_all_fifty_are_here() -> None:
@@ -56,18 +58,18 @@ def test_all_fifty_are_here() -> None:
 def test_a_look_at_behaviour_leaves_a_model_as_it_was(name: str) -> None:
     model = fifty.build(name) if name in fifty.MODELS else zoo.build(name)
     before = attention.trace(model)
-    verdicts(model, fifty.MODELS[name][1]() if name in fifty.MODELS else zoo.feed(name))
+    check_params(model, fifty.MODELS[name][1]() if name in fifty.MODELS else zoo.feed(name))
     assert attention.trace(model) == before
 
 
-def turned(layout: Layout, swap: dict[Kind, Kind]) -> Layout:
+def turned(layout: FusedLayout, swap: dict[Kind, Kind]) -> FusedLayout:
     def wrong(config: object, rows: int) -> dict[Kind, Rows]:
         return {swap.get(kind, kind): each for kind, each in layout(config, rows).items()}
 
     return wrong
 
 
-def lie(row: Anatomy, one: Kind, other: Kind) -> Anatomy:
+def lie(row: LayerMap, one: Kind, other: Kind) -> LayerMap:
     """A row that takes two kinds for each other."""
     swap = {one: other, other: one}
     return replace(
@@ -102,18 +104,18 @@ LIES = [(name, pair) for name in ("bert", "gpt2", "llama", "t5", "gpt_neox") for
 def test_a_row_that_takes_two_kinds_for_each_other_is_seen(
     name: str, pair: tuple[Kind, Kind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = lie(architectures.KNOWN[name], *pair)
-    if row == architectures.KNOWN[name]:
+    row = lie(architectures.LAYER_MAPS[name], *pair)
+    if row == architectures.LAYER_MAPS[name]:
         pytest.skip("the row has neither")
-    monkeypatch.setitem(architectures.KNOWN, name, row)
+    monkeypatch.setitem(architectures.LAYER_MAPS, name, row)
     _, found = judged(name)
     assert any(v.fault for v in found)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "olmo2", "phi", "deepseek_v3"])
 def test_a_norm_of_queries_or_keys_must_say_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = replace(architectures.KNOWN[name], acts_on={})
-    monkeypatch.setitem(architectures.KNOWN, name, row)
+    row = replace(architectures.LAYER_MAPS[name], acts_on={})
+    monkeypatch.setitem(architectures.LAYER_MAPS, name, row)
     _, found = judged(name)
     assert any("query or key alone" in v.fault for v in found)
 
@@ -123,18 +125,18 @@ def test_routers_and_experts_are_parts(name: str, monkeypatch: pytest.MonkeyPatc
     params = describe(fifty.build(name))
     experts = [p for p in params if p.kind is Kind.EXPERT]
     assert any(p.kind is Kind.ROUTER for p in params)
-    assert experts and all("experts" in p.name and p.at for p in experts)
-    monkeypatch.setitem(architectures.KNOWN, name, architectures.KNOWN["llama"])
+    assert experts and all("experts" in p.name and p.block_id for p in experts)
+    monkeypatch.setitem(architectures.LAYER_MAPS, name, architectures.LAYER_MAPS["llama"])
     _, found = judged(name)
     assert any("experts" in v.fault for v in found)
 
 
 def test_the_out_of_cross_attention_is_no_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = architectures.KNOWN["bart"]
+    row = architectures.LAYER_MAPS["bart"]
     kinds = dict(row.kinds) | {("encoder_attn", "out_proj"): Kind.MLP}
-    monkeypatch.setitem(architectures.KNOWN, "bart", replace(row, kinds=kinds))
+    monkeypatch.setitem(architectures.LAYER_MAPS, "bart", replace(row, kinds=kinds))
     _, found = judged("bart")
-    faults = {v.param.name for v in found if v.fault == "is all that values go through"}
+    faults = {v.param.name for v in found if v.fault == "is the only way of values to the output"}
     assert faults and all("encoder_attn.out_proj.weight" in name for name in faults)
 
 
@@ -142,10 +144,12 @@ def test_a_row_that_does_not_fit_is_refused_by_the_part_that_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(
-        architectures.KNOWN, "bert", lie(architectures.KNOWN["bert"], Kind.KEY, Kind.VALUE)
+        architectures.LAYER_MAPS,
+        "bert",
+        lie(architectures.LAYER_MAPS["bert"], Kind.KEY, Kind.VALUE),
     )
     with pytest.raises(UnknownArchitecture, match=r"value: .*self\.key\.weight moves its block's"):
-        require_true(zoo.build("bert"), row="the row 'bert'")
+        require_valid_layer_map(zoo.build("bert"), label="the layer map 'bert'")
 
 
 STIMULATED = ("bert", "gpt2", "t5", "vit", "clip", "whisper", "wav2vec2", "bart", "opt", "swin")
@@ -154,10 +158,10 @@ STIMULATED = ("bert", "gpt2", "t5", "vit", "clip", "whisper", "wav2vec2", "bart"
 @pytest.mark.parametrize("name", STIMULATED)
 def test_a_model_is_judged_without_a_batch_of_its_own(name: str) -> None:
     model = fifty.build(name)
-    assert stimulus(model)
-    assert not any(v.fault for v in verdicts(model))
+    assert dummy_inputs(model)
+    assert not any(v.fault for v in check_params(model))
 
 
 def test_a_plain_module_needs_a_batch() -> None:
     with pytest.raises(FedplanError, match="Torch: give a batch"):
-        verdicts(zoo.build("torch"))
+        check_params(zoo.build("torch"))

@@ -23,21 +23,21 @@ from fedplan.data.examples import Loss
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
-from fedplan.federation.endpoint import Endpoint, journal_in
+from fedplan.federation.endpoint import Endpoint, open_journal
+from fedplan.federation.global_state import GlobalState
 from fedplan.federation.messages import request_message
-from fedplan.federation.rounds import push
-from fedplan.federation.world import World
+from fedplan.federation.rounds import make_request
 from fedplan.methods.method import Method
-from fedplan.models.buffers import buffers_of, require_rest, stilled
+from fedplan.models.buffers import copy_buffers, freeze_batch_norms, require_unchanged_buffers
 from fedplan.models.params import Kind, Param, Params
-from fedplan.models.values import put, take
+from fedplan.models.values import get_values, set_values
 from fedplan.runners.local import Federation
 from fedplan.tensors.named import digests
-from fedplan.tensors.serialization import unpacked
-from fedplan.training.fit import Pace
+from fedplan.tensors.serialization import unpack_message
+from fedplan.training.fit import TrainConfig
 
 ROUNDS = 3
-PACE = Pace(rate=1e-2, batch=2, steps=2)
+PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)
 PLAN = "chain(share(), when(after(1), keep(head)))"
 
 
@@ -115,8 +115,10 @@ ACCEPTED: dict[str, Callable[[], nn.Module]] = {
     "batch norm without statistics": lambda: nn.BatchNorm2d(4, track_running_stats=False),
     "instance norm": lambda: nn.InstanceNorm2d(4),
     "constants": Constants,
-    "batch norm, stilled": lambda: stilled(nn.BatchNorm2d(4)),
-    "instance norm, stilled": lambda: stilled(nn.InstanceNorm2d(4, track_running_stats=True)),
+    "batch norm, stilled": lambda: freeze_batch_norms(nn.BatchNorm2d(4)),
+    "instance norm, stilled": lambda: freeze_batch_norms(
+        nn.InstanceNorm2d(4, track_running_stats=True)
+    ),
 }
 
 
@@ -132,30 +134,30 @@ def test_a_model_whose_training_changes_a_buffer_is_refused_by_name(
 ) -> None:
     whole = federation(cnn(REFUSED[norm]), tmp_path)
     with pytest.raises(FedplanError, match=r"0\.1.* is no param, and training .* GroupNorm"):
-        whole.round()
-    assert whole.world.round == 0 and not (tmp_path / "ledger.jsonl").read_bytes()
+        whole.run_round()
+    assert whole.global_state.round == 0 and not (tmp_path / "ledger.jsonl").read_bytes()
 
 
 def test_a_site_refuses_it_too_and_says_why(tmp_path: Path) -> None:
     model = cnn(REFUSED["batch norm"])
     agreement = Agreement("buffers", params_of(model), Method(parse(PLAN)), PACE)
-    start = take(model, agreement.params)
-    journal = journal_in(tmp_path)
+    start = get_values(model, agreement.params)
+    journal = open_journal(tmp_path)
     site = Client("ann", Pictures(0), journal, model, start, digests(start), loss)
-    down = push(agreement, World.start(agreement, start), "ann", {})
-    found, said = unpacked(
+    down = make_request(agreement, GlobalState.initial(agreement, start), "ann", {})
+    found, said = unpack_message(
         Endpoint(agreement, site, tmp_path).answer("train", request_message(down))
     )
     assert not found and "failed" in said
-    assert not journal.answered(down.name)
+    assert not journal.reply_for(down.name)
 
 
 def left(whole: Federation, batch: dict[str, Tensor], loss: Loss) -> dict[str, object]:
     """The model's buffers, and what the federation's and each client's model predict."""
-    found: dict[str, object] = {"buffers": digests(buffers_of(whole.model))}
-    models = {"world": whole.world_values()}
+    found: dict[str, object] = {"buffers": digests(copy_buffers(whole.model))}
+    models = {"world": whole.global_values()}
     for name, values in (models | {n: whole.personal_values(n) for n in whole.clients}).items():
-        put(whole.model, values, whole.agreement.trainable)
+        set_values(whole.model, values, whole.agreement.trainable)
         with torch.no_grad():
             found[name] = loss(whole.model, batch).item()
     return found
@@ -165,10 +167,10 @@ def killed_is_whole(make: Callable[[Path], Federation], folder: Path, batch: dic
                     loss: Loss) -> None:  # fmt: skip
     whole = make(folder / "whole")
     for _ in range(ROUNDS):
-        whole.commit(whole.round())
+        whole.commit(whole.run_round())
     for _ in range(ROUNDS):
         killed = make(folder / "killed")
-        killed.commit(killed.round())
+        killed.commit(killed.run_round())
     assert left(make(folder / "killed"), batch, loss) == left(whole, batch, loss)
 
 
@@ -207,11 +209,11 @@ def test_stilled_norms_predict_in_training_as_they_do_after_it() -> None:
     for _ in range(3):
         model(Pictures(3).x)
     asked, x = [n for n, _ in model.named_parameters()], Pictures(1).x
-    still = stilled(deepcopy(model)).train()
+    still = freeze_batch_norms(deepcopy(model)).train()
     assert still is not model and [n for n, _ in still.named_parameters()] == asked
     assert still.state_dict().keys() == model.state_dict().keys()
     still[0][3].eval()  # type: ignore[index]
     assert torch.equal(still(x), model.eval()(x))
     assert torch.equal(deepcopy(still).train()[0][1](x.expand(-1, 4, -1, -1)),  # type: ignore[index]
                        model[0][1](x.expand(-1, 4, -1, -1)))  # type: ignore[index]  # fmt: skip
-    require_rest(still, buffers_of(model))
+    require_unchanged_buffers(still, copy_buffers(model))

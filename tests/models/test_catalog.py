@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import fedplan as fp
 from fedplan.errors import UnknownModel
-from fedplan.models.catalog import MANIFESTS, SHORT, params_of, skeleton
-from fedplan.models.schema import read, written
+from fedplan.models.catalog import MANIFEST_FOLDER, SHORT_NAMES, meta_model, params_of
+from fedplan.models.manifest import manifest_json, read_manifest
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -23,18 +23,21 @@ JSON = st.recursive(
 )
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", SHORT_NAMES)
 def test_a_manifest_is_the_description_of_its_model(name: str) -> None:
     # After a change of the architectures: `make manifests`, and read the difference.
-    assert written(fp.describe(skeleton(name))) == (MANIFESTS / f"{name}.json").read_text()
+    assert (
+        manifest_json(fp.describe(meta_model(name)))
+        == (MANIFEST_FOLDER / f"{name}.json").read_text()
+    )
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_what_is_written_reads_back(name: str, tmp_path: Path) -> None:
     for model in (zoo.build(name), zoo.with_lora(name)):
         params = fp.describe(model)
-        (tmp_path / "m.json").write_text(written(params))
-        assert read(tmp_path / "m.json") == params
+        (tmp_path / "m.json").write_text(manifest_json(params))
+        assert read_manifest(tmp_path / "m.json") == params
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -48,7 +51,7 @@ def test_any_file_is_a_manifest_or_an_error(tmp_path: Path, text: str, data: st.
         text = json.dumps([entry])
     (tmp_path / "m.json").write_text(text, encoding="utf-8", errors="replace")
     try:
-        params = read(tmp_path / "m.json")
+        params = read_manifest(tmp_path / "m.json")
     except UnknownModel as error:
         assert str(tmp_path / "m.json") in str(error)
     else:

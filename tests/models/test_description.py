@@ -14,10 +14,10 @@ from torch import nn
 
 import fedplan
 from fedplan.errors import UnknownArchitecture
-from fedplan.language.resolution import check
+from fedplan.language.resolution import check_plan
 from fedplan.models import architectures
 from fedplan.models.description import describe
-from fedplan.models.layouts import Anatomy, Layout, per_head, thirds
+from fedplan.models.layouts import FusedLayout, LayerMap, per_head, thirds
 from fedplan.models.params import Block, Kind, Param, Rows
 
 every = pytest.mark.parametrize("name", zoo.ARCHITECTURES)
@@ -48,8 +48,8 @@ def test_each_number_is_in_exactly_one_param_under_lora(name: str) -> None:
     require_partition(model, params)
     hosts = {kind for p in params if p.kind is Kind.ADAPTER for kind in p.on}
     assert hosts >= {Kind.QUERY, Kind.KEY, Kind.VALUE, Kind.MLP}
-    plain = {(p.kind, p.at, p.shape) for p in describe(zoo.build(name))}
-    assert {(p.kind, p.at, p.shape) for p in params if p.kind is not Kind.ADAPTER} == plain
+    plain = {(p.kind, p.block_id, p.shape) for p in describe(zoo.build(name))}
+    assert {(p.kind, p.block_id, p.shape) for p in params if p.kind is not Kind.ADAPTER} == plain
 
 
 @every
@@ -71,7 +71,7 @@ def require_true_kinds(name: str) -> None:
     for (block, cross), was in before.maps.items():
         for kind in (Kind.QUERY, Kind.KEY, Kind.VALUE):
             other = copy.deepcopy(model)
-            here = [p for p in params if p.at == block and p.kind is kind]
+            here = [p for p in params if p.block_id == block and p.kind is kind]
             stir(other, tuple(p for p in here if ("cross" in p.tags) == cross))
             after = look(name, other)
             same = torch.equal(was, after.maps[block, cross])
@@ -85,7 +85,7 @@ def test_kinds_are_true_by_behaviour(name: str) -> None:
     require_true_kinds(name)
 
 
-def turned(layout: Layout) -> Layout:
+def turned(layout: FusedLayout) -> FusedLayout:
     """A layout with its kinds in the wrong order."""
 
     def wrong(config: object, rows: int) -> dict[Kind, Rows]:
@@ -108,9 +108,9 @@ def test_a_wrong_row_map_is_caught_by_behaviour(
     config = getattr(zoo.build(name), "config", None)
     torch_row = "torch.nn.modules.transformer.TransformerEncoderLayer"
     known = config.model_type if config else torch_row
-    row: Anatomy = architectures.KNOWN[known]
+    row: LayerMap = architectures.LAYER_MAPS[known]
     lie = replace(row, fused={p: wrong(layout) for p, layout in row.fused.items()})
-    monkeypatch.setitem(architectures.KNOWN, known, lie)
+    monkeypatch.setitem(architectures.LAYER_MAPS, known, lie)
     with pytest.raises(AssertionError):
         require_true_kinds(name)
 
@@ -119,10 +119,10 @@ def test_a_tensor_that_no_row_explains_is_unknown_and_in_its_block() -> None:
     model = zoo.build("bert")
     model.bert.encoder.layer[0].attention.novelty = nn.Linear(2, 2)
     (weight, _) = [p for p in describe(model) if "novelty" in p.name]
-    assert (weight.kind, weight.at) == (Kind.UNKNOWN, Block("encoder", 0))
-    check(fedplan.parse("chain(share(), keep(blocks(0)))"), describe(model))
+    assert (weight.kind, weight.block_id) == (Kind.UNKNOWN, Block("encoder", 0))
+    check_plan(fedplan.parse("chain(share(), keep(blocks(0)))"), describe(model))
     with pytest.raises(UnknownArchitecture, match=r"attention\.novelty\.weight"):
-        check(fedplan.parse("chain(share(), freeze(query))"), describe(model))
+        check_plan(fedplan.parse("chain(share(), freeze(query))"), describe(model))
 
 
 def test_a_taught_architecture_is_described() -> None:
@@ -138,7 +138,7 @@ def test_a_taught_architecture_is_described() -> None:
             self.rungs = nn.ModuleList([Rung(), Rung()])
             self.top = nn.Linear(2, 2)
 
-    fedplan.teach(
+    fedplan.register_layer_map(
         "Ladder", blocks={"encoder": "rungs"}, query="to_q", key="to_k", value="to_v", out="back",
         head="top",
     )  # fmt: skip

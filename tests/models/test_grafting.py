@@ -18,19 +18,19 @@ from test_adapters import CHECKED, SETTINGS, adapted, answer, config_of, grafted
 from torch import Tensor, nn
 
 from fedplan.errors import UnknownAdapter
-from fedplan.models.adapters import FAMILIES, families_in
+from fedplan.models.adapter_tensors import FAMILIES, adapter_families
 from fedplan.models.description import describe
-from fedplan.models.grafting import (
+from fedplan.models.peft_adapters import (
     ALIASES,
     CONFIG,
     WEIGHTS,
-    configured,
-    family_named,
-    graft,
+    adapter_family,
+    add_adapter,
     load_adapter,
+    make_peft_config,
     save_adapter,
 )
-from fedplan.models.values import take
+from fedplan.models.values import get_values
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -64,7 +64,7 @@ def test_by_its_name_an_adapter_is_pefts_own(kind: str) -> None:
         settings["target_modules"] = sorted(wanted.target_modules)
     if "r" in wanted.to_dict() and kind != "ADALORA":
         settings.setdefault("r", wanted.r)
-    made = configured(kind.lower(), settings, CAUSAL if wanted.task_type else "")
+    made = make_peft_config(kind.lower(), settings, CAUSAL if wanted.task_type else "")
     assert said(made) == said(wanted)
 
 
@@ -83,7 +83,7 @@ def test_a_saved_adapter_gives_the_same_model_here_and_in_peft(kind: str, tmp_pa
         return
     ours = load_adapter(bare_host(kind), str(tmp_path / "saved"))
     assert torch.equal(answer(host_of(kind), ours), now)
-    same(take(ours, describe(ours)), take(model, describe(model)))
+    same(get_values(ours, describe(ours)), get_values(model, describe(model)))
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -94,16 +94,16 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def test_every_family_and_every_further_name_has_a_configuration() -> None:
     for name in (*FAMILIES, *ALIASES):
-        family, _ = family_named(name)
+        family, _ = adapter_family(name)
         given = {"num_virtual_tokens": 2} if family in ("prompt_tuning", "prefix_tuning") else {}
         needed = {**given, **SETTINGS.get(family.upper(), {})}
-        assert configured(name, needed).peft_type.value.lower() == family
-    assert configured("dora", {}).use_dora and not configured("lora", {}).use_dora
+        assert make_peft_config(name, needed).peft_type.value.lower() == family
+    assert make_peft_config("dora", {}).use_dora and not make_peft_config("lora", {}).use_dora
 
 
 def test_the_task_of_an_adapter_is_that_of_its_model() -> None:
-    assert configured("lora", {}, CAUSAL).task_type == "CAUSAL_LM"
-    assert configured("lora", {}, "AutoModelForImageClassification").task_type is None
+    assert make_peft_config("lora", {}, CAUSAL).task_type == "CAUSAL_LM"
+    assert make_peft_config("lora", {}, "AutoModelForImageClassification").task_type is None
 
 
 @pytest.mark.parametrize(
@@ -114,21 +114,21 @@ def test_the_task_of_an_adapter_is_that_of_its_model() -> None:
         ("lora", {"rank": 8}, "lora has no setting 'rank': did you mean"),
         ("vera", {"lora_alpha": 8}, "vera has no setting 'lora_alpha'"),
         ("lora", {"task_type": "CAUSAL_LM"}, "no setting 'task_type'"),
-        ("lora", {"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' takes a part"),
+        ("lora", {"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' changes the model"),
     ],
 )
 def test_what_peft_does_not_know_is_refused_by_name(
     name: str, settings: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(UnknownAdapter, match=told):
-        configured(name, settings)
+        make_peft_config(name, settings)
 
 
 def test_a_second_adapter_is_refused() -> None:
     model = adapted("LORA")
-    assert families_in(model) == ["lora"] and not families_in(zoo.build("bert"))
-    with pytest.raises(UnknownAdapter, match="already, by peft's lora"):
-        graft(model, config_of("LORA", "bert"))
+    assert adapter_families(model) == ["lora"] and not adapter_families(zoo.build("bert"))
+    with pytest.raises(UnknownAdapter, match="already has an adapter, of peft's lora"):
+        add_adapter(model, config_of("LORA", "bert"))
 
 
 def test_what_is_no_whole_adapter_is_not_loaded(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_what_is_no_whole_adapter_is_not_loaded(tmp_path: Path) -> None:
         load_adapter(bare_host("LORA"), str(tmp_path))
     config = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps(config | {"peft_type": "OSF"}))
-    with pytest.raises(UnknownAdapter, match="does not train adapters by peft's osf"):
+    with pytest.raises(UnknownAdapter, match="peft's osf, which fedplan does not train"):
         load_adapter(bare_host("LORA"), str(tmp_path))
 
 

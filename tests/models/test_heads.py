@@ -16,7 +16,7 @@ import transformers as hf
 import zoo
 from torch import Tensor, nn
 
-from fedplan.models.description import blocks_of, describe
+from fedplan.models.description import block_modules, describe
 from fedplan.models.params import Kind
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -101,7 +101,7 @@ def influences(model: nn.Module, batch: zoo.Inputs) -> tuple[set[str], set[str]]
     given = list[Tensor]()
     hooks = [
         block.register_forward_hook(lambda _, __, out: given.append(_first(out)))
-        for block in blocks_of(model).values()
+        for block in block_modules(model).values()
     ]
     out = model(**batch)
     answer = zoo.loss({k: v for k, v in out.items() if not _is_number(v)})
@@ -135,7 +135,7 @@ def test_a_head_stands_behind_the_blocks_and_nothing_else_does(name: str) -> Non
         if p.kind is Kind.HEAD:
             assert p.name not in inner and p.block is None, p.name
         elif p.name in outer - inner:
-            assert p.kind in AFTER or p.at, p.name
+            assert p.kind in AFTER or p.block_id, p.name
 
 
 def test_a_table_that_is_tied_to_the_head_is_embed_whoever_names_it_first() -> None:

@@ -16,10 +16,15 @@ from torch import Tensor, nn
 import fedplan
 from fedplan.errors import FedplanError, UnknownArchitecture
 from fedplan.models import architectures
-from fedplan.models.behaviour.proposal import learn, propose, small_copy, taught_by
+from fedplan.models.behaviour.proposal import (
+    layer_map_from_study,
+    propose_layer_map,
+    register_study_layer_map,
+    small_model_like,
+)
 from fedplan.models.params import Kind
+from fedplan.studies.experiment import build_experiment
 from fedplan.studies.schema import read_study
-from fedplan.studies.stage import stage_of
 
 UNSEEN = {
     "granite": {"like": "llama"},
@@ -37,22 +42,23 @@ UNSEEN = {
 @pytest.fixture(autouse=True)
 def as_before() -> Generator[None]:
     """What a test teaches is forgotten after it."""
-    rows = dict(architectures.KNOWN)
+    rows = dict(architectures.LAYER_MAPS)
     yield
-    architectures.KNOWN.clear()
-    architectures.KNOWN.update(rows)
+    architectures.LAYER_MAPS.clear()
+    architectures.LAYER_MAPS.update(rows)
 
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_a_row_is_proposed_and_behaves(name: str) -> None:
-    assert name not in architectures.KNOWN
-    model = small_copy(name)
-    proposal = propose(model)
-    assert proposal.said.items() >= UNSEEN[name].items()
+    assert name not in architectures.LAYER_MAPS
+    model = small_model_like(name)
+    proposal = propose_layer_map(model)
+    assert proposal.settings.items() >= UNSEEN[name].items()
     assert not proposal.faults
-    assert name not in architectures.KNOWN
+    assert name not in architectures.LAYER_MAPS
     said = tomllib.loads(proposal.toml)["model"]
-    learn(model, said.get("anatomy", said))
+    like = {"like": said.get("layer_map_like")}
+    register_study_layer_map(model, said.get("layer_map", like))
     params = fedplan.describe(model)
     assert not any(p.perhaps or p.kind is Kind.UNKNOWN for p in params)
     plan = fedplan.parse("chain(share(), freeze(query | key), keep(blocks(0) & value))")
@@ -60,15 +66,15 @@ def test_a_row_is_proposed_and_behaves(name: str) -> None:
 
 
 def test_what_cannot_be_proposed_says_what_fails() -> None:
-    proposal = propose(small_copy("codegen"))
+    proposal = propose_layer_map(small_model_like("codegen"))
     assert any("qkv_proj" in v.param.name for v in proposal.faults)
     with pytest.raises(
         UnknownArchitecture, match=r"value: .*qkv_proj.*moves its block's attention"
     ):
-        learn(small_copy("codegen"), proposal.said)
-    assert "codegen" not in architectures.KNOWN
+        register_study_layer_map(small_model_like("codegen"), proposal.settings)
+    assert "codegen" not in architectures.LAYER_MAPS
     with pytest.raises(UnknownArchitecture, match="no list of blocks with attention"):
-        propose(small_copy("mamba"))
+        propose_layer_map(small_model_like("mamba"))
 
 
 def test_a_row_is_proposed_for_a_plain_module() -> None:
@@ -96,39 +102,41 @@ def test_a_row_is_proposed_for_a_plain_module() -> None:
             return self.head(x)
 
     model, batch = Steps(), {"x": torch.randn(2, 5, 3)}
-    proposal = propose(model, batch)
+    proposal = propose_layer_map(model, batch)
     assert not proposal.faults
-    assert proposal.said["value"] == "attn.v"
-    assert proposal.said["blocks"] == {"encoder": "rungs"}
-    assert proposal.python.startswith("fedplan.teach('Steps', blocks={'encoder': 'rungs'}")
+    assert proposal.settings["value"] == "attn.v"
+    assert proposal.settings["blocks"] == {"encoder": "rungs"}
+    assert proposal.python.startswith(
+        "fedplan.register_layer_map('Steps', blocks={'encoder': 'rungs'}"
+    )
 
 
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"like": "lama"}, "there is no row 'lama'"),
+        ({"like": "lama"}, "there is no layer map 'lama'"),
         ({"fused": {"qkv": "halves"}}, "there is no layout 'halves'"),
-        ({"qwery": "q"}, "not a row: 'qwery' is not a valid Kind"),
-        ({"query": 3}, "model.anatomy is not a row"),
-        ({"blocks": "layers"}, "model.anatomy is not a row"),
+        ({"qwery": "q"}, "no layer map: 'qwery' is not a valid Kind"),
+        ({"query": 3}, "model.layer_map is no layer map"),
+        ({"blocks": "layers"}, "model.layer_map is no layer map"),
     ],
 )
-def test_what_is_no_row_is_refused(said: dict[str, object], message: str) -> None:
+def test_an_invalid_layer_map_is_refused(said: dict[str, object], message: str) -> None:
     with pytest.raises(FedplanError, match=message):
-        taught_by(said)
+        layer_map_from_study(said)
 
 
-def test_a_known_type_is_not_taught_otherwise() -> None:
-    with pytest.raises(FedplanError, match="'bert' is known, by another row"):
-        learn(zoo.build("bert"), {"like": "llama"})
-    learn(zoo.build("bert"), {"like": "bert"})
+def test_a_known_type_keeps_its_layer_map() -> None:
+    with pytest.raises(FedplanError, match="'bert' already has another layer map"):
+        register_study_layer_map(zoo.build("bert"), {"like": "llama"})
+    register_study_layer_map(zoo.build("bert"), {"like": "bert"})
 
 
 REGISTERS = """type = "dinov2_with_registers"
-settings = { image_size = 8, patch_size = 4, hidden_size = 16, num_hidden_layers = 2, num_attention_heads = 2, mlp_ratio = 1 }
+config = { image_size = 8, patch_size = 4, hidden_size = 16, num_hidden_layers = 2, num_attention_heads = 2, mlp_ratio = 1 }
 """
 CONVNEXT = """type = "convnext"
-settings = { image_size = 8, patch_size = 2, num_stages = 2, hidden_sizes = [4, 8], depths = [1, 1] }
+config = { image_size = 8, patch_size = 2, num_stages = 2, hidden_sizes = [4, 8], depths = [1, 1] }
 """
 
 
@@ -137,7 +145,9 @@ def rewritten(file: Path, model: str, plan: str) -> None:
     start, end = text.index("type ="), text.index("[task]")
     text = text[:start] + model + text[end:]
     old = 'plan = "chain(share(), when(after(1), freeze(query | key)), keep(head))"'
-    file.write_text(text.replace(old, f'plan = "{plan}"').replace("attention = 4", "every = 3"))
+    file.write_text(
+        text.replace(old, f'plan = "{plan}"').replace("attention_examples = 4", "every = 3")
+    )
 
 
 @pytest.mark.parametrize("model", [REGISTERS, CONVNEXT])
@@ -153,28 +163,28 @@ def test_a_study_that_names_query_needs_a_row_and_takes_like(here: Path) -> None
     rewritten(here / "study.toml", REGISTERS, plan)
     code, out = run("explain", "study.toml")
     assert code == 2
-    for word in ("query", "model.like", "fedplan.teach", "fedplan propose"):
+    for word in ("query", "model.layer_map_like", "fedplan.register_layer_map", "fedplan propose"):
         assert word in out
-    rewritten(here / "study.toml", REGISTERS + 'like = "bert"\n', plan)
+    rewritten(here / "study.toml", REGISTERS + 'layer_map_like = "bert"\n', plan)
     code, out = run("explain", "study.toml")
     assert code == 2
-    assert "the row 'bert' does not fit Dinov2WithRegistersForImageClassification" in out
+    assert "the layer map 'bert' does not fit Dinov2WithRegistersForImageClassification" in out
     assert "embeddings.cls_token" in out
-    assert "dinov2_with_registers" not in architectures.KNOWN
-    rewritten(here / "study.toml", REGISTERS + 'like = "dinov2"\n', plan)
+    assert "dinov2_with_registers" not in architectures.LAYER_MAPS
+    rewritten(here / "study.toml", REGISTERS + 'layer_map_like = "dinov2"\n', plan)
     code, out = run("run", "study.toml", "--output", "done")
     assert code == 0, out
-    params = stage_of(read_study(Path("study.toml"))).agreement.params
+    params = build_experiment(read_study(Path("study.toml"))).agreement.params
     assert {p.kind for p in params} >= {Kind.QUERY, Kind.SCALE, Kind.HEAD}
 
 
 def test_a_study_says_an_anatomy_of_its_own(here: Path) -> None:
-    said = '[model.anatomy]\nlike = "vit"\nscale = "layer_scale1 layer_scale2"\n'
+    said = '[model.layer_map]\nlike = "vit"\nscale = "layer_scale1 layer_scale2"\n'
     rewritten(here / "study.toml", REGISTERS + said, "chain(share(), freeze(query | key))")
     code, out = run("explain", "study.toml")
     assert code == 0, out
     wrong = said + 'key = "attention.v_proj"\nvalue = "attention.k_proj"\n'
-    architectures.KNOWN.pop("dinov2_with_registers")
+    architectures.LAYER_MAPS.pop("dinov2_with_registers")
     rewritten(here / "study.toml", REGISTERS + wrong, "share()")
     code, out = run("explain", "study.toml")
     assert code == 2
@@ -185,7 +195,11 @@ def test_a_study_says_an_anatomy_of_its_own(here: Path) -> None:
 def test_the_command_prints_a_row_verdicts_and_what_to_say() -> None:
     code, out = run("propose", "granite")
     assert code == 0
-    for word in ('like = "llama"', "moves what others look at", "fedplan.teach('granite'"):
+    for word in (
+        'layer_map_like = "llama"',
+        "moves what others look at",
+        "fedplan.register_layer_map('granite'",
+    ):
         assert word in out
     code, out = run("propose", "codegen")
     assert code == 1

@@ -20,8 +20,8 @@ import fedplan
 from fedplan import Turn, explain, parse, resolve
 from fedplan.errors import FedplanError, PlanError, UnknownArchitecture
 from fedplan.models import architectures
-from fedplan.models.description import blocks_of, describe
-from fedplan.models.layouts import Anatomy
+from fedplan.models.description import block_modules, describe
+from fedplan.models.layouts import LayerMap
 from fedplan.models.params import Block, Kind, Params, Rows
 
 CROSSED = zoo.TEXT | {"is_decoder": True, "add_cross_attention": True}
@@ -127,7 +127,7 @@ def given(model: nn.Module, batch: zoo.Inputs) -> dict[Block, Tensor]:
 
         return hook
 
-    hooks = [m.register_forward_hook(keep(block)) for block, m in blocks_of(model).items()]
+    hooks = [m.register_forward_hook(keep(block)) for block, m in block_modules(model).items()]
     model(**batch)
     for hook in hooks:
         hook.remove()
@@ -152,7 +152,7 @@ def test_the_decoders_blocks_are_those_that_hear_its_tokens(name: str) -> None:
     moved = {block for block in before if not torch.equal(before[block], after[block])}
     assert moved == {Block("decoder", 0), Block("decoder", 1)}
     assert set(before) - moved == {Block("encoder", 0), Block("encoder", 1)}
-    assert {p.at for p in describe(model) if p.at} == set(before)
+    assert {p.block_id for p in describe(model) if p.block_id} == set(before)
     for p in describe(model):
         if p.stack and p.name.split(".")[0] in ("encoder", "decoder"):
             assert p.stack == p.name.split(".")[0], p.name
@@ -164,7 +164,7 @@ def test_without_the_out_of_its_cross_attention_a_decoder_hears_no_encoder(name:
     other = turned(batch, next(source for source in SOURCES if source in batch))
     params = describe(model)
     crossing = tuple(p for p in params if p.kind is Kind.OUT and "cross" in p.tags)
-    assert {p.at for p in crossing} == {Block("decoder", 0), Block("decoder", 1)}
+    assert {p.block_id for p in crossing} == {Block("decoder", 0), Block("decoder", 1)}
 
     def hears() -> bool:
         here, there = given(model, batch), given(model, other)
@@ -204,7 +204,7 @@ HELD = [name for name in zoo.ARCHITECTURES if name not in ("torch", "swin")]
 def test_with_its_input_held_only_the_kernel_moves_a_blocks_attention(name: str) -> None:
     """What stands outside the blocks and yet decides who attends to whom is in the kernel."""
     model = zoo.build(name)
-    entered, beside = dict[Block, Tensor](), [p for p in describe(model) if p.at is None]
+    entered, beside = dict[Block, Tensor](), [p for p in describe(model) if p.block_id is None]
 
     def hold(at: Block) -> Callable[..., Any]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -212,7 +212,7 @@ def test_with_its_input_held_only_the_kernel_moves_a_blocks_attention(name: str)
 
         return hook
 
-    for at, block in blocks_of(model).items():
+    for at, block in block_modules(model).items():
         block.register_forward_pre_hook(hold(at))
     before = look(name, model).maps
     for kernel in (False, True):
@@ -224,8 +224,8 @@ def test_with_its_input_held_only_the_kernel_moves_a_blocks_attention(name: str)
 
 
 def test_the_kernels_law_sees_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = architectures.KNOWN["deberta-v2"]
-    monkeypatch.setitem(architectures.KNOWN, "deberta-v2", replace(row, acts_on={}))
+    row = architectures.LAYER_MAPS["deberta-v2"]
+    monkeypatch.setitem(architectures.LAYER_MAPS, "deberta-v2", replace(row, acts_on={}))
     with pytest.raises(AssertionError):
         test_with_its_input_held_only_the_kernel_moves_a_blocks_attention("deberta-v2")
 
@@ -233,9 +233,9 @@ def test_the_kernels_law_sees_what_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 def test_the_law_of_cross_attention_sees_an_out_that_is_called_mlp(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    row = architectures.KNOWN["bert"]
+    row = architectures.LAYER_MAPS["bert"]
     kinds = {k: v for k, v in row.kinds.items() if k[0] != "crossattention"}
-    monkeypatch.setitem(architectures.KNOWN, "bert", replace(row, kinds=kinds))
+    monkeypatch.setitem(architectures.LAYER_MAPS, "bert", replace(row, kinds=kinds))
     with pytest.raises(AssertionError):
         test_without_the_out_of_its_cross_attention_a_decoder_hears_no_encoder("bert")
 
@@ -267,12 +267,12 @@ HOLDERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.fixture
 def taught(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Teach for the length of one test."""
-    for name in list(architectures.KNOWN):
-        monkeypatch.setitem(architectures.KNOWN, name, architectures.KNOWN[name])
+    for name in list(architectures.LAYER_MAPS):
+        monkeypatch.setitem(architectures.LAYER_MAPS, name, architectures.LAYER_MAPS[name])
 
     def teach(name: str, **said: Any) -> None:
-        monkeypatch.setitem(architectures.KNOWN, name, Anatomy())
-        fedplan.teach(name, **said)
+        monkeypatch.setitem(architectures.LAYER_MAPS, name, LayerMap())
+        fedplan.register_layer_map(name, **said)
 
     return teach
 
@@ -286,17 +286,19 @@ def test_blocks_are_found_in_every_holder_of_modules(holder: str, taught: Any) -
     model = Held(HOLDERS[holder]())
     params = describe(model)
     listed = describe(Held(HOLDERS["ModuleList"]()))
-    assert [(p.kind, p.at, p.depth) for p in params] == [(p.kind, p.at, p.depth) for p in listed]
+    assert [(p.kind, p.block_id, p.depth) for p in params] == [
+        (p.kind, p.block_id, p.depth) for p in listed
+    ]
     roles = resolve(parse("share(last(1))"), params, Turn())
     last = dict(model.rungs.named_children()).popitem()[0]
-    shared = {p.name for p, role in roles.items() if role.trained}
+    shared = {p.name for p, role in roles.items() if role.is_trained}
     assert shared == {p.name for p in params if p.name.startswith(f"rungs.{last}.")}
-    assert list(blocks_of(model).values()) == list(model.rungs.children())
+    assert list(block_modules(model).values()) == list(model.rungs.children())
 
 
 def test_blocks_that_are_not_where_a_row_says_are_an_error(taught: Any) -> None:
     taught("Held", blocks={"encoder": "stairs"}, **PARTS)
-    with pytest.raises(UnknownArchitecture, match=r"'stairs'.*there are rungs"):
+    with pytest.raises(UnknownArchitecture, match=r"'stairs'.*lists: rungs"):
         describe(Held(HOLDERS["Sequential"]()))
 
 
@@ -408,10 +410,10 @@ def test_numbers_that_cannot_be_trained_can_be_frozen_and_nothing_else(dtype: st
         resolve(parse("share()"), params, Turn())
     remedy = f"chain(share(), freeze(named('{PLACE}.weight')))"
     roles = resolve(parse(remedy), params, Turn())
-    assert sum(not role.trained for role in roles.values()) == 1
+    assert sum(not role.is_trained for role in roles.values()) == 1
 
 
 def test_a_packed_tensor_of_several_kinds_is_refused() -> None:
     packed = torch.zeros(256, 1, dtype=torch.uint8)
-    with pytest.raises(FedplanError, match=r"qkv_proj\.weight.*packed.*unpacked"):
+    with pytest.raises(FedplanError, match=r"qkv_proj\.weight.*packed.*without quantization"):
         describe(with_weight("phi3", "model.layers.0.self_attn.qkv_proj", packed))

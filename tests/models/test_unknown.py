@@ -21,11 +21,11 @@ from torch import Tensor, nn
 import fedplan as fp
 from fedplan.errors import PlanError, UnknownArchitecture
 from fedplan.language import parts
-from fedplan.language.resolution import check, require_told
+from fedplan.language.resolution import check_plan, require_known_part
 from fedplan.models import architectures
 from fedplan.models.description import describe
+from fedplan.models.manifest import manifest_json, read_manifest
 from fedplan.models.params import Kind, Params
-from fedplan.models.schema import read, written
 
 
 class Own(nn.Module):
@@ -101,27 +101,32 @@ def test_a_plan_that_names_a_part_in_doubt_is_refused(name: str, part: str) -> N
     params = describe(STRANGE[name]())
     for plan in (f"share({part})", f"chain(share(), keep({part}))", f"best(1, {part})"):
         with pytest.raises(PlanError) as caught:
-            check(fp.parse(plan), params)
+            check_plan(fp.parse(plan), params)
         if isinstance(caught.value, UnknownArchitecture):
-            for word in ("model.like", "fedplan.teach", "fedplan propose", "named("):
+            for word in (
+                "model.layer_map_like",
+                "fedplan.register_layer_map",
+                "fedplan propose",
+                "named(",
+            ):
                 assert word in str(caught.value)
         else:
             assert "matches no parameter" in str(caught.value)
 
 
 def test_the_message_names_the_part_and_a_param_that_may_be_of_it() -> None:
-    with pytest.raises(UnknownArchitecture, match=r"no anatomy .* tells query, and '0\.weight'"):
-        check(fp.parse("freeze(query)"), describe(convolutions()))
-    with pytest.raises(UnknownArchitecture, match="tells blocks"):
-        check(fp.parse("chain(share(bias), best(1, bias))"), describe(convolutions()))
+    with pytest.raises(UnknownArchitecture, match=r"no layer map, .* '0\.weight' belongs to query"):
+        check_plan(fp.parse("freeze(query)"), describe(convolutions()))
+    with pytest.raises(UnknownArchitecture, match="belongs to blocks"):
+        check_plan(fp.parse("chain(share(bias), best(1, bias))"), describe(convolutions()))
 
 
 def test_norms_are_told_by_type_unless_a_vector_may_be_one_too() -> None:
     plan = fp.parse("chain(share(), keep(norm))")
     roles = fp.resolve(plan, describe(convolutions()), fp.Turn())
     assert {p.name for p, role in roles.items() if role.name == "KEEP"} == {"1.weight", "1.bias"}
-    with pytest.raises(UnknownArchitecture, match=r"tells norm, and '1\.gain'"):
-        check(plan, describe(nn.Sequential(nn.LayerNorm(4), Own())))
+    with pytest.raises(UnknownArchitecture, match=r"'1\.gain' belongs to norm"):
+        check_plan(plan, describe(nn.Sequential(nn.LayerNorm(4), Own())))
 
 
 def test_the_biases_of_recurrent_layers_are_biases() -> None:
@@ -130,8 +135,8 @@ def test_the_biases_of_recurrent_layers_are_biases() -> None:
 
 
 def test_what_adapters_need_is_refused_before_they_are_added() -> None:
-    with pytest.raises(UnknownArchitecture, match="tells query"):
-        require_told(parts.query, describe(convolutions()))
+    with pytest.raises(UnknownArchitecture, match="belongs to query"):
+        require_known_part(parts.query, describe(convolutions()))
 
 
 def test_a_manifest_keeps_the_doubts(tmp_path: object) -> None:
@@ -139,8 +144,8 @@ def test_a_manifest_keeps_the_doubts(tmp_path: object) -> None:
 
     params = describe(convolutions())
     file = Path(str(tmp_path), "mine.json")
-    file.write_text(written(params))
-    assert read(file) == params
+    file.write_text(manifest_json(params))
+    assert read_manifest(file) == params
 
 
 TYPES = {
@@ -166,8 +171,8 @@ FORGOTTEN = [
 @cache
 def forgotten(name: str, keys: frozenset[str]) -> Params:
     """A model described without some of the rows that tell of it."""
-    rows = {key: row for key, row in architectures.KNOWN.items() if key not in keys}
-    with patch.dict(architectures.KNOWN, rows, clear=True):
+    rows = {key: row for key, row in architectures.LAYER_MAPS.items() if key not in keys}
+    with patch.dict(architectures.LAYER_MAPS, rows, clear=True):
         return describe(zoo.build(name))
 
 
@@ -188,14 +193,14 @@ def test_what_is_said_without_a_row_stays_true_with_it(
     heads = {p.name for p in known(case[0]) if p.kind is Kind.HEAD}
     for p in forgotten(*case):
         # By type alone a norm is a norm, also where the row counts it to the head.
-        if not part.doubtful(p) and not (p.name in heads and p.kind is Kind.NORM):
+        if not part.is_uncertain(p) and not (p.name in heads and p.kind is Kind.NORM):
             assert told[p.key] == {part.holds(p)}, (p, part.text)
 
 
 @pytest.mark.parametrize("name", [*TYPES, "mpnet", "mixtral", "wav2vec2", "segformer", "detr"])
 def test_the_plainest_methods_run_without_any_row(name: str) -> None:
     model = zoo.build(name) if name in zoo.ROWS else fifty.build(name)
-    with patch.dict(architectures.KNOWN, clear=True):
+    with patch.dict(architectures.LAYER_MAPS, clear=True):
         params = describe(model)
     require_partition(model, params)
     for plan in ("share()", "chain(freeze(), share(bias | norm))"):

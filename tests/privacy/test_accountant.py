@@ -17,20 +17,25 @@ from numpy.typing import NDArray
 from often import often
 from scipy.special import ndtr
 
-from fedplan.privacy.accounting.accountant import ACCOUNTANTS, calibrate, epsilon, version
+from fedplan.privacy.accounting.accountant import (
+    ACCOUNTANTS,
+    accountant_version,
+    calibrate,
+    epsilon,
+)
 from fedplan.privacy.accounting.events import (
+    Charge,
+    DPSGDSteps,
     Event,
     Release,
-    Spent,
-    Steps,
-    read,
-    read_spent,
-    together,
-    written,
-    written_spent,
+    charge_from_json,
+    charge_to_json,
+    combined_noise,
+    event_from_json,
+    event_to_json,
 )
 from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.mechanisms.gaussian import Mechanism
+from fedplan.privacy.mechanisms.gaussian import GaussianMechanism
 
 Run = tuple[float, float, int, float]
 GOLDEN = [
@@ -48,14 +53,14 @@ def powers(low: float, high: float) -> st.SearchStrategy[float]:
     return st.floats(math.log(low), math.log(high)).map(math.exp)
 
 
-NOISES, RATES = powers(0.5, 20), powers(1e-3, 0.9)
+NOISE_MULTIPLIERS, SAMPLING_RATES = powers(0.5, 20), powers(1e-3, 0.9)
 COUNTS, DELTAS = powers(1, 2000).map(round), powers(1e-8, 1e-2)
-RUNS = st.tuples(NOISES, RATES, COUNTS, DELTAS)
+RUNS = st.tuples(NOISE_MULTIPLIERS, SAMPLING_RATES, COUNTS, DELTAS)
 
 
 def cost(run: Run, accountant: str = "pld") -> float:
     noise, rate, count, delta = run
-    return epsilon([Steps(noise, rate, count)], delta, accountant)
+    return epsilon([DPSGDSteps(noise, rate, count)], delta, accountant)
 
 
 # A second accountant, of our own: the privacy loss of one step rounded to a grid such that its mean
@@ -129,7 +134,9 @@ def test_golden_values(
 @pytest.mark.parametrize("noise,count,delta,exact", CLOSED)
 def test_closed_forms(noise: float, count: int, delta: float, exact: float) -> None:
     assert epsilon([Release(noise)] * count, delta) == pytest.approx(exact, rel=1e-8)
-    assert epsilon([Steps(noise, 1.0, count)], delta) == epsilon([Release(noise)] * count, delta)
+    assert epsilon([DPSGDSteps(noise, 1.0, count)], delta) == epsilon(
+        [Release(noise)] * count, delta
+    )
     assert epsilon([Release(noise / math.sqrt(count))], delta) == pytest.approx(exact, rel=1e-8)
 
 
@@ -198,19 +205,19 @@ def test_order_makes_no_difference_and_sums_over_one_cohort_are_one(
     dice.shuffle(events)
     found = epsilon([Release(noise) for noise in noises], delta)
     assert epsilon(events, delta) == found
-    assert epsilon([Release(together(*noises))], delta) == pytest.approx(found, rel=1e-9)
+    assert epsilon([Release(combined_noise(*noises))], delta) == pytest.approx(found, rel=1e-9)
 
 
 def test_two_sums_over_one_cohort_cost_more_than_two_cohorts() -> None:
-    once = epsilon([Release(together(1.0, 1.0), 0.05)] * 50, 1e-5)
+    once = epsilon([Release(combined_noise(1.0, 1.0), 0.05)] * 50, 1e-5)
     assert once > epsilon([Release(1.0, 0.05)] * 100, 1e-5) * 1.2
 
 
 def test_a_plan_that_rotates_costs_what_a_full_one_does() -> None:
     parts = {f"block.{i}": ((4, 4), torch.float32) for i in range(6)}
-    full = [Mechanism(parts, 1.0, 1.1, 50.0, 0.05).event for _ in range(60)]
+    full = [GaussianMechanism(parts, 1.0, 1.1, 50.0, 0.05).event for _ in range(60)]
     rotating = [
-        Mechanism({f"block.{i % 6}": parts[f"block.{i % 6}"]}, 1.0, 1.1, 50.0, 0.05).event
+        GaussianMechanism({f"block.{i % 6}": parts[f"block.{i % 6}"]}, 1.0, 1.1, 50.0, 0.05).event
         for i in range(60)
     ]
     for accountant in ACCOUNTANTS:
@@ -226,13 +233,13 @@ def test_a_plan_that_rotates_costs_what_a_full_one_does() -> None:
     ],
 )
 def test_the_ends_of_the_ranges_are_counted_too(run: Run) -> None:
-    plain = epsilon([Steps(run[0], 1.0, run[2])], run[3])
+    plain = epsilon([DPSGDSteps(run[0], 1.0, run[2])], run[3])
     assert 0 <= cost(run) <= max(cost(run, "rdp"), 1e-9) and cost(run) <= plain * 1.2
 
 
 @pytest.mark.parametrize("accountant,noise", [("rdp", 1.416), ("pld", 1.3477)])
 def test_calibration_never_passes_the_target(accountant: str, noise: float) -> None:
-    found = calibrate(8.0, 1e-5, lambda z: [Steps(z, 0.04, 2250)], accountant=accountant)
+    found = calibrate(8.0, 1e-5, lambda z: [DPSGDSteps(z, 0.04, 2250)], accountant=accountant)
     assert found == pytest.approx(noise, rel=2e-3)
     assert cost((found, 0.04, 2250, 1e-5), accountant) <= 8
     assert cost((found * 0.9998, 0.04, 2250, 1e-5), accountant) > 8
@@ -241,12 +248,12 @@ def test_calibration_never_passes_the_target(accountant: str, noise: float) -> N
 @given(powers(0.05, 50), DELTAS, st.integers(1, 10**6))
 @settings(max_examples=often(60))
 def test_calibration_of_plain_sums(target: float, delta: float, rounds: int) -> None:
-    noise = calibrate(target, delta, lambda z: [Steps(z, 1.0, rounds)])
-    assert target * 0.999 <= epsilon([Steps(noise, 1.0, rounds)], delta) <= target
+    noise = calibrate(target, delta, lambda z: [DPSGDSteps(z, 1.0, rounds)])
+    assert target * 0.999 <= epsilon([DPSGDSteps(noise, 1.0, rounds)], delta) <= target
 
 
 def test_a_target_that_no_noise_reaches_is_told() -> None:
-    with pytest.raises(PrivacyError, match="something else costs more"):
+    with pytest.raises(PrivacyError, match="another event costs more"):
         calibrate(0.5, 1e-5, lambda z: [Release(1.0), Release(z)])
     with pytest.raises(PrivacyError, match="target"):
         calibrate(0.0, 1e-5, lambda z: [Release(z)])
@@ -258,7 +265,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     assert epsilon([Release(1.0)], 1e-5) == pytest.approx(4.37717810, rel=1e-8)
     for ask in (
         lambda: epsilon([Release(1.0, 0.5)], 1e-5),
-        version,
+        accountant_version,
         lambda: epsilon([], 1e-5, "rdp"),
     ):
         with pytest.raises(PrivacyError, match=r"pip install 'fedplan\[privacy\]'"):
@@ -266,12 +273,12 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_version_names_accountant_and_library() -> None:
-    assert version("pld").startswith("PLD of dp-accounting 0.")
+    assert accountant_version("pld").startswith("PLD of dp-accounting 0.")
 
 
 EVENTS = st.one_of(
     st.builds(Release, powers(1.001e-3, 1e5), st.none() | powers(1.001e-6, 0.999)),
-    st.builds(Steps, powers(1.001e-3, 1e5), powers(1.001e-6, 0.999), st.integers(1, 10**7)),
+    st.builds(DPSGDSteps, powers(1.001e-3, 1e5), powers(1.001e-6, 0.999), st.integers(1, 10**7)),
 )
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -283,15 +290,15 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 @given(EVENTS, st.text(), st.text())
 @settings(max_examples=often(500))
 def test_events_are_json_both_ways(event: Event, about: str, digest: str) -> None:
-    assert read(json.loads(json.dumps(written(event)))) == event
-    spent = Spent(event, about, digest)
-    assert read_spent(json.loads(json.dumps(written_spent(spent)))) == spent
+    assert event_from_json(json.loads(json.dumps(event_to_json(event)))) == event
+    spent = Charge(event, about, digest)
+    assert charge_from_json(json.loads(json.dumps(charge_to_json(spent)))) == spent
 
 
 @given(EVENTS, st.data())
 @settings(max_examples=often(500))
 def test_foreign_json_is_read_strictly(event: Event, data: st.DataObject) -> None:
-    doctored: Any = written_spent(Spent(event, "round 1"))
+    doctored: Any = charge_to_json(Charge(event, "round 1"))
     place = data.draw(st.sampled_from([doctored, doctored["event"]]))
     key = data.draw(st.sampled_from([*place, "extra"]))
     change = data.draw(st.sampled_from(["drop", "put"]))
@@ -300,10 +307,10 @@ def test_foreign_json_is_read_strictly(event: Event, data: st.DataObject) -> Non
     else:
         place[key] = data.draw(JSON)
     try:
-        spent = read_spent(doctored)
+        spent = charge_from_json(doctored)
     except PrivacyError:
         return
-    again = read_spent(json.loads(json.dumps(written_spent(spent))))
+    again = charge_from_json(json.loads(json.dumps(charge_to_json(spent))))
     assert again == spent and 0 <= epsilon_of_plain(spent.event) < math.inf
 
 
@@ -334,7 +341,7 @@ def epsilon_of_plain(event: Event) -> float:
 )
 def test_what_is_no_event_is_told(data: object) -> None:
     with pytest.raises(PrivacyError):
-        read(data)
+        event_from_json(data)
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan, 1, None])

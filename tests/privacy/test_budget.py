@@ -21,9 +21,9 @@ from often import often
 from fedplan.errors import FedplanError
 from fedplan.privacy.accounting.accountant import epsilon
 from fedplan.privacy.accounting.budget import Budget
-from fedplan.privacy.accounting.events import Event, Release, Spent, Steps
+from fedplan.privacy.accounting.events import Charge, DPSGDSteps, Event, Release
 from fedplan.privacy.errors import PrivacyError
-from fedplan.storage.failpoints import POINTS, VARIABLE, forget
+from fedplan.storage.failpoints import POINTS, VARIABLE, reset_failpoints
 
 BUDGET_POINTS = [name for name in POINTS if name.startswith("budget.")]
 SUM = Release(4.0)
@@ -33,7 +33,7 @@ LOG = logging.getLogger(__name__)
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    forget()
+    reset_failpoints()
 
 
 def budget(folder: Path, limit: float | None = None, **more: Any) -> Budget:
@@ -48,7 +48,7 @@ def filled(folder: Path, rounds: int) -> Path:
 
 
 def test_charges_are_read_back(tmp_path: Path) -> None:
-    events: list[Event] = [SUM, Release(1.0, 0.05), Steps(1.1, 0.04, 25), Release(4.0)]
+    events: list[Event] = [SUM, Release(1.0, 0.05), DPSGDSteps(1.1, 0.04, 25), Release(4.0)]
     first = budget(tmp_path, limit=20.0)
     for i, event in enumerate(events):
         first.charge(event, f"round {i}")
@@ -56,15 +56,17 @@ def test_charges_are_read_back(tmp_path: Path) -> None:
     assert (
         again.charges
         == first.charges
-        == tuple(Spent(event, f"round {i}") for i, event in enumerate(events))
+        == tuple(Charge(event, f"round {i}") for i, event in enumerate(events))
     )
-    assert again.spent() == first.spent() == epsilon(events, 1e-5)
-    assert again.left == 20 - again.spent() and budget(tmp_path).left is None
+    assert again.epsilon_spent() == first.epsilon_spent() == epsilon(events, 1e-5)
+    assert (
+        again.epsilon_left == 20 - again.epsilon_spent() and budget(tmp_path).epsilon_left is None
+    )
     assert first.file.stat().st_mode & 0o777 == 0o600
 
 
 def test_an_empty_budget_has_spent_nothing_and_writes_nothing(tmp_path: Path) -> None:
-    assert budget(tmp_path).spent() == 0 and budget(tmp_path, 3.0).left == 3
+    assert budget(tmp_path).epsilon_spent() == 0 and budget(tmp_path, 3.0).epsilon_left == 3
     assert not list(tmp_path.iterdir())
 
 
@@ -75,7 +77,7 @@ def test_what_would_pass_the_limit_is_refused_and_not_written(tmp_path: Path) ->
     for i in range(rounds):
         found.charge(SUM, f"round {i}")
     before = found.file.read_bytes()
-    assert found.spent() == limit and found.left == 0
+    assert found.epsilon_spent() == limit and found.epsilon_left == 0
     for each in (found, budget(tmp_path, limit)):
         with pytest.raises(PrivacyError, match="may be"):
             each.charge(SUM, f"round {rounds}")
@@ -104,7 +106,7 @@ def test_two_at_one_file_see_each_other(tmp_path: Path) -> None:
     other.charge(SUM, "round 2")
     one.charge(SUM, "round 1")
     one.charge(SUM, "round 3")
-    assert [charge.about for charge in one.charges] == ["round 1", "round 2", "round 3"]
+    assert [charge.name for charge in one.charges] == ["round 1", "round 2", "round 3"]
     one.file.unlink()
     with pytest.raises(PrivacyError, match="no longer holds all 3 charges"):
         one.charge(SUM, "round 4")
@@ -203,11 +205,11 @@ def test_a_failing_disk_is_told_and_nothing_is_forgotten(
                 found.charge(SUM, f"round {i}")
             except PrivacyError as error:
                 assert attempt == 0 and os.strerror(reason) in str(error)
-                assert len(found.charges) >= released and found.spent() >= 0
+                assert len(found.charges) >= released and found.epsilon_spent() >= 0
             else:
                 released += 1
                 break
-    abouts = [charge.about for charge in budget(tmp_path).charges]
+    abouts = [charge.name for charge in budget(tmp_path).charges]
     assert abouts == [f"round {i}" for i in range(5)]
 
 
@@ -221,20 +223,20 @@ def test_a_folder_that_is_missing_is_told(tmp_path: Path) -> None:
 LIVES = """
 import os, sys, json, torch
 from pathlib import Path
-from fedplan.storage.failpoints import VARIABLE, forget, reach
-from fedplan.privacy.mechanisms.gaussian import Mechanism
+from fedplan.storage.failpoints import VARIABLE
+from fedplan.privacy.mechanisms.gaussian import GaussianMechanism
 from fedplan.privacy.accounting.budget import Budget
-from fedplan.privacy.mechanisms.secret import secret_of
+from fedplan.privacy.mechanisms.secret import load_or_create_secret
 from fedplan.tensors.sums import ExactSum
 
 folder, lives = Path(sys.argv[1]), json.loads(sys.argv[2])
-mechanism = Mechanism({"x": ((4,), torch.float32)}, 1.0, 4.0, 10.0)
+mechanism = GaussianMechanism({"x": ((4,), torch.float32)}, 1.0, 4.0, 10.0)
 
 
 def live():
     released = folder / "released.txt"
     done = len(set(released.read_text().split("\\n")[:-1])) if released.exists() else 0
-    secret = secret_of(folder / "secret")
+    secret = load_or_create_secret(folder / "secret")
     budget = Budget(folder / "budget.jsonl", delta=1e-5)
     for number in range(max(done, 1), done + 6):  # the last one once more: it may not have got out
         about, total = f"round {number}", ExactSum()
@@ -251,7 +253,7 @@ for armed in lives:
         live()
         os._exit(0)
     _, status = os.waitpid(child, 0)
-    charged = [c.about for c in Budget(folder / "budget.jsonl", delta=1e-5).charges]
+    charged = [c.name for c in Budget(folder / "budget.jsonl", delta=1e-5).charges]
     out = (folder / "released.txt")
     lines = out.read_text().splitlines() if out.exists() else []
     print(json.dumps([armed, status, charged, lines]))

@@ -31,13 +31,13 @@ from fedplan.runners.local import Federation
 from fedplan.tensors.sums import ExactSum
 
 EDITS: dict[str, dict[str, Any]] = {
-    "another rate": {"study": {"train": "rate = 0.5"}, "rate": 0.5},
-    "momentum": {"study": {"train": "rate = 1.0\nmomentum = 0.5"}},
+    "another rate": {"study": {"train": "lr = 0.5"}, "rate": 0.5},
+    "momentum": {"study": {"train": "lr = 1.0\nmomentum = 0.5"}},
     "one row less": {"rows": {"count": 23}},
     "one other label": {"rows": "label"},
     "one other pixel": {"rows": "pixel"},
     "two rows in another order": {"rows": "order"},
-    "only some patients": {"study": {"data": f"only = {{ patient = {list(range(1, 24))} }}"}},
+    "only some patients": {"study": {"data": f"filter = {{ patient = {list(range(1, 24))} }}"}},
     "labels in another order": {"study": {"labels": "[2, 1, 0]"}},
     "another activation": {"study": {"model": {"hidden_act": '"relu"'}}},
     "another seed": {"study": {"seed": 1}},
@@ -51,7 +51,7 @@ EDITS: dict[str, dict[str, Any]] = {
 
 def edited(folder: Path, edit: dict[str, Any], method: dict[str, Any]) -> Endpoint:
     """The same site with one thing changed. What it remembers is gone, so it answers anew."""
-    shutil.rmtree(folder / "home" / "federation-0", ignore_errors=True)
+    shutil.rmtree(folder / "state" / "federation-0", ignore_errors=True)
     draw = {"label": "digit", "pixel": "image", "order": "image"}
     rows = edit.get("rows", {})
     if isinstance(rows, str):
@@ -74,15 +74,15 @@ def edited(folder: Path, edit: dict[str, Any], method: dict[str, Any]) -> Endpoi
 
 def rebased(endpoint: Endpoint) -> None:
     """Another value of a param that no plan of these tests trains: the class token."""
-    from fedplan.federation.origin import base_of
-    from fedplan.models.values import put, take
+    from fedplan.federation.initial_model import digest_initial_model
+    from fedplan.models.values import get_values, set_values
 
     site, agreement = endpoint.site, endpoint.agreement
     held = [p for p in agreement.params if p.key == "vit.embeddings.cls_token"]
-    put(site.model, {k: v + 0.01 for k, v in take(site.model, held).items()}, held)
-    site.start = take(site.model, agreement.trainable)
-    site.base = base_of(site.model, agreement.params, site.start)
-    site.marks = site.base.marks
+    set_values(site.model, {k: v + 0.01 for k, v in get_values(site.model, held).items()}, held)
+    site.start = get_values(site.model, agreement.trainable)
+    site.initial_model = digest_initial_model(site.model, agreement.params, site.start)
+    site.start_digests = site.initial_model.short_digests
 
 
 FROZEN = {"method": "plan = \"chain(share(), freeze(named('*cls_token')))\""}
@@ -131,16 +131,16 @@ def test_equal_counts_of_other_weights_are_not_told_to_be_equal(tmp_path: Path) 
 
 @pytest.mark.parametrize("change", ["sum", "within", "scale", "nothing"])
 def test_another_sum_of_a_round_has_other_noise_and_costs(change: str, tmp_path: Path) -> None:
-    guard = ServerGuard(replace(GUARANTEES["veiled"], vote=0.0), tmp_path)
+    guard = ServerGuard(replace(GUARANTEES["veiled"], vote_noise_multiplier=0.0), tmp_path)
     shared = {"x": torch.zeros(50)}
     found = list[torch.Tensor]()
     for time in range(2):
         other = change if time else ""
-        mechanism = guard.mechanism(shared, 10, 2.0 if other == "scale" else 1.0)
+        mechanism = guard.make_mechanism(shared, 10, 2.0 if other == "scale" else 1.0)
         total = ExactSum()
         mechanism.add(total, {"x": torch.full((50,), 0.1 if other == "sum" else 0.05)})
         within = "8 of 9" if other == "within" else "9 of 9"
-        found.append(guard.release(mechanism, total, 1, "round 1", within)["x"])
+        found.append(guard.release_mean(mechanism, total, 1, "round 1", within)["x"])
     assert len(guard.budget.charges) == (1 if change == "nothing" else 2)
     if change in ("sum", "scale"):
         assert (found[0] - found[1]).norm() > 0.5 * found[0].norm()
@@ -152,11 +152,11 @@ def test_another_sum_of_a_round_has_other_noise_and_costs(change: str, tmp_path:
 def test_a_simulated_client_pays_for_another_content_too(name: str, tmp_path: Path) -> None:
     import zoo
 
-    from fedplan.methods.registry import method_named
+    from fedplan.methods.registry import method_by_name
     from fedplan.models.description import describe
-    from fedplan.training.fit import Pace
+    from fedplan.training.fit import TrainConfig
 
-    guarantee = replace(GUARANTEES["cloaked"], vote=0.0)
+    guarantee = replace(GUARANTEES["cloaked"], vote_noise_multiplier=0.0)
     for time in range(2):
         model, rows = zoo.build("bert"), few("bert", 2)
         if time and name == "rows":
@@ -166,16 +166,16 @@ def test_a_simulated_client_pays_for_another_content_too(name: str, tmp_path: Pa
         agreement = Agreement(
             experiment,
             describe(model),
-            method_named("fedavg"),
-            Pace(rate=rate, batch=2, steps=2),
+            method_by_name("fedavg"),
+            TrainConfig(lr=rate, batch_size=2, steps=2),
             guarantee,
         )
-        shutil.rmtree(tmp_path / "world", ignore_errors=True)
-        shutil.rmtree(tmp_path / "homes", ignore_errors=True)
+        shutil.rmtree(tmp_path / "global", ignore_errors=True)
+        shutil.rmtree(tmp_path / "clients", ignore_errors=True)
         for file in ("ledger.jsonl", "metrics.jsonl"):
             (tmp_path / file).unlink(missing_ok=True)
         fed = Federation(agreement, model, rows, loss, tmp_path, rounds=1)
-        fed.round()
+        fed.run_round()
     guard = fed.clients["client-0"].guard
     assert guard is not None and len(guard.budget.charges) == 2
 
@@ -184,7 +184,7 @@ def test_values_of_one_short_digest_have_other_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 16 hex digits a server finds two values by 2**32 trials, and asks for both in two runs."""
-    monkeypatch.setattr("fedplan.tensors.named.Digests.of", lambda *_: "0" * 16)
+    monkeypatch.setattr("fedplan.tensors.named.DigestCache.short_digest", lambda *_: "0" * 16)
     found = list[torch.Tensor]()
     for scale in (1.0, 1.001):
         endpoint = edited(tmp_path, {}, {})

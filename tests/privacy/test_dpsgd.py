@@ -24,8 +24,15 @@ from often import often
 from torch import Tensor, nn
 
 from fedplan import privacy
-from fedplan.data.examples import Examples, Loss, Masked, Ragged, Sequences, keys_of
-from fedplan.data.tasks import task
+from fedplan.data.examples import (
+    Examples,
+    Loss,
+    MaskedTokens,
+    RaggedArray,
+    TokenSequences,
+    block_seeds,
+)
+from fedplan.data.tasks import make_task
 from fedplan.language.parser import parse
 from fedplan.language.parts import query
 from fedplan.language.plan import Roles
@@ -34,25 +41,26 @@ from fedplan.language.turn import Turn
 from fedplan.methods.adapters import add_lora
 from fedplan.models.description import describe
 from fedplan.models.prompts import add_prompts
-from fedplan.models.values import take
-from fedplan.privacy.accounting.events import Steps
-from fedplan.privacy.dpsgd import fit, ghost, per_example
+from fedplan.models.values import get_values
+from fedplan.privacy.accounting.events import DPSGDSteps
+from fedplan.privacy.dpsgd import fit, per_example
 from fedplan.privacy.dpsgd import fit as private_fit
-from fedplan.privacy.dpsgd.fit import DPSGD, Sampled, dp_sgd, train
+from fedplan.privacy.dpsgd import ghost_clipping as ghost
+from fedplan.privacy.dpsgd.fit import DPSGDConfig, DPSGDStats, dp_sgd, train_dp_sgd
 from fedplan.privacy.dpsgd.per_example import (
-    Subject,
-    Sum,
-    one_by_one,
-    require_apart,
-    square,
-    trained,
+    ClippedSum,
+    Objective,
+    add_clipped_one_by_one,
+    require_independent_examples,
+    squared_norm,
+    trained_tensors,
 )
 from fedplan.privacy.errors import PrivacyError
-from fedplan.training.fit import Done, Job, Pace
-from fedplan.training.freezing import mark
-from fedplan.training.optimisers import ClientOptimiser, adamw, sgd
-from fedplan.training.schedules import Schedule
-from fedplan.training.wraps import proximal
+from fedplan.training.client_hooks import proximal
+from fedplan.training.fit import FitResult, Job, TrainConfig
+from fedplan.training.freezing import trainable
+from fedplan.training.lr_schedules import LRSchedule
+from fedplan.training.optimizers import ClientOptimizer, adamw, sgd
 
 PARTS = {
     "all": "share()",
@@ -87,20 +95,20 @@ def roles_of(model: nn.Module, plan: str) -> Roles:
     return resolve(parse(plan), describe(model), Turn())
 
 
-def seen(model: nn.Module, plan: str, rows: Examples, loss: Loss = distance_loss) -> Subject:
+def seen(model: nn.Module, plan: str, rows: Examples, loss: Loss = distance_loss) -> Objective:
     """A model as a fit sees it."""
-    tensors = trained(model, roles_of(model, plan))
+    tensors = trained_tensors(model, roles_of(model, plan))
     model.requires_grad_(False)
     for each in tensors:
         each.tensor.requires_grad_(True)
-    return Subject(model, tensors, rows, loss)
+    return Objective(model, tensors, rows, loss)
 
 
-def by_backward(subject: Subject, plan: str, index: int) -> dict[str, Tensor]:
+def by_backward(subject: Objective, plan: str, index: int) -> dict[str, Tensor]:
     """The gradient of one row, as the plain fit would get it."""
-    with mark(subject.model, roles_of(subject.model, plan)) as marked:
+    with trainable(subject.model, roles_of(subject.model, plan)) as marked:
         leaves = dict(marked.named_parameters())
-        subject.loss(subject.model, subject.rows.batch(torch.tensor([index]))).backward()
+        subject.loss(subject.model, subject.examples.batch(torch.tensor([index]))).backward()
         found = {
             k: v.grad if v.grad is not None else torch.zeros_like(v) for k, v in leaves.items()
         }
@@ -109,22 +117,22 @@ def by_backward(subject: Subject, plan: str, index: int) -> dict[str, Tensor]:
     return found
 
 
-def views(subject: Subject, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def views(subject: Objective, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k: v for each in subject.tensors for k, v in each.views(totals[each.name]).items()}
 
 
-def singly(subject: Subject, index: int) -> dict[str, Tensor]:
-    total = Sum(subject.tensors, HUGE)
-    one_by_one(subject, torch.tensor([index]), total)
+def singly(subject: Objective, index: int) -> dict[str, Tensor]:
+    total = ClippedSum(subject.tensors, HUGE)
+    add_clipped_one_by_one(subject, torch.tensor([index]), total)
     return views(subject, total.totals)
 
 
-def among_others(subject: Subject, count: int, index: int) -> dict[str, Tensor]:
+def among_others(subject: Objective, count: int, index: int) -> dict[str, Tensor]:
     """The gradient of one row out of the factors of several."""
-    totals = Sum(subject.tensors, HUGE).totals
-    for name, factors in ghost.factored(subject, torch.arange(count)).items():
+    totals = ClippedSum(subject.tensors, HUGE).totals
+    for name, factors in ghost.gradient_factors(subject, torch.arange(count)).items():
         for factor in factors:
-            factor.add(totals[name], torch.eye(count).to(totals[name])[index])
+            factor.add_weighted_sum(totals[name], torch.eye(count).to(totals[name])[index])
     return views(subject, totals)
 
 
@@ -191,7 +199,14 @@ def nobody(count: int) -> Tensor:
     return torch.full((count,), 0.999, dtype=torch.float64)
 
 
-PRIVATELY = DPSGD(clip=0.5, noise=1.0, expected_batch=4, rate=0.5, steps=3, microbatch=2)
+PRIVATELY = DPSGDConfig(
+    max_grad_norm=0.5,
+    noise_multiplier=1.0,
+    expected_batch_size=4,
+    sampling_rate=0.5,
+    steps=3,
+    microbatch_size=2,
+)
 
 
 def job_of(
@@ -199,30 +214,34 @@ def job_of(
     plan: str = "share()",
     rows: Examples | None = None,
     loss: Loss = distance_loss,
-    pace: Pace | None = None,
+    train_config: TrainConfig | None = None,
     seed: int = 0,
 ) -> Job:
     roles = roles_of(model, plan)
     return Job(
         model=model,
         roles=roles,
-        rows=Few("bert", 0, 6) if rows is None else rows,
+        examples=Few("bert", 0, 6) if rows is None else rows,
         loss=loss,
-        pace=pace or Pace(sgd(), rate=1.0),
+        train_config=train_config or TrainConfig(sgd(), lr=1.0),
         seed=seed,
-        start=take(model, roles),
+        start=get_values(model, roles),
     )
 
 
 def run(
-    job: Job, privately: DPSGD = PRIVATELY, seed: int = 0, **sources: Any
-) -> tuple[dict[str, Tensor], Done, Sampled]:
+    job: Job, privately: DPSGDConfig = PRIVATELY, seed: int = 0, **sources: Any
+) -> tuple[dict[str, Tensor], FitResult, DPSGDStats]:
     """What a fit changed, what it leaves, and what it did."""
-    before = take(job.model, job.roles)
+    before = get_values(job.model, job.roles)
     normal, uniform = generated(seed)
     sources = {"normal": normal, "uniform": uniform, **sources}
-    done, tally = train(job, privately, **sources)
-    return {k: v - before[k] for k, v in take(job.model, job.roles).items()}, done, tally
+    done, round_state = train_dp_sgd(job, privately, **sources)
+    return (
+        {k: v - before[k] for k, v in get_values(job.model, job.roles).items()},
+        done,
+        round_state,
+    )
 
 
 def zoo_model(name: str, part: str) -> nn.Module:
@@ -230,16 +249,18 @@ def zoo_model(name: str, part: str) -> nn.Module:
     return without_dropout(model).train() if name == "torch" else model
 
 
-def require_own_gradients(subject: Subject, part: str, slow: str, tolerance: float) -> None:
-    single, together = Sum(subject.tensors, 1.0), Sum(subject.tensors, 1.0)
-    one_by_one(subject, torch.arange(3), single)
-    (one_by_one if slow else ghost.ghost)(subject, torch.arange(3), together)
+def require_own_gradients(subject: Objective, part: str, slow: str, tolerance: float) -> None:
+    single, together = ClippedSum(subject.tensors, 1.0), ClippedSum(subject.tensors, 1.0)
+    add_clipped_one_by_one(subject, torch.arange(3), single)
+    (add_clipped_one_by_one if slow else ghost.add_ghost_clipped)(
+        subject, torch.arange(3), together
+    )
     for index in range(3):
         expected = by_backward(subject, PARTS[part], index)
         assert length(expected) > 0
         assert apart(expected, singly(subject, index)) == 0
-        assert float(single.lengths[index]) == pytest.approx(length(expected), rel=1e-6)
-        assert float(together.lengths[index]) == pytest.approx(length(expected), rel=1e-5)
+        assert float(single.norms[index]) == pytest.approx(length(expected), rel=1e-6)
+        assert float(together.norms[index]) == pytest.approx(length(expected), rel=1e-5)
         assert slow or apart(expected, among_others(subject, 3, index)) < tolerance
     assert apart(views(subject, single.totals), views(subject, together.totals)) < 1e-5
 
@@ -247,7 +268,7 @@ def require_own_gradients(subject: Subject, part: str, slow: str, tolerance: flo
 @pytest.mark.parametrize(("name", "part"), CASES)
 def test_each_gradient_is_that_of_its_row_alone(name: str, part: str) -> None:
     subject = seen(sharpened(zoo_model(name, part)), PARTS[part], fine(Few(name, 0, 3)))
-    slow = ghost.distrust(subject)
+    slow = ghost.why_not_ghost_clipping(subject)
     assert bool(slow) == (part in SLOW.get(name, ())), slow
     require_own_gradients(subject, part, slow, 1e-6)
 
@@ -256,7 +277,7 @@ def test_each_gradient_is_that_of_its_row_alone(name: str, part: str) -> None:
 @pytest.mark.parametrize(("name", "part"), CASES)
 def test_each_gradient_is_that_of_its_row_alone_in_float32(name: str, part: str) -> None:
     subject = seen(zoo_model(name, part), PARTS[part], Few(name, 0, 3))
-    slow = ghost.distrust(subject)
+    slow = ghost.why_not_ghost_clipping(subject)
     assert bool(slow) == (part in SLOW.get(name, ())), slow
     require_own_gradients(subject, part, slow, 1e-5)
 
@@ -267,26 +288,26 @@ def test_each_gradient_of_prompts_is_that_of_its_row_alone(name: str, deep: bool
     plan = "chain(freeze(), share(prompt & common), keep(prompt & own | fusion))"
     model = stir(add_prompts(build_dual(name), text=2, vision=2, deep=deep))
     subject = seen(model, plan, pictures_of("hospital")["hospital"], ASKED.loss)
-    assert "outside of its own layer" in ghost.distrust(subject)
+    assert "outside of its own layer" in ghost.why_not_ghost_clipping(subject)
     for index in range(3):
         assert apart(by_backward(subject, plan, index), singly(subject, index)) == 0
     rows = pictures_of("hospital")["hospital"]
-    changes, _, tally = run(job_of(model, plan, rows, ASKED.loss))
-    assert tally.slow and all(
-        (change != 0).any() == roles.trained
+    changes, _, round_state = run(job_of(model, plan, rows, ASKED.loss))
+    assert round_state.slow_reason and all(
+        (change != 0).any() == roles.is_trained
         for change, roles in zip(changes.values(), roles_of(model, plan).values(), strict=True)
     )
 
 
-def ragged(labels: Tensor | Ragged) -> Sequences:
-    ids = Ragged.of([[5, 6, 7, 8, 9], [10, 11], [12, 12, 12], [13]])
-    return Sequences(ids, 0, labels)
+def ragged(labels: Tensor | RaggedArray) -> TokenSequences:
+    ids = RaggedArray.from_lists([[5, 6, 7, 8, 9], [10, 11], [12, 12, 12], [13]])
+    return TokenSequences(ids, 0, labels)
 
 
 @pytest.mark.parametrize("kind", ["text-classification", "token-classification", "causal-lm"])
 def test_padding_changes_no_gradient(kind: str) -> None:
     torch.manual_seed(0)
-    tags = Ragged.of([[0, -100, 1, 1, 0], [-100, 1], [1, 0, 0], [1]])
+    tags = RaggedArray.from_lists([[0, -100, 1, 1, 0], [-100, 1], [1, 0, 0], [1]])
     if kind == "text-classification":
         model, rows = zoo.build("bert"), ragged(torch.tensor([0, 1, 1, 0]))
     elif kind == "token-classification":
@@ -294,39 +315,43 @@ def test_padding_changes_no_gradient(kind: str) -> None:
     else:
         model, rows = (
             zoo.build("gpt2"),
-            ragged(Ragged.of([[5, 6, 7, 8, 9], [10, 11], [12, 12, 12], [13]])),
+            ragged(RaggedArray.from_lists([[5, 6, 7, 8, 9], [10, 11], [12, 12, 12], [13]])),
         )
-    asked = task(kind, columns="x", label="y", labels=["a", "b"])
+    asked = make_task(kind, columns="x", label="y", labels=["a", "b"])
     subject = seen(model, "share()", rows, asked.loss)
-    require_apart(subject)
-    assert ghost.distrust(subject) == ""
+    require_independent_examples(subject)
+    assert ghost.why_not_ghost_clipping(subject) == ""
     for index in range(4):
         expected = by_backward(subject, "share()", index)
         assert apart(expected, among_others(subject, 4, index)) < 1e-5
 
 
-def of_kind(kind: str) -> tuple[nn.Module, Sequences, Loss]:
+def of_kind(kind: str) -> tuple[nn.Module, TokenSequences, Loss]:
     """A model, rows of different lengths and the loss of a task."""
     torch.manual_seed(0)
     ids, words = ragged(torch.zeros(4)).ids, ["a", "b"]
     if kind in ("t5", "bart"):
-        targets = Ragged.of([[9, 8], [7, 6, 5, 4], [3], [12, 13, 14]])
+        targets = RaggedArray.from_lists([[9, 8], [7, 6, 5, 4], [3], [12, 13, 14]])
         model = zoo.build(kind)
         model.config.decoder_start_token_id = 2  # type: ignore[union-attr,assignment]
-        asked = task("seq2seq-lm", columns=["x", "y"])
-        return model, Sequences(ids, 0, targets, follows=True), asked.loss
+        asked = make_task("seq2seq-lm", columns=["x", "y"])
+        return model, TokenSequences(ids, 0, targets, seq2seq=True), asked.loss
     if kind == "instruction":
-        answers = Ragged.of([[-100, -100, 7, 8, 9], [-100, 11], [-100, 12, -100], [-100]])
-        return zoo.build("gpt2"), ragged(answers), task(kind, columns="x").loss
+        answers = RaggedArray.from_lists(
+            [[-100, -100, 7, 8, 9], [-100, 11], [-100, 12, -100], [-100]]
+        )
+        return zoo.build("gpt2"), ragged(answers), make_task(kind, columns="x").loss
     if kind == "multi-label":
         labels = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
-        made = task(kind, columns="x", label="y", labels=words, weights={"a": 3.0})
+        made = make_task(kind, columns="x", label="y", labels=words, weights={"a": 3.0})
         return zoo.build("bert"), ragged(labels), made.loss
     if kind == "regression":
         model = hf.BertForSequenceClassification(hf.BertConfig(**zoo.TEXT, num_labels=1)).eval()
         numbers = torch.tensor([0.5, -100.0, 3.0, 2.0])
-        return model, ragged(numbers), task(kind, columns="x", label="y").loss
-    made = task("text-classification", columns="x", label="y", labels=words, weights={"b": 3.0})
+        return model, ragged(numbers), make_task(kind, columns="x", label="y").loss
+    made = make_task(
+        "text-classification", columns="x", label="y", labels=words, weights={"b": 3.0}
+    )
     return zoo.build("bert"), ragged(torch.tensor([0, 1, 1, 0])), made.loss
 
 
@@ -334,8 +359,8 @@ def of_kind(kind: str) -> tuple[nn.Module, Sequences, Loss]:
 def test_rows_of_every_kind_have_gradients_of_their_own(kind: str) -> None:
     model, rows, loss = of_kind(kind)
     subject = seen(model, "share()", rows, loss)
-    require_apart(subject)
-    assert ghost.distrust(subject) == ""
+    require_independent_examples(subject)
+    assert ghost.why_not_ghost_clipping(subject) == ""
     for index in range(4):
         expected = by_backward(subject, "share()", index)
         assert apart(expected, among_others(subject, 4, index)) < 1e-5
@@ -347,8 +372,8 @@ def test_pairs_of_texts_have_gradients_of_their_own(kind: str, plan: str) -> Non
     """With all of it trained, one row at a time: such a model uses its embeddings three times."""
     model, rows, loss = of_kind(kind)
     subject = seen(model, plan, rows, loss)
-    require_apart(subject)
-    assert (ghost.distrust(subject) == "") == (plan != "share()")
+    require_independent_examples(subject)
+    assert (ghost.why_not_ghost_clipping(subject) == "") == (plan != "share()")
     for index in range(4):
         expected = by_backward(subject, plan, index)
         assert apart(expected, singly(subject, index)) < 1e-6
@@ -361,37 +386,39 @@ def test_the_row_of_the_filling_token_has_no_gradient(name: str) -> None:
     rows = Few(name, 0, 3)
     rows.rows["input_ids"][:, ::2] = 0
     subject = seen(zoo.build(name), "share()", rows)
-    assert ghost.distrust(subject) == ""
+    assert ghost.why_not_ghost_clipping(subject) == ""
     expected = by_backward(subject, "share()", 1)
     assert apart(expected, among_others(subject, 3, 1)) < 1e-5
 
 
 def test_texts_are_run_by_length_and_it_does_not_show() -> None:
-    asked = task("text-classification", columns="x", label="y", labels=["a", "b"])
+    asked = make_task("text-classification", columns="x", label="y", labels=["a", "b"])
     rows, found = ragged(torch.tensor([0, 1, 1, 0])), list[dict[str, Tensor]]()
     for size in (1, 2, 4):
         job = job_of(without_dropout(zoo.build("bert")), rows=rows, loss=asked.loss)
-        privately = replace(PRIVATELY, clip=0.1, noise=0.1, microbatch=size)
+        privately = replace(
+            PRIVATELY, max_grad_norm=0.1, noise_multiplier=0.1, microbatch_size=size
+        )
         found.append(run(job, privately, uniform=everybody)[0])
-    portions = fit._portions(rows, torch.tensor([0, 1, 3]), 2)
+    portions = fit._microbatches(rows, torch.tensor([0, 1, 3]), 2)
     assert [each.tolist() for each in portions] == [[3], [1], [0]]
     assert all(apart(found[0], each) < 1e-5 for each in found[1:])
 
 
 def test_few_long_texts_run_at_a_time_and_many_short_ones() -> None:
     for length, expected in ((8, 64), (64, 64), (512, 8), (5000, 1)):
-        rows = Sequences(Ragged.of([[1] * length] * 100), 0, torch.zeros(100))
-        sizes = {len(each) for each in fit._portions(rows, torch.arange(100), 64)}
+        rows = TokenSequences(RaggedArray.from_lists([[1] * length] * 100), 0, torch.zeros(100))
+        sizes = {len(each) for each in fit._microbatches(rows, torch.arange(100), 64)}
         assert max(sizes) == expected
-        assert not list(fit._portions(rows, torch.arange(0), 64))
+        assert not list(fit._microbatches(rows, torch.arange(0), 64))
 
 
 def test_masked_tokens_are_hidden_row_by_row() -> None:
-    found = Ragged.of([[5, 6, 7, 8, 9], [10, 11], [12, 12, 12], [13]])
-    rows = Masked(ragged(found), keys_of(found), 3, torch.tensor([0, 1, 2]), 64)
-    asked = task("masked-lm", columns="x")
-    changes, _, tally = run(job_of(zoo.build("bert-mlm"), rows=rows, loss=asked.loss))
-    assert not tally.slow and tally.steps == 3
+    found = RaggedArray.from_lists([[5, 6, 7, 8, 9], [10, 11], [12, 12, 12], [13]])
+    rows = MaskedTokens(ragged(found), block_seeds(found), 3, torch.tensor([0, 1, 2]), 64)
+    asked = make_task("masked-lm", columns="x")
+    changes, _, round_state = run(job_of(zoo.build("bert-mlm"), rows=rows, loss=asked.loss))
+    assert not round_state.slow_reason and round_state.steps == 3
     assert all((change != 0).all() for change in changes.values())
 
 
@@ -401,15 +428,15 @@ def test_dropout_is_drawn_for_each_example() -> None:
     model = hf.BertForSequenceClassification(config).train()
     subject = seen(model, "share()", Few("bert", 0, 4))
     torch.manual_seed(7)
-    factors = ghost.factored(subject, torch.arange(4))
+    factors = ghost.gradient_factors(subject, torch.arange(4))
     torch.manual_seed(7)
-    said = model(**subject.rows.batch(torch.arange(4))).logits
+    said = model(**subject.examples.batch(torch.arange(4))).logits
     leaves = [each.tensor for each in subject.tensors]
     for index in range(4):
-        totals = Sum(subject.tensors, HUGE).totals
+        totals = ClippedSum(subject.tensors, HUGE).totals
         for name, each in factors.items():
             for factor in each:
-                factor.add(totals[name], torch.eye(4).double()[index])
+                factor.add_weighted_sum(totals[name], torch.eye(4).double()[index])
         loss = 3 * (said[index] - 0.3).square().mean()
         expected = torch.autograd.grad(loss, leaves, retain_graph=True)
         named = dict(zip(totals, expected, strict=True))
@@ -431,24 +458,26 @@ def test_no_example_adds_more_than_the_bound(
         return distance_loss(model, batch) * size
 
     subject = seen(zoo.build(name), PARTS[part], Few(name, 1, 4), loss)
-    add = ghost.ghost if fast else one_by_one
-    whole, without = Sum(subject.tensors, bound), Sum(subject.tensors, bound)
+    add = ghost.add_ghost_clipped if fast else add_clipped_one_by_one
+    whole, without = ClippedSum(subject.tensors, bound), ClippedSum(subject.tensors, bound)
     add(subject, torch.arange(4), whole)
     add(subject, torch.arange(3), without)
     more = {k: v.double() - without.totals[k] for k, v in whole.totals.items()}
-    alone = Sum(subject.tensors, bound)
+    alone = ClippedSum(subject.tensors, bound)
     add(subject, torch.tensor([3]), alone)
     assert length(views(subject, alone.totals)) <= bound
     assert length(views(subject, more)) <= bound * (1 + 1e-5)
     true = length(singly(subject, 3))
-    assert float(whole.lengths[3]) == pytest.approx(true, rel=1e-5)
+    assert float(whole.norms[3]) == pytest.approx(true, rel=1e-5)
     assert length(views(subject, alone.totals)) == pytest.approx(min(true, bound), rel=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 1023, 1024, 4_000_001])
 def test_lengths_of_long_tensors_are_exact(size: int) -> None:
     values = torch.rand(size, generator=torch.Generator().manual_seed(0)) * 1e-3
-    assert float(square(values)) == pytest.approx(float(values.double().square().sum()), rel=5e-7)
+    assert float(squared_norm(values)) == pytest.approx(
+        float(values.double().square().sum()), rel=5e-7
+    )
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])
@@ -466,7 +495,8 @@ def test_the_divisor_is_public(name: str) -> None:
 def test_more_expected_examples_make_smaller_steps() -> None:
     once = replace(PRIVATELY, steps=1)
     found = [
-        run(job_of(zoo.build("bert")), replace(once, expected_batch=size))[0] for size in (4, 8)
+        run(job_of(zoo.build("bert")), replace(once, expected_batch_size=size))[0]
+        for size in (4, 8)
     ]
     for key, change in found[0].items():
         torch.testing.assert_close(change, 2 * found[1][key], rtol=1e-3, atol=1e-6)
@@ -476,19 +506,23 @@ def test_more_expected_examples_make_smaller_steps() -> None:
 def test_every_trained_coordinate_gets_noise_and_no_other_moves(name: str) -> None:
     plan = "chain(share(), freeze(query | key))"
     model = zoo.build(name)
-    job = job_of(model, plan, Few(name, 0, 6), pace=Pace(sgd(), rate=1.0))
-    privately = replace(PRIVATELY, clip=2.0, noise=3.0, expected_batch=12, steps=1)
+    job = job_of(model, plan, Few(name, 0, 6), train_config=TrainConfig(sgd(), lr=1.0))
+    privately = replace(
+        PRIVATELY, max_grad_norm=2.0, noise_multiplier=3.0, expected_batch_size=12, steps=1
+    )
     changes, _, _ = run(job, privately, normal=lambda shape: silent(shape) + 1, uniform=nobody)
     for param, role in job.roles.items():
-        wanted = -0.5 if role.trained else 0.0
+        wanted = -0.5 if role.is_trained else 0.0
         torch.testing.assert_close(
             changes[param.key], torch.full(param.shape, wanted), atol=1e-6, rtol=0
         )
-        assert role.trained or not changes[param.key].any()
+        assert role.is_trained or not changes[param.key].any()
 
 
 def test_the_noise_has_the_spread_that_is_paid_for() -> None:
-    privately = DPSGD(clip=0.5, noise=2.0, expected_batch=10, rate=0.1, steps=1)
+    privately = DPSGDConfig(
+        max_grad_norm=0.5, noise_multiplier=2.0, expected_batch_size=10, sampling_rate=0.1, steps=1
+    )
     changes, _, _ = run(job_of(zoo.build("bert")), privately, uniform=nobody)
     drawn = torch.cat([change.flatten() for change in changes.values()])
     assert len(drawn) > 5000
@@ -497,56 +531,58 @@ def test_the_noise_has_the_spread_that_is_paid_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "modernbert", "torch"])
-@pytest.mark.parametrize("optimiser", [adamw(decay=0.1), sgd(decay=0.1, momentum=0.9)])
-def test_what_is_not_trained_does_not_move_a_bit(name: str, optimiser: ClientOptimiser) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [adamw(weight_decay=0.1), sgd(weight_decay=0.1, momentum=0.9)]
+)
+def test_what_is_not_trained_does_not_move_a_bit(name: str, optimizer: ClientOptimizer) -> None:
     model = zoo.build(name)
     job = job_of(
         model,
         "chain(freeze(), share(value & last(1)), keep(norm))",
         Few(name, 0, 6),
-        pace=Pace(optimiser, rate=0.1),
+        train_config=TrainConfig(optimizer, lr=0.1),
     )
     before = {k: v.clone() for k, v in model.state_dict().items()}
     changes, _, _ = run(job)
-    trained_names = {p.name for p, role in job.roles.items() if role.trained}
+    trained_names = {p.name for p, role in job.roles.items() if role.is_trained}
     for param, role in job.roles.items():
-        assert bool(changes[param.key].any()) == role.trained
+        assert bool(changes[param.key].any()) == role.is_trained
     for key, value in model.state_dict().items():
         assert key in trained_names or torch.equal(value, before[key])
 
 
 def test_a_step_without_examples_is_a_step() -> None:
-    changes, done, tally = run(job_of(zoo.build("bert")), uniform=nobody)
-    assert (done.steps, tally.steps, tally.examples) == (3, 3, 0)
+    changes, done, round_state = run(job_of(zoo.build("bert")), uniform=nobody)
+    assert (done.steps, round_state.steps, round_state.examples) == (3, 3, 0)
     assert all((change != 0).all() for change in changes.values())
 
 
 def test_a_client_without_rows_takes_its_steps() -> None:
     none = Few("bert", 0, 1)
     none.rows = {k: v[:0] for k, v in none.rows.items()}
-    changes, done, tally = run(job_of(zoo.build("bert"), rows=none))
-    assert done.steps == 3 and tally.examples == 0
+    changes, done, round_state = run(job_of(zoo.build("bert"), rows=none))
+    assert done.steps == 3 and round_state.examples == 0
     assert all((change != 0).all() for change in changes.values())
 
 
 def test_who_trains_nothing_takes_no_step() -> None:
-    _, done, tally = run(job_of(zoo.build("bert"), "freeze()"))
-    assert done.steps == 0 and tally == Sampled()
+    _, done, round_state = run(job_of(zoo.build("bert"), "freeze()"))
+    assert done.steps == 0 and round_state == DPSGDStats()
 
 
 def test_tensors_that_the_loss_does_not_reach_get_noise_too() -> None:
     def only_text(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return model(**batch).text_embeds[:, 0].mean()
 
-    changes, _, tally = run(
+    changes, _, round_state = run(
         job_of(zoo.build("clip"), "share(last(1))", Few("clip", 0, 6), only_text)
     )
     moved = [change for change in changes.values() if change.any()]
     assert moved and all((change != 0).all() for change in moved)
     assert len(moved) == sum(
-        r.trained for r in roles_of(zoo.build("clip"), "share(last(1))").values()
+        r.is_trained for r in roles_of(zoo.build("clip"), "share(last(1))").values()
     )
-    assert not tally.slow
+    assert not round_state.slow_reason
 
 
 def test_the_same_draws_give_the_same_model_whatever_torch_is_seeded_with() -> None:
@@ -573,13 +609,15 @@ def test_an_example_that_is_not_finite_counts_for_nothing(plan: str, value: floa
         found = list[dict[str, Tensor]]()
         for rows in (spoiled, without):
             subject = seen(zoo.build("vit"), plan, rows)
-            total = Sum(subject.tensors, 0.5)
-            (one_by_one if slow else ghost.ghost)(subject, torch.arange(len(rows)), total)
-            assert total.spoiled == (len(rows) == 4)
+            total = ClippedSum(subject.tensors, 0.5)
+            (add_clipped_one_by_one if slow else ghost.add_ghost_clipped)(
+                subject, torch.arange(len(rows)), total
+            )
+            assert total.non_finite == (len(rows) == 4)
             found.append(views(subject, total.totals))
         assert apart(found[1], found[0]) < 1e-5
-    changes, _, tally = run(job_of(zoo.build("vit"), plan, spoiled), uniform=everybody)
-    assert tally.spoiled == tally.steps == 3 and not tally.slow
+    changes, _, round_state = run(job_of(zoo.build("vit"), plan, spoiled), uniform=everybody)
+    assert round_state.non_finite == round_state.steps == 3 and not round_state.slow_reason
     assert all(change.isfinite().all() for change in changes.values())
 
 
@@ -587,24 +625,26 @@ def test_a_trial_that_shows_nothing_is_not_trusted() -> None:
     rows = Few("vit", 0, 4)
     rows.rows["pixel_values"][:2] = math.nan
     subject = seen(zoo.build("vit"), "share()", rows)
-    assert ghost.distrust(subject) == "too few rows have a gradient to try"
+    assert ghost.why_not_ghost_clipping(subject) == "too few examples have a gradient to test it on"
     rows.rows["pixel_values"][0] = 1.0
-    assert ghost.distrust(subject) == ""
+    assert ghost.why_not_ghost_clipping(subject) == ""
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
 def test_both_ways_and_all_sizes_train_the_same_model(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    privately = replace(PRIVATELY, clip=0.1, steps=2)
-    pace = Pace(sgd(), rate=0.1)
+    privately = replace(PRIVATELY, max_grad_norm=0.1, steps=2)
+    train_config = TrainConfig(sgd(), lr=0.1)
 
     def trained_with(size: int) -> dict[str, Tensor]:
-        job = job_of(without_dropout(zoo.build(name)), rows=Few(name, 0, 6), pace=pace)
-        return run(job, replace(privately, microbatch=size))[0]
+        job = job_of(
+            without_dropout(zoo.build(name)), rows=Few(name, 0, 6), train_config=train_config
+        )
+        return run(job, replace(privately, microbatch_size=size))[0]
 
     found = [trained_with(size) for size in (1, 4, 16)]
-    monkeypatch.setattr(private_fit, "distrust", lambda _: "because")
+    monkeypatch.setattr(private_fit, "why_not_ghost_clipping", lambda _: "because")
     found.append(trained_with(4))
     assert all(apart(found[0], each) < 1e-5 for each in found[1:])
 
@@ -622,7 +662,7 @@ def test_losses_of_sums_and_of_unequal_rows_are_not_refused() -> None:
     def summed(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return distance_loss(model, batch) * len(batch["input_ids"])
 
-    require_apart(seen(zoo.build("bert"), "share()", Few("bert", 0, 4), summed))
+    require_independent_examples(seen(zoo.build("bert"), "share()", Few("bert", 0, 4), summed))
 
 
 def test_batch_norm_is_refused_by_name_unless_at_rest() -> None:
@@ -637,15 +677,15 @@ def test_batch_norm_is_refused_by_name_unless_at_rest() -> None:
 
     model = Normed().train()
     tensors = [
-        per_example.Trained(n, p)
+        per_example.TrainedTensor(n, p)
         for n, p in model.named_parameters()
         if "head" in n or "classifier" in n
     ]
-    subject = Subject(model, tuple(tensors), Few("vit", 0, 3), distance_loss)
+    subject = Objective(model, tuple(tensors), Few("vit", 0, 3), distance_loss)
     with pytest.raises(PrivacyError, match="norm of Normed is a BatchNorm2d"):
-        require_apart(subject)
+        require_independent_examples(subject)
     model.norm.eval()
-    require_apart(subject)
+    require_independent_examples(subject)
 
 
 class TimeFirst(nn.Module):
@@ -679,9 +719,9 @@ class Functional(nn.Module):
 def test_a_model_of_another_build_is_taken_one_by_one(make: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, rows = make(), Few("bert", 0, 4)
-    tensors = tuple(per_example.Trained(n, p) for n, p in model.named_parameters())
-    subject = Subject(model, tensors, rows, distance_loss)
-    assert ghost.distrust(subject)
+    tensors = tuple(per_example.TrainedTensor(n, p) for n, p in model.named_parameters())
+    subject = Objective(model, tensors, rows, distance_loss)
+    assert ghost.why_not_ghost_clipping(subject)
     expected = torch.autograd.grad(
         distance_loss(model, rows.batch(torch.tensor([1]))), [each.tensor for each in tensors]
     )
@@ -696,17 +736,17 @@ def test_losses_that_ask_in_other_ways_are_taken_one_by_one() -> None:
         return model(**batch, labels=batch["input_ids"][:, 0] % 2).loss
 
     for loss, why in ((twice, "2 times"), (inner, "")):
-        _, _, tally = run(job_of(zoo.build("bert"), loss=loss))
-        assert tally.slow and why in tally.slow
+        _, _, round_state = run(job_of(zoo.build("bert"), loss=loss))
+        assert round_state.slow_reason and why in round_state.slow_reason
 
 
 def test_a_layer_with_chance_inside_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     config = hf.ViTConfig(**zoo.VISION, hidden_dropout_prob=0.5)
     torch.manual_seed(0)
     model = hf.ViTForImageClassification(config)
-    _, _, tally = run(job_of(model, rows=Few("vit", 0, 6)), uniform=everybody)
-    assert "does not come to the same twice" in tally.slow
-    assert tally.examples == 18
+    _, _, round_state = run(job_of(model, rows=Few("vit", 0, 6)), uniform=everybody)
+    assert "gives another output when it runs again" in round_state.slow_reason
+    assert round_state.examples == 18
 
 
 def test_trials_leave_no_trace() -> None:
@@ -714,7 +754,7 @@ def test_trials_leave_no_trace() -> None:
     subject = seen(model, "chain(freeze(), share(adapter))", Few("bert", 0, 4))
     before = {k: v.clone() for k, v in model.state_dict().items()}
     hooks = sum(len(m._forward_hooks) for m in model.modules())
-    assert ghost.distrust(subject) == ""
+    assert ghost.why_not_ghost_clipping(subject) == ""
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert hooks == sum(len(m._forward_hooks) for m in model.modules())
     assert "forward" not in vars(model) and model.training
@@ -724,8 +764,8 @@ def test_a_fit_says_its_steps_and_not_its_loss() -> None:
     normal, uniform = generated(0)
     fit = dp_sgd(PRIVATELY, normal=normal, uniform=uniform)
     done = fit(job_of(zoo.build("bert")))
-    assert math.isnan(done.loss) and done.steps == 3 and not done.riders and not done.memory
-    assert PRIVATELY.event == Steps(1.0, 0.5, 3)
+    assert math.isnan(done.loss) and done.steps == 3 and not done.aux and not done.memory
+    assert PRIVATELY.event == DPSGDSteps(1.0, 0.5, 3)
 
 
 def test_wraps_change_the_noisy_gradient() -> None:
@@ -733,9 +773,9 @@ def test_wraps_change_the_noisy_gradient() -> None:
     model = zoo.build("bert")
     job = job_of(model)
     moved = {k: v + 1.0 for k, v in job.start.items()}
-    before = take(model, job.roles)
+    before = get_values(model, job.roles)
     fit(replace(job, start=moved))
-    for key, value in take(model, job.roles).items():
+    for key, value in get_values(model, job.roles).items():
         torch.testing.assert_close(value, before[key] + 0.5)
 
 
@@ -744,43 +784,64 @@ def test_bf16_keeps_the_bound() -> None:
         subject = replace(
             seen(zoo.build("bert"), "share()", Few("bert", 0, 4)), dtype=torch.bfloat16
         )
-        total = Sum(subject.tensors, 0.01)
-        (one_by_one if slow else ghost.ghost)(subject, torch.tensor([1]), total)
+        total = ClippedSum(subject.tensors, 0.01)
+        (add_clipped_one_by_one if slow else ghost.add_ghost_clipped)(
+            subject, torch.tensor([1]), total
+        )
         assert 0.009 < length(views(subject, total.totals)) <= 0.01
-    changes, _, tally = run(job_of(zoo.build("bert"), pace=Pace(precision="bf16")))
-    assert not tally.slow and all(change.isfinite().all() for change in changes.values())
+    changes, _, round_state = run(
+        job_of(zoo.build("bert"), train_config=TrainConfig(precision="bf16"))
+    )
+    assert not round_state.slow_reason and all(
+        change.isfinite().all() for change in changes.values()
+    )
 
 
-REFUSED: dict[str, Any] = dict(
-    accumulate=2, precision="fp16", compile="eager", by_length=True, workers=1, reuse=True
-)
-TAKEN = {"optimiser", "rate", "schedule", "clip", "decay_all", "precision", "checkpointing"}
-"""What a fit by DP-SGD takes of a pace; of precision bf16."""
+REFUSED: dict[str, Any] = {
+    "gradient_accumulation_steps": 2,
+    "precision": "fp16",
+    "torch_compile": "eager",
+    "group_by_length": True,
+    "num_workers": 1,
+    "cache_activations": True,
+}
+"""Fields of TrainConfig with a value that DP-SGD refuses."""
+TAKEN = {
+    "optimizer",
+    "lr",
+    "lr_scheduler",
+    "max_grad_norm",
+    "decay_norm_and_bias",
+    "precision",
+    "gradient_checkpointing",
+}
+"""Fields of TrainConfig that DP-SGD uses; of precision bf16."""
 
 
-def test_of_a_pace_everything_is_taken_or_refused_by_name() -> None:
-    """What it takes, or what says how many rows and steps: a guarantee says that itself."""
-    own = {"epochs", "steps", "batch"}
-    assert REFUSED.keys() | TAKEN | own == {f.name for f in fields(Pace)}
-    for word, value in REFUSED.items():
-        pace = replace(Pace(sgd()), **{word: value})
-        with pytest.raises(PrivacyError, match=rf"train\.{word} does not go together"):
-            run(job_of(zoo.build("bert"), pace=pace))
+def test_every_field_of_a_train_config_is_used_or_refused_by_name() -> None:
+    """Or it says how many examples and steps, which are those of the guarantee."""
+    own = {"epochs", "steps", "batch_size"}
+    assert REFUSED.keys() | TAKEN | own == {f.name for f in fields(TrainConfig)}
+    for name, value in REFUSED.items():
+        train_config = replace(TrainConfig(sgd()), **{name: value})
+        with pytest.raises(PrivacyError, match=rf"train\.{name} cannot be used with"):
+            run(job_of(zoo.build("bert"), train_config=train_config))
 
 
 def test_its_steps_are_at_the_rates_of_the_schedule() -> None:
     """A step at a rate of zero moves nothing, and one at half the rate half as far."""
     moved = list[dict[str, Tensor]]()
     for number in (1, 2):
-        schedule = Schedule("linear", rounds=2)
+        schedule = LRSchedule("linear", rounds=2)
         job = replace(
-            job_of(zoo.build("bert"), pace=Pace(sgd(), 1.0, schedule=schedule)), round=number
+            job_of(zoo.build("bert"), train_config=TrainConfig(sgd(), 1.0, lr_scheduler=schedule)),
+            round=number,
         )
         moved.append(run(job, replace(PRIVATELY, steps=1))[0])
     for key, change in moved[0].items():
         torch.testing.assert_close(change, moved[1][key] * 2, rtol=1e-3, atol=1e-6)
-    warm = Pace(sgd(), schedule=Schedule("linear", 1, rounds=2))
-    still = run(job_of(zoo.build("bert"), pace=warm), replace(PRIVATELY, steps=1))[0]
+    warm = TrainConfig(sgd(), lr_scheduler=LRSchedule("linear", 1, rounds=2))
+    still = run(job_of(zoo.build("bert"), train_config=warm), replace(PRIVATELY, steps=1))[0]
     assert not any(change.any() for change in still.values())
 
 
@@ -788,8 +849,14 @@ def test_checkpointing_changes_no_private_bit_that_matters() -> None:
     """Rows are then taken one by one, so that their sum may round elsewhere."""
     model, found = without_dropout(zoo.build("bert")), list[Any]()
     for on in (False, True):
-        found.append(run(job_of(deepcopy(model), pace=Pace(sgd(), 1.0, checkpointing=on))))
-    assert not found[0][2].slow and "checkpointing" in found[1][2].slow
+        found.append(
+            run(
+                job_of(
+                    deepcopy(model), train_config=TrainConfig(sgd(), 1.0, gradient_checkpointing=on)
+                )
+            )
+        )
+    assert not found[0][2].slow_reason and "checkpointing" in found[1][2].slow_reason
     for key, change in found[0][0].items():
         torch.testing.assert_close(change, found[1][0][key], rtol=1e-3, atol=1e-5)
 
@@ -800,17 +867,21 @@ def test_noise_that_is_spread_over_places_is_refused() -> None:
         {"normal": lambda shape: silent(shape).float()},
         {"uniform": lambda count: silent((1,))},
     ):
-        with pytest.raises(PrivacyError, match="was asked for"):
+        with pytest.raises(PrivacyError, match="a random source returned"):
             run(job_of(zoo.build("bert")), **source)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("clip", each) for each in (0.0, -1.0, math.nan, math.inf)),
-        *(("noise", each) for each in (-1.0, math.nan, math.inf)),
-        *(("rate", each) for each in (0.0, 1.1, math.nan)),
-        *((name, each) for name in ("expected_batch", "steps", "microbatch") for each in (0, 1.5)),
+        *(("max_grad_norm", each) for each in (0.0, -1.0, math.nan, math.inf)),
+        *(("noise_multiplier", each) for each in (-1.0, math.nan, math.inf)),
+        *(("sampling_rate", each) for each in (0.0, 1.1, math.nan)),
+        *(
+            (name, each)
+            for name in ("expected_batch_size", "steps", "microbatch_size")
+            for each in (0, 1.5)
+        ),
     ],
 )
 def test_wrong_settings_are_refused_by_name(field: str, value: Any) -> None:
@@ -818,7 +889,9 @@ def test_wrong_settings_are_refused_by_name(field: str, value: Any) -> None:
         replace(PRIVATELY, **{field: value})
 
 
-@pytest.mark.parametrize("name", ["fit", "ghost", "factors", "hooks", "row_losses", "per_example"])
+@pytest.mark.parametrize(
+    "name", ["fit", "ghost_clipping", "factors", "hooks", "example_losses", "per_example"]
+)
 def test_no_chance_but_what_is_given(name: str) -> None:
     tree = ast.parse((Path(privacy.__file__).parent / "dpsgd" / f"{name}.py").read_text())
     words = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}

@@ -14,36 +14,44 @@ from clients import Few
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedplan.data.examples import Masked, Ragged, Sequences, keys_of
+from fedplan.data.examples import MaskedTokens, RaggedArray, TokenSequences, block_seeds
 from fedplan.errors import StoreError
 from fedplan.language.parser import parse
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.description import describe
-from fedplan.models.values import take
+from fedplan.models.values import get_values
 from fedplan.privacy.accounting import budget
 from fedplan.privacy.accounting.accountant import epsilon
 from fedplan.privacy.accounting.budget import Budget
-from fedplan.privacy.accounting.events import Release, together
-from fedplan.privacy.dpsgd import ghost
-from fedplan.privacy.dpsgd.fit import DPSGD, train
-from fedplan.privacy.dpsgd.per_example import Subject, Sum, Trained, one_by_one, require_apart
+from fedplan.privacy.accounting.events import Release, combined_noise
+from fedplan.privacy.dpsgd import ghost_clipping as ghost
+from fedplan.privacy.dpsgd.fit import DPSGDConfig, train_dp_sgd
+from fedplan.privacy.dpsgd.per_example import (
+    ClippedSum,
+    Objective,
+    TrainedTensor,
+    add_clipped_one_by_one,
+    require_independent_examples,
+)
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import ClientGuard
-from fedplan.privacy.mechanisms.gaussian import Mechanism
-from fedplan.privacy.mechanisms.noise import Noise
-from fedplan.privacy.mechanisms.secret import secret_of
-from fedplan.privacy.mechanisms.vote import Vote
+from fedplan.privacy.mechanisms.gaussian import GaussianMechanism
+from fedplan.privacy.mechanisms.noise import NoiseStream
+from fedplan.privacy.mechanisms.secret import load_or_create_secret
+from fedplan.privacy.mechanisms.vote import NoisyVote
 from fedplan.tensors.sums import GRID, ExactSum
-from fedplan.training.fit import Job, Pace
-from fedplan.training.optimisers import sgd
+from fedplan.training.fit import Job, TrainConfig
+from fedplan.training.optimizers import sgd
 
 SECRET = bytes(range(32))
 
 
-def texts_of(texts: list[list[int]]) -> Sequences:
-    return Sequences(Ragged.of(texts), 0, torch.zeros(len(texts), dtype=torch.long))
+def texts_of(texts: list[list[int]]) -> TokenSequences:
+    return TokenSequences(
+        RaggedArray.from_lists(texts), 0, torch.zeros(len(texts), dtype=torch.long)
+    )
 
 
 def far(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -52,34 +60,38 @@ def far(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def test_the_same_request_from_other_values_has_another_noise_and_costs(tmp_path: Path) -> None:
-    guarantee = Guarantee("example", 900.0, 1e-5, 0.1, 50.0, 0.5, steps=1, batch=4)
+    guarantee = Guarantee("example", 900.0, 1e-5, 0.1, 50.0, 0.5, steps=1, batch_size=4)
     guard = ClientGuard(guarantee, tmp_path)
     changes = list[Tensor]()
     for content in ("a", "a", "b"):
         torch.manual_seed(0)
         model = zoo.build("bert")
         roles = resolve(parse("share()"), describe(model), Turn())
-        before = take(model, roles)
-        fit = guard.fit(1, "study/1/hospital", content)
-        fit(Job(model, roles, Few("bert", 0, 8), far, Pace(sgd(), rate=1.0), 7, before))
+        before = get_values(model, roles)
+        fit = guard.make_fit(1, "study/1/hospital", content)
+        fit(Job(model, roles, Few("bert", 0, 8), far, TrainConfig(sgd(), lr=1.0), 7, before))
         changes.append(
-            torch.cat([(v - before[k]).flatten() for k, v in take(model, roles).items()])
+            torch.cat([(v - before[k]).flatten() for k, v in get_values(model, roles).items()])
         )
     assert torch.equal(changes[0], changes[1]) and len(guard.budget.charges) == 2
     assert (changes[0] - changes[2]).norm() > changes[0].norm()
 
 
 def test_masks_and_dropout_follow_no_public_seed() -> None:
-    privately = DPSGD(clip=1.0, noise=1.0, expected_batch=4, rate=1.0, steps=1)
+    privately = DPSGDConfig(
+        max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=4, sampling_rate=1.0, steps=1
+    )
 
     def moved(seed: int, key: bytes) -> Tensor:
         torch.manual_seed(0)
         model = zoo.build("bert")
         roles = resolve(parse("share()"), describe(model), Turn())
-        before, noise = take(model, roles), Noise(key)
-        job = Job(model, roles, Few("bert", 0, 4), far, Pace(sgd(), rate=1.0), seed, before)
-        train(job, privately, normal=lambda s: torch.zeros(s).double(), uniform=noise.uniform)
-        return torch.cat([(v - before[k]).flatten() for k, v in take(model, roles).items()])
+        before, noise = get_values(model, roles), NoiseStream(key)
+        job = Job(model, roles, Few("bert", 0, 4), far, TrainConfig(sgd(), lr=1.0), seed, before)
+        train_dp_sgd(
+            job, privately, normal=lambda s: torch.zeros(s).double(), uniform=noise.uniform
+        )
+        return torch.cat([(v - before[k]).flatten() for k, v in get_values(model, roles).items()])
 
     one = moved(3, b"a" * 32)
     assert torch.equal(one, moved(4, b"a" * 32))
@@ -89,7 +101,9 @@ def test_masks_and_dropout_follow_no_public_seed() -> None:
 def test_hidden_tokens_follow_no_public_seed() -> None:
     """The rows that a fit draws its masks for are seeded from the secret source too."""
     texts = [[5] * 30] * 8
-    rows = Masked(texts_of(texts), keys_of(Ragged.of(texts)), 4, torch.tensor([0]), 60)
+    rows = MaskedTokens(
+        texts_of(texts), block_seeds(RaggedArray.from_lists(texts)), 4, torch.tensor([0]), 60
+    )
     seen = list[int]()
 
     class Spy:
@@ -99,16 +113,26 @@ def test_hidden_tokens_follow_no_public_seed() -> None:
         def batch(self, indices: Tensor) -> dict[str, Tensor]:
             return rows.batch(indices)
 
-        def seeded(self, seed: int) -> Masked:
+        def with_seed(self, seed: int) -> MaskedTokens:
             seen.append(seed)
-            return rows.seeded(seed)
+            return rows.with_seed(seed)
 
     model = zoo.build("bert-mlm")
     roles = resolve(parse("share()"), describe(model), Turn())
-    privately = DPSGD(clip=1.0, noise=1.0, expected_batch=4, rate=1.0, steps=1)
-    noise = Noise(b"a" * 32)
-    job = Job(model, roles, Spy(), lambda m, b: m(**b).loss, Pace(sgd()), 7, take(model, roles))
-    train(job, privately, normal=lambda s: torch.zeros(s).double(), uniform=noise.uniform)
+    privately = DPSGDConfig(
+        max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=4, sampling_rate=1.0, steps=1
+    )
+    noise = NoiseStream(b"a" * 32)
+    job = Job(
+        model,
+        roles,
+        Spy(),
+        lambda m, b: m(**b).loss,
+        TrainConfig(sgd()),
+        7,
+        get_values(model, roles),
+    )
+    train_dp_sgd(job, privately, normal=lambda s: torch.zeros(s).double(), uniform=noise.uniform)
     assert seen and 7 not in seen
 
 
@@ -150,10 +174,10 @@ class Dropped(Tiny):
     layerdrop = 0.1
 
 
-def subject(model: nn.Module, rows: object) -> Subject:
+def subject(model: nn.Module, rows: object) -> Objective:
     model.train()
-    tensors = tuple(Trained(n, p) for n, p in model.named_parameters())
-    return Subject(model, tensors, rows, far)  # type: ignore[arg-type]
+    tensors = tuple(TrainedTensor(n, p) for n, p in model.named_parameters())
+    return Objective(model, tensors, rows, far)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -167,13 +191,13 @@ def test_rows_that_change_each_other_are_taken_one_by_one(
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in lengths]
     rows = texts_of(texts)
-    assert ghost.distrust(subject(make(), rows))
-    assert not ghost.distrust(subject(Tiny(), texts_of([t[:3] for t in texts])))
+    assert ghost.why_not_ghost_clipping(subject(make(), rows))
+    assert not ghost.why_not_ghost_clipping(subject(Tiny(), texts_of([t[:3] for t in texts])))
 
 
 def test_a_model_that_remembers_rows_is_refused() -> None:
     with pytest.raises(PrivacyError, match="memory of Remembering changes while it trains"):
-        require_apart(subject(Remembering(), Few("bert", 0, 8)))
+        require_independent_examples(subject(Remembering(), Few("bert", 0, 8)))
 
 
 @pytest.mark.parametrize("name", ["bert", "vit", "gpt2"])
@@ -182,9 +206,11 @@ def test_one_row_moves_a_sum_by_the_bound_at_most(name: str) -> None:
     model, bound = zoo.build(name), 0.01
     made = subject(model, Few(name, 0, 6))
     model.eval()  # as if the masks of each row were the same in both worlds
-    sums = [Sum(made.tensors, bound), Sum(made.tensors, bound)]
+    sums = [ClippedSum(made.tensors, bound), ClippedSum(made.tensors, bound)]
     for total, rows in zip(sums, (torch.arange(6), torch.arange(1, 6)), strict=True):
-        (one_by_one if ghost.distrust(made) else ghost.ghost)(made, rows, total)
+        (add_clipped_one_by_one if ghost.why_not_ghost_clipping(made) else ghost.add_ghost_clipped)(
+            made, rows, total
+        )
     squares = [
         (sums[0].totals[n] - sums[1].totals[n]).double().square().sum() for n in sums[0].totals
     ]
@@ -192,14 +218,14 @@ def test_one_row_moves_a_sum_by_the_bound_at_most(name: str) -> None:
 
 
 def test_the_bits_of_noisy_counts_tell_nothing() -> None:
-    vote = Vote(1, 1.0)
+    vote = NoisyVote(1, 1.0)
     for count in (0, 1):
         found = [vote.release({"a": count}, SECRET, f"{i}")["a"] for i in range(2000)]
         assert all(value * 2**30 == round(value * 2**30) for value in found)
 
 
 def test_the_last_bit_of_a_sum_is_no_finer_than_its_noise() -> None:
-    mechanism = Mechanism({"x": ((50_000,), torch.float64)}, 100.0, 1.0, 1.0)
+    mechanism = GaussianMechanism({"x": ((50_000,), torch.float64)}, 100.0, 1.0, 1.0)
     odd = list[int]()
     for victim in (0, 1):
         total = ExactSum()
@@ -214,8 +240,8 @@ def test_one_name_twice_is_one_cohort(tmp_path: Path) -> None:
     held = Budget(tmp_path / "charges.jsonl", delta=1e-5)
     for digest in ("a" * 32, "b" * 32):
         held.charge(Release(1.0, 0.05), "round 1", digest=digest)
-    assert held.spent() == epsilon([Release(together(1.0, 1.0), 0.05)], 1e-5)
-    assert held.spent() > epsilon([Release(1.0, 0.05)] * 2, 1e-5)
+    assert held.epsilon_spent() == epsilon([Release(combined_noise(1.0, 1.0), 0.05)], 1e-5)
+    assert held.epsilon_spent() > epsilon([Release(1.0, 0.05)] * 2, 1e-5)
 
 
 def test_an_interrupt_loses_no_charge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,23 +253,23 @@ def test_an_interrupt_loses_no_charge(tmp_path: Path, monkeypatch: pytest.Monkey
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(budget, "reach", interrupt)
+        patch.setattr(budget, "failpoint", interrupt)
         with pytest.raises(KeyboardInterrupt):
             held.charge(Release(2.0), "round 2")
-    assert [charge.about for charge in held.charges] == ["round 1", "round 2"]
+    assert [charge.name for charge in held.charges] == ["round 1", "round 2"]
 
 
 def test_a_file_with_fewer_charges_than_there_were_is_refused(tmp_path: Path) -> None:
-    guarantee = Guarantee("example", 900.0, 1e-5, 0.1, 5.0, 0.5, steps=1, batch=4)
+    guarantee = Guarantee("example", 900.0, 1e-5, 0.1, 5.0, 0.5, steps=1, batch_size=4)
     guard = ClientGuard(guarantee, tmp_path)
     for i in range(3):
-        guard.fit(i + 1, f"round {i}", "")
+        guard.make_fit(i + 1, f"round {i}", "")
     file = tmp_path / "charges.jsonl"
     file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:3]))
     again = ClientGuard(guarantee, tmp_path)
-    again.require_paid(2)
+    again.require_charge_count(2)
     with pytest.raises(PrivacyError, match="holds 2 charges, and there were 3"):
-        again.require_paid(3)
+        again.require_charge_count(3)
 
 
 def test_a_disk_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +285,7 @@ def test_a_disk_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_all_that_start_at_once_have_one_secret(tmp_path: Path) -> None:
     found = list[bytes]()
     threads = [
-        threading.Thread(target=lambda: found.append(secret_of(tmp_path / "secret")))
+        threading.Thread(target=lambda: found.append(load_or_create_secret(tmp_path / "secret")))
         for _ in range(16)
     ]
     for thread in threads:

@@ -18,7 +18,7 @@ from test_resume import ROUNDS, expected, federation, left, played
 from torch import Tensor
 
 from fedplan.privacy.guard import ClientGuard, ServerGuard
-from fedplan.runners.crews import crew as runner
+from fedplan.runners.executors import executor as runner
 from fedplan.tensors.named import digest
 
 ALWAYS = ("round.before_close", "round.ledger_written", "round.before_commit", "store.begun")
@@ -65,19 +65,25 @@ def test_all_that_was_released_was_charged(
     run, out, draw = tmp_path / "run", tmp_path / "out.jsonl", random.Random(name)
     run.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(ServerGuard, "release", watched(ServerGuard.release, out, lambda *a: a[4]))
         patch.setattr(
-            ServerGuard, "vote", watched(ServerGuard.vote, out, lambda *a: f"{a[4]}: vote")
+            ServerGuard, "release_mean", watched(ServerGuard.release_mean, out, lambda *a: a[4])
         )
         patch.setattr(
-            ClientGuard, "vote", watched(ClientGuard.vote, out, lambda *a: f"{a[4]}: vote")
+            ServerGuard,
+            "release_votes",
+            watched(ServerGuard.release_votes, out, lambda *a: f"{a[4]}: vote"),
+        )
+        patch.setattr(
+            ClientGuard,
+            "release_votes",
+            watched(ClientGuard.release_votes, out, lambda *a: f"{a[4]}: vote"),
         )
         if name == "cloaked":
-            sent = watched(runner.local, out, lambda agreement, site, down: down.name)
-            patch.setattr(runner, "local", sent)
+            sent = watched(runner.train_round, out, lambda agreement, site, down: down.name)
+            patch.setattr(runner, "train_round", sent)
         done = 0
         while done < kills:
-            rest = ROUNDS - 1 - federation(run, name, replies=False).world.round
+            rest = ROUNDS - 1 - federation(run, name, replies=False).global_state.round
             some = BEFORE + AFTER if rest * (kills / ROUNDS) > kills - done else BEFORE
             some = some if rest else ALWAYS
             point, time = draw.choice(some), draw.randint(1, 2 if rest > 1 else 1)
@@ -92,7 +98,7 @@ def test_all_that_was_released_was_charged(
         if fed.server.aggregation.guard
         else [site.guard for site in fed.clients.values()]
     )
-    charged = Counter(c.about for guard in guards if guard for c in guard.budget.charges)
+    charged = Counter(c.name for guard in guards if guard for c in guard.budget.charges)
     released = {tuple(json.loads(line)) for line in out.read_text().splitlines()}
     assert released
     for about, contents in Counter(about for about, _ in released).items():

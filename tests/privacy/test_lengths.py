@@ -20,9 +20,14 @@ from transformers.pytorch_utils import Conv1D
 
 from fedplan.models.params import Kind, Param
 from fedplan.models.params import Rows as Rows_
-from fedplan.privacy.dpsgd.factors import Lookup, Outer, bounds
-from fedplan.privacy.dpsgd.ghost import ghost
-from fedplan.privacy.dpsgd.per_example import Subject, Sum, Trained, one_by_one
+from fedplan.privacy.dpsgd.factors import DenseFactor, EmbeddingFactor, squared_norm_bounds
+from fedplan.privacy.dpsgd.ghost_clipping import add_ghost_clipped
+from fedplan.privacy.dpsgd.per_example import (
+    ClippedSum,
+    Objective,
+    TrainedTensor,
+    add_clipped_one_by_one,
+)
 
 HEIGHT = 6
 WORDS = 5
@@ -126,17 +131,17 @@ def patterned(
     return Rows({"x": x, "slopes": slopes, "ids": ids})
 
 
-def subject_of(layer: str, width: int, rows: Rows, kind: str) -> Subject:
+def subject_of(layer: str, width: int, rows: Rows, kind: str) -> Objective:
     model = One(LAYERS[layer](width)).eval()
     if kind in ("float64", "bfloat16"):
         dtype = getattr(torch, kind)
         model = model.to(dtype)
         rows.rows = {k: v.to(dtype) if v.is_floating_point() else v for k, v in rows.rows.items()}
     tensors = tuple(
-        Trained(name, tensor, _some_rows(name, tensor) if layer == "dense, some rows" else ())
+        TrainedTensor(name, tensor, _some_rows(name, tensor) if layer == "dense, some rows" else ())
         for name, tensor in model.named_parameters()
     )
-    return Subject(model, tensors, rows, loss, torch.bfloat16 if kind == "autocast" else None)
+    return Objective(model, tensors, rows, loss, torch.bfloat16 if kind == "autocast" else None)
 
 
 def _some_rows(name: str, tensor: Tensor) -> tuple[Param, ...]:
@@ -145,15 +150,15 @@ def _some_rows(name: str, tensor: Tensor) -> tuple[Param, ...]:
     return (Param(name, Kind.KEY, (1, HEIGHT // 3, tensor.shape[1]), rows=some),)
 
 
-def views(subject: Subject, totals: Mapping[str, Tensor]) -> Tensor:
+def views(subject: Objective, totals: Mapping[str, Tensor]) -> Tensor:
     found = [v for each in subject.tensors for v in each.views(totals[each.name]).values()]
     return torch.cat([each.reshape(-1) for each in found])
 
 
-def added(subject: Subject, rows: list[int], clip: float, way: Any) -> tuple[Tensor, Tensor]:
-    total = Sum(subject.tensors, clip)
+def added(subject: Objective, rows: list[int], clip: float, way: Any) -> tuple[Tensor, Tensor]:
+    total = ClippedSum(subject.tensors, clip)
     way(subject, torch.tensor(rows), total)
-    return views(subject, total.totals), total.lengths
+    return views(subject, total.totals), total.norms
 
 
 @settings(max_examples=often(300))
@@ -175,7 +180,7 @@ def test_what_is_added_of_an_example_is_no_longer_than_the_clip(
     bound = 2.0**clip if clip else 1.0
     rows = patterned(pattern, 4, tokens, width, 10.0**size, 10.0**slope, seed)
     subject = subject_of(layer, width, rows, kind)
-    for way in (ghost, one_by_one):
+    for way in (add_ghost_clipped, add_clipped_one_by_one):
         alone, lengths = added(subject, [0], bound, way)
         assert alone.isfinite().all() and float(alone.norm()) <= bound * (1 + 1e-6)
         whole, _ = added(subject, [1, 0, 2, 3], bound, way)
@@ -185,14 +190,14 @@ def test_what_is_added_of_an_example_is_no_longer_than_the_clip(
         assert lengths.isfinite().all() or not alone.any()
 
 
-def nearly_cancelling(width: int, block: int, heads: int, far: float) -> Outer:
+def nearly_cancelling(width: int, block: int, heads: int, far: float) -> DenseFactor:
     """Two tokens whose products leave only what float32 sums of wide layers lose."""
     source = torch.Generator().manual_seed(0)
     large = (torch.arange(width) % block < heads).float()
     rest = (1 - large) * far * torch.randn(width, generator=source).sign()
     slopes = torch.zeros(1, 2, 64)
     slopes[0, 0, 0], slopes[0, 1, 0] = 1.0, -1.0
-    return Outer(torch.stack([large + rest, large - rest])[None], slopes)
+    return DenseFactor(torch.stack([large + rest, large - rest])[None], slopes)
 
 
 @pytest.mark.parametrize("width", [512, 1024, 4096, 65536])
@@ -201,8 +206,8 @@ def test_wide_layers_whose_tokens_cancel_are_not_taken_for_short(width: int) -> 
         for heads in (1, 8, 32):
             for far in (1e-4, 1.5e-4, 2e-4, 3e-4):
                 outer = nearly_cancelling(width, block, heads, far)
-                exact = (outer.slopes[0].double().T @ outer.inputs[0].double()).norm()
-                found = bounds((outer,)).sqrt()
+                exact = (outer.backprops[0].double().T @ outer.activations[0].double()).norm()
+                found = squared_norm_bounds((outer,)).sqrt()
                 assert 1 <= float(found / exact) <= 2
 
 
@@ -215,10 +220,13 @@ def test_bounds_are_hardly_longer_than_gradients(
     inputs, rows = (torch.randn(2, tokens, width, generator=source) for _ in range(2))
     slopes = torch.randn(2, tokens, height, generator=source)
     ids = torch.randint(0, height, (2, tokens), generator=source)
-    for factors in ((Outer(inputs, slopes),), (Outer(inputs, slopes), Lookup(ids, rows))):
+    for factors in (
+        (DenseFactor(inputs, slopes),),
+        (DenseFactor(inputs, slopes), EmbeddingFactor(ids, rows)),
+    ):
         for i in range(2):
             exact = slopes[i].double().T @ inputs[i].double()
             if len(factors) == 2:
                 exact = exact.index_add(0, ids[i], rows[i].double())
-            longer = float(bounds(factors)[i].sqrt() / exact.norm())
+            longer = float(squared_norm_bounds(factors)[i].sqrt() / exact.norm())
             assert 1 <= longer <= 1 + 1e-5

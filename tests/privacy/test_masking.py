@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from often import AT_NIGHT, DAY, NIGHT
 from scipy.stats import chisquare
 
-from fedplan.privacy.masking.ciphers import KeyStream, is_signed, node_public, signed
-from fedplan.privacy.masking.masks import context_of, self_key
-from fedplan.privacy.masking.terms import Slot
+from fedplan.privacy.secagg.crypto import KeyStream, node_public_key, sign, verify_signature
+from fedplan.privacy.secagg.masks import mask_context, self_mask_key
+from fedplan.privacy.secagg.terms import Slot
 
 
 @settings(max_examples=NIGHT if AT_NIGHT else DAY)
@@ -66,15 +66,17 @@ def peaks(count: int) -> dict[str, int]:
     made = masked.Round(agreed, dict.fromkeys(sites, numbers), dict.fromkeys(sites, 1))
     made.gone = {sites[-1]: 2}
     made.play(until=2)
-    held = {name: made.server.delivery(name) for name in sites}
+    held = {name: made.server.shares_for(name) for name in sites}
     found = dict.fromkeys(("mask", "add", "open"), 0)
     for name in sites[:-1]:
-        said, peak = measured(lambda name=name: made.sites[name].mask(held[name], numbers, 1))
+        said, peak = measured(lambda name=name: made.sites[name].mask_input(held[name], numbers, 1))
         found["mask"] = max(found["mask"], peak)
-        found["add"] = max(found["add"], measured(lambda said=said: made.server.add(said))[1])
+        found["add"] = max(
+            found["add"], measured(lambda said=said: made.server.add_masked_input(said))[1]
+        )
     made.consent()
     made.answer()
-    opened, found["open"] = measured(made.server.open)
+    opened, found["open"] = measured(made.server.unmask)
     assert set(opened.numbers["body"].tolist()) == {count - 1}
     return found
 
@@ -98,8 +100,8 @@ def test_masked_words_are_uniform(words: int, value: int) -> None:
     made = masked.Round(agreed, dict.fromkeys(sites, numbers), dict.fromkeys(sites, 1))
     made.play(until=2)
     for name in sites:
-        said = made.sites[name].mask(made.server.delivery(name), numbers, 1)
-        (content,) = said.parts.values()
+        said = made.sites[name].mask_input(made.server.shares_for(name), numbers, 1)
+        (content,) = said.vectors.values()
         columns = np.frombuffer(content, dtype=np.uint8).reshape(-1, 8)
         for column in columns.T:
             # 24 tests, whose secrets are drawn anew each time: none is this far off by chance.
@@ -113,16 +115,24 @@ def test_one_bit_of_anything_that_is_agreed_changes_every_mask() -> None:
     others = [
         replace(agreed, **{field: value})
         for field, value in (
-            *(("experiment", "lawt"), ("run", "b"), ("agreed", "e" + "f" * 15), ("round", 2)),
-            *(("base", "c" * 16), ("threshold", 3), ("floor", 3), ("attempt", 2)),
+            *(
+                ("experiment", "lawt"),
+                ("run", "b"),
+                ("agreement_digest", "e" + "f" * 15),
+                ("round", 2),
+            ),
+            *(("base_digest", "c" * 16), ("threshold", 3), ("min_senders", 3), ("attempt", 2)),
             ("slots", (Slot("body", 9),)),
         )
     ]
-    contexts = [context_of(each.digest, b"roster", ["ada", "bea"]) for each in (agreed, *others)]
-    contexts += [context_of(agreed.digest, b"rostes", ["ada", "bea"])]
-    contexts += [context_of(agreed.digest, b"roster", ["ada", "bea", "cleo"])]
-    keys = [self_key(secret, context, part, "ada") for context in contexts]
-    keys += [self_key(secret, contexts[0], "q", "ada"), self_key(secret, contexts[0], part, "bea")]
+    contexts = [mask_context(each.digest, b"roster", ["ada", "bea"]) for each in (agreed, *others)]
+    contexts += [mask_context(agreed.digest, b"rostes", ["ada", "bea"])]
+    contexts += [mask_context(agreed.digest, b"roster", ["ada", "bea", "cleo"])]
+    keys = [self_mask_key(secret, context, part, "ada") for context in contexts]
+    keys += [
+        self_mask_key(secret, contexts[0], "q", "ada"),
+        self_mask_key(secret, contexts[0], part, "bea"),
+    ]
     streams = [next(KeyStream(key).words(64))[1].copy() for key in keys]
     for one, other in itertools.combinations(streams, 2):
         differing = sum(int(word).bit_count() for word in one ^ other)
@@ -141,13 +151,17 @@ def test_a_part_with_too_few_senders_stays_closed_and_the_others_open() -> None:
     assert found is not None and masked.said(found, made) == masked.plain(made)
     assert found.senders == {"body": tuple(s for s in sites if s != sites[1])}
     # One was never sent: only one site had it. The other was, and a sender has gone since.
-    assert found.closed == {
+    assert found.withheld == {
         "head": "2 of 3 senders are left",
         "own": "1 of 3 senders are left",
     }
-    assert all("own" not in str(each.masks) for each in made.server._answers.values())
-    part = next(p for p in made.server._parts if p.slots == (slots[1],))
-    assert all(part.name not in each.masks for each in made.server._answers.values())
+    assert all(
+        "own" not in str(each.self_mask_shares) for each in made.server._unmask_shares.values()
+    )
+    part = next(p for p in made.server._groups if p.slots == (slots[1],))
+    assert all(
+        part.name not in each.self_mask_shares for each in made.server._unmask_shares.values()
+    )
 
 
 def test_a_site_that_sends_rubbish_is_noticed_and_nothing_is_opened() -> None:
@@ -165,22 +179,26 @@ def test_a_site_that_sends_rubbish_is_noticed_and_nothing_is_opened() -> None:
             held.words[int(step == "weight")] += np.uint64(2**39)
             made.consent()
         made.answer()
-        answer = made.server._answers[sites[0]]
+        answer = made.server._unmask_shares[sites[0]]
         wrong = bytes(33)
         if step == "mask share":
-            masks = {part: dict.fromkeys(each, wrong) for part, each in answer.masks.items()}
-            made.server._answers[sites[0]] = replace(answer, masks=masks)
+            masks = {
+                part: dict.fromkeys(each, wrong) for part, each in answer.self_mask_shares.items()
+            }
+            made.server._unmask_shares[sites[0]] = replace(answer, self_mask_shares=masks)
         if step == "key share":
-            keys = dict.fromkeys(answer.keys, wrong)
-            made.server._answers[sites[0]] = replace(answer, keys=keys)
-        assert any(said in masked.refusal(made.server.open) for said in ("does not open", "fit"))
+            keys = dict.fromkeys(answer.masking_key_shares, wrong)
+            made.server._unmask_shares[sites[0]] = replace(answer, masking_key_shares=keys)
+        assert any(
+            said in masked.refusal(made.server.unmask) for said in ("does not open", "match")
+        )
 
 
 def test_node_keys_of_a_site_sign_too() -> None:
     """As `fedplan site keys` makes them: ECDSA on P-384."""
     key, other = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    signature = signed(key, b"advert")
-    assert is_signed(node_public(key), b"advert", signature)
-    assert not is_signed(node_public(key), b"another", signature)
-    assert not is_signed(node_public(other), b"advert", signature)
-    assert not is_signed(node_public(masked.node("ada")), b"advert", signature)
+    signature = sign(key, b"advert")
+    assert verify_signature(node_public_key(key), b"advert", signature)
+    assert not verify_signature(node_public_key(key), b"another", signature)
+    assert not verify_signature(node_public_key(other), b"advert", signature)
+    assert not verify_signature(node_public_key(masked.node("ada")), b"advert", signature)

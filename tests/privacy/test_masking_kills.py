@@ -19,9 +19,9 @@ import pytest
 from masked import NEVER, Round, drawn, refusal, terms
 
 from fedplan.errors import FedplanError
-from fedplan.privacy.masking.diary import Diary
-from fedplan.privacy.masking.letters import Survivors
-from fedplan.privacy.masking.terms import Slot
+from fedplan.privacy.secagg.messages import SurvivorList
+from fedplan.privacy.secagg.round_progress import DiskProgressStore
+from fedplan.privacy.secagg.terms import Slot
 from fedplan.storage import failpoints
 from fedplan.storage.failpoints import POINTS, VARIABLE
 
@@ -48,7 +48,7 @@ def lasting(folder: Path, *, attempt: int = 1, gone: dict[str, int] | None = Non
     dice = random.Random(2)
     agreed = terms(SLOTS, threshold=2, floor=2, round=4, attempt=attempt)
     numbers = {site: {slot.name: drawn(dice, slot) for slot in SLOTS} for site in SITES}
-    diaries = {site: Diary(folder / site) for site in SITES}
+    diaries = {site: DiskProgressStore(folder / site) for site in SITES}
     made = Round(agreed, numbers, dict.fromkeys(SITES, 7), gone or {}, diaries)
     for name, site in made.sites.items():
         for step in masked.STEPS:
@@ -64,7 +64,7 @@ def noted(asked: Callable[..., Any], file: Path, site: str) -> Callable[..., Any
         with file.open("a") as out:
             letter = {k: v for k, v in asdict(said).items() if k != "signature"}
             plain = json.dumps(letter, default=lambda each: each.hex(), sort_keys=True)
-            out.write(json.dumps([site, asked.__name__, said.terms.hex(), plain]) + "\n")
+            out.write(json.dumps([site, asked.__name__, said.terms_digest.hex(), plain]) + "\n")
             out.flush()
             os.fsync(out.fileno())
         return said
@@ -82,7 +82,7 @@ def killed(folder: Path, failpoint: str) -> int:
     child = os.fork()
     if child == 0:
         try:
-            failpoints.forget()
+            failpoints.reset_failpoints()
             os.environ[VARIABLE] = failpoint
             lasting(folder).play()
         except BaseException:
@@ -111,7 +111,7 @@ def test_after_a_kill_no_other_sum_is_opened(point: str, time: int, folder: Path
         for gone in SITES:
             made = lasting(folder, attempt=attempt, gone={gone: 2})
             refusal(made.play)
-    answers = [each for each in said_in(folder) if each[1] == "answer"]
+    answers = [each for each in said_in(folder) if each[1] == "reveal_shares"]
     for site in SITES:
         assert len({each[2:] for each in answers if each[0] == site}) <= 1, "two answers"
     opened = Counter(terms for _, terms in {(each[0], each[2]) for each in answers})
@@ -123,9 +123,9 @@ def test_after_a_kill_no_other_sum_is_opened(point: str, time: int, folder: Path
 def test_what_cannot_be_noted_is_not_said(
     action: str, step: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failpoints.forget()
+    failpoints.reset_failpoints()
     monkeypatch.setenv(VARIABLE, f"store.begun:{action}@{step * len(SITES) + 1}")
-    with pytest.raises(FedplanError, match="generation"):
+    with pytest.raises(FedplanError, match="checkpoint"):
         lasting(folder).play()
     assert [each[1] for each in said_in(folder)] == [
         name for name in masked.STEPS[:step] for _ in SITES
@@ -143,13 +143,13 @@ def test_a_round_that_broke_off_is_begun_anew_and_a_later_one_after_it(folder: P
     found = again.play()
     assert found is not None and masked.said(found, again) == masked.plain(again)
     over = lasting(folder, attempt=3)
-    assert "opened in attempt 2" in refusal(
-        lambda: over.sites["bea"].advertise(over.terms, ["body", "head"])
+    assert "unmasked in attempt 2" in refusal(
+        lambda: over.sites["bea"].advertise_keys(over.terms, ["body", "head"])
     )
     later = replace(over.terms, round=5, attempt=1)
-    assert over.sites["bea"].advertise(later, ["body", "head"]).terms == later.digest
+    assert over.sites["bea"].advertise_keys(later, ["body", "head"]).terms_digest == later.digest
     assert "other terms" in refusal(
-        lambda: over.sites["bea"].consent(Survivors(again.terms.digest, ("bea", "cleo")))
+        lambda: over.sites["bea"].sign_survivors(SurvivorList(again.terms.digest, ("bea", "cleo")))
     )
 
 
@@ -158,5 +158,5 @@ def test_a_damaged_diary_is_an_error_and_never_the_page_before(folder: Path) -> 
     made.play()
     newest = max((folder / "ada").glob("*.json"), key=lambda file: int(file.stem))
     newest.write_bytes(newest.read_bytes().replace(b"true", b"false"))
-    with pytest.raises(FedplanError, match="open a round twice"):
-        lasting(folder).sites["ada"].advertise(made.terms, ["body", "head"])
+    with pytest.raises(FedplanError, match="reveal a round twice"):
+        lasting(folder).sites["ada"].advertise_keys(made.terms, ["body", "head"])

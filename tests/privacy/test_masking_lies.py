@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 from masked import NEVER, Round, directory, drawn, node, refusal, terms
 
-from fedplan.privacy.masking.ciphers import signed
-from fedplan.privacy.masking.letters import (
-    Advert,
-    Adverts,
-    Consent,
-    Consents,
-    Delivery,
-    Survivors,
-    consented,
+from fedplan.privacy.secagg.client import ProtocolClient
+from fedplan.privacy.secagg.client_state import ClientRoundState
+from fedplan.privacy.secagg.crypto import sign
+from fedplan.privacy.secagg.messages import (
+    ForwardedShares,
+    KeyAdvert,
+    KeyRoster,
+    SignatureList,
+    SurvivorList,
+    SurvivorSignature,
+    survivors_digest,
 )
-from fedplan.privacy.masking.openings import Openings
-from fedplan.privacy.masking.server import MaskingServer
-from fedplan.privacy.masking.site import MaskingSite
-from fedplan.privacy.masking.standing import Standing
-from fedplan.privacy.masking.terms import Slot, Terms
+from fedplan.privacy.secagg.reveal_log import RevealLog
+from fedplan.privacy.secagg.server import ProtocolServer
+from fedplan.privacy.secagg.terms import Slot, Terms
 
 SITES = ("ada", "bea", "cleo", "dora", "eve")
 SLOTS = (Slot("body", 5), Slot("head", 3, wide=True))
@@ -41,29 +41,34 @@ def whole(**said: object) -> Round:
     return Round(agreed, numbers, dict.fromkeys(SITES, 7))
 
 
-def other_round(said: Terms) -> dict[str, Advert]:
+def other_round(said: Terms) -> dict[str, KeyAdvert]:
     """What the sites have signed under other terms, at another time."""
-    found = dict[str, Advert]()
+    found = dict[str, KeyAdvert]()
     for name in SITES:
-        site = MaskingSite(name, node(name), directory(SITES), masked.Unwritten())
-        found[name] = site.advertise(said, [slot.name for slot in SLOTS])
+        site = ProtocolClient(name, node(name), directory(SITES), masked.MemoryProgressStore())
+        found[name] = site.advertise_keys(said, [slot.name for slot in SLOTS])
     return found
 
 
 def early(made: Round, me: str) -> Iterator[Lie]:
     site, now = made.sites[me], made.terms
     names = [slot.name for slot in SLOTS]
-    yield "an earlier round", lambda: site.advertise(replace(now, round=2), names), "is over"
-    yield "another run", lambda: site.advertise(replace(now, run="b"), names), "of run 'a'"
-    for field, value in (("base", "c"), ("agreed", "c"), ("experiment", "c"), ("threshold", 5)):
+    yield "an earlier round", lambda: site.advertise_keys(replace(now, round=2), names), "is over"
+    yield "another run", lambda: site.advertise_keys(replace(now, run="b"), names), "of run 'a'"
+    for field, value in (
+        ("base_digest", "c"),
+        ("agreement_digest", "c"),
+        ("experiment", "c"),
+        ("threshold", 5),
+    ):
         lie = replace(now, **{field: value})
-        yield f"another {field}", lambda lie=lie: site.advertise(lie, names), "other terms"
-    yield "no slot of it", lambda: site.advertise(now, ["tail"]), "is no slot"
-    yield "fewer slots", lambda: site.advertise(now, ["body"]), "other slots"
+        yield f"another {field}", lambda lie=lie: site.advertise_keys(lie, names), "other terms"
+    yield "no slot of it", lambda: site.advertise_keys(now, ["tail"]), "is no slot"
+    yield "fewer slots", lambda: site.advertise_keys(now, ["body"]), "other slots"
     for asked in (
-        lambda: site.mask(Delivery(now.digest, {}), {}, 1),
-        lambda: site.consent(Survivors(now.digest, SITES)),
-        lambda: site.answer(Consents(now.digest, ())),
+        lambda: site.mask_input(ForwardedShares(now.digest, {}), {}, 1),
+        lambda: site.sign_survivors(SurvivorList(now.digest, SITES)),
+        lambda: site.reveal_shares(SignatureList(now.digest, ())),
     ):
         yield "a step too early", asked, "before"
 
@@ -74,48 +79,48 @@ def rosters(made: Round, me: str) -> Iterator[Lie]:
     you = next(name for name in SITES if name != me)
     third = next(name for name in SITES if name not in (me, you))
 
-    def told(*adverts: Advert, at: bytes = now.digest) -> Callable[[], object]:
-        return lambda: site.share(Adverts(at, adverts))
+    def told(*adverts: KeyAdvert, at: bytes = now.digest) -> Callable[[], object]:
+        return lambda: site.share_secrets(KeyRoster(at, adverts))
 
-    def with_(**others: Advert) -> Callable[[], object]:
+    def with_(**others: KeyAdvert) -> Callable[[], object]:
         return told(*(true | others).values())
 
-    mine = replace(true[you], masking=true[me].masking[::-1])
+    mine = replace(true[you], masking_key=true[me].masking_key[::-1])
     yield "keys of the server's own", with_(**{you: mine}), "not signed"
-    own = replace(true[me], masking=bytes(31) + b"\1")
+    own = replace(true[me], masking_key=bytes(31) + b"\1")
     yield "other keys of mine", with_(**{me: own}), "than its own"
     yield (
         "a signature of another",
-        with_(**{you: replace(mine, signature=signed(node(third), mine.body))}),
+        with_(**{you: replace(mine, signature=sign(node(third), mine.body))}),
         "not signed",
     )
     yield (
         "boxing keys swapped",
         with_(
             **{
-                you: replace(true[you], boxing=true[third].boxing),
-                third: replace(true[third], boxing=true[you].boxing),
+                you: replace(true[you], encryption_key=true[third].encryption_key),
+                third: replace(true[third], encryption_key=true[you].encryption_key),
             }
         ),
         "not signed",
     )
     yield (
         "one key for two",
-        with_(**{you: replace(true[you], masking=true[third].masking)}),
+        with_(**{you: replace(true[you], masking_key=true[third].masking_key)}),
         "one key",
     )
     for field, value in (
         ("round", 2),
         ("attempt", 2),
-        ("base", "c"),
+        ("base_digest", "c"),
         ("run", "b"),
-        ("agreed", "c"),
+        ("agreement_digest", "c"),
     ):
         old = other_round(replace(now, **{field: value}))[you]
         yield f"signed for another {field}", with_(**{you: old}), "other terms"
         yield (
             f"that, renamed to this {field}",
-            with_(**{you: replace(old, terms=now.digest)}),
+            with_(**{you: replace(old, terms_digest=now.digest)}),
             "not signed",
         )
     yield "other slots of a site", with_(**{you: replace(true[you], slots=("body",))}), "not signed"
@@ -125,104 +130,142 @@ def rosters(made: Round, me: str) -> Iterator[Lie]:
     without = [advert for name, advert in true.items() if name != me]
     yield "without me", told(*without), "or none"
     yield "a site twice", told(true[me], *true.values()), "twice"
-    yield "another order", told(*reversed(true.values())), "no order"
+    yield "another order", told(*reversed(true.values())), "not sorted"
     yield "other terms", told(*true.values(), at=bytes(32)), "other terms"
-    strange = replace(true[you], site="zoe", masking=bytes(31) + b"\2", boxing=bytes(31) + b"\3")
-    strange = replace(strange, signature=signed(node("zoe"), strange.body))
+    strange = replace(
+        true[you], client="zoe", masking_key=bytes(31) + b"\2", encryption_key=bytes(31) + b"\3"
+    )
+    strange = replace(strange, signature=sign(node("zoe"), strange.body))
     yield "a site that nobody knows", told(*true.values(), strange), "not in the directory"
 
 
 def deliveries(made: Round, me: str) -> Iterator[Lie]:
     site, now, server = made.sites[me], made.terms, made.server
-    boxes = dict(server.delivery(me).boxes)
+    boxes = dict(server.shares_for(me).ciphertexts)
     one, two = list(boxes)[:2]
 
     def told(held: dict[str, bytes], at: bytes = now.digest) -> Callable[[], object]:
-        return lambda: site.mask(Delivery(at, held), made.numbers[me], 7)
+        return lambda: site.mask_input(ForwardedShares(at, held), made.numbers[me], 7)
 
     yield "too few", told({one: boxes[one], two: boxes[two]}), "the threshold is 4"
     yield "nobody", told({}), "the threshold is 4"
-    yield "boxes swapped", told(boxes | {one: boxes[two], two: boxes[one]}), "does not open"
-    yield "a box for another", told(boxes | {one: server._boxes[one][two]}), "does not open"
+    yield "boxes swapped", told(boxes | {one: boxes[two], two: boxes[one]}), "do not decrypt"
+    yield "a box for another", told(boxes | {one: server._ciphertexts[one][two]}), "do not decrypt"
     changed = bytes([boxes[one][0] ^ 1]) + boxes[one][1:]
-    yield "a box that was changed", told(boxes | {one: changed}), "does not open"
-    yield "a box cut off", told(boxes | {one: boxes[one][:-1]}), "does not open"
-    yield "a box of nobody", told(boxes | {"zoe": boxes[one]}), "no other site"
-    yield "a box of mine", told(boxes | {me: boxes[one]}), "no other site"
+    yield "a box that was changed", told(boxes | {one: changed}), "do not decrypt"
+    yield "a box cut off", told(boxes | {one: boxes[one][:-1]}), "do not decrypt"
+    yield "a box of nobody", told(boxes | {"zoe": boxes[one]}), "no other client"
+    yield "a box of mine", told(boxes | {me: boxes[one]}), "no other client"
     yield "other terms", told(boxes, bytes(32)), "other terms"
-    less = server.adverts().adverts[:-1]
-    yield "another roster", lambda: site.share(Adverts(now.digest, less)), "is another"
+    less = server.roster().adverts[:-1]
+    yield "another roster", lambda: site.share_secrets(KeyRoster(now.digest, less)), "differs"
     few = {"body": made.numbers[me]["body"]}
-    yield "fewer numbers", lambda: site.mask(Delivery(now.digest, boxes), few, 7), "declared"
-    yield "no weight", lambda: site.mask(Delivery(now.digest, boxes), made.numbers[me], 0), "weight"
-    heavy = Delivery(now.digest, boxes), made.numbers[me], 2**27 + 1
-    yield "more than a plain sum takes", lambda: site.mask(*heavy), "weight"
-    yield "survivors too early", lambda: site.consent(Survivors(now.digest, SITES)), "before"
+    yield (
+        "fewer numbers",
+        lambda: site.mask_input(ForwardedShares(now.digest, boxes), few, 7),
+        "declared",
+    )
+    yield (
+        "no weight",
+        lambda: site.mask_input(ForwardedShares(now.digest, boxes), made.numbers[me], 0),
+        "weight",
+    )
+    heavy = ForwardedShares(now.digest, boxes), made.numbers[me], 2**27 + 1
+    yield "more than a plain sum takes", lambda: site.mask_input(*heavy), "weight"
+    yield (
+        "survivors too early",
+        lambda: site.sign_survivors(SurvivorList(now.digest, SITES)),
+        "before",
+    )
 
 
 def survivors(made: Round, me: str) -> Iterator[Lie]:
     site, now, server = made.sites[me], made.terms, made.server
-    boxes = dict(server.delivery(me).boxes)
+    boxes = dict(server.shares_for(me).ciphertexts)
     others = tuple(name for name in SITES if name != me)
 
     def told(*sites: str, at: bytes = now.digest) -> Callable[[], object]:
-        return lambda: site.consent(Survivors(at, sites))
+        return lambda: site.sign_survivors(SurvivorList(at, sites))
 
-    yield "without me", told(*others), "said to be gone"
+    yield "without me", told(*others), "not among the survivors"
     yield "too few", told(*sorted((me, *others[:2]))), "the threshold is 4"
-    yield "nobody", told(), "said to be gone"
-    yield "one who was not there", told(*SITES, "zoe"), "was not present"
+    yield "nobody", told(), "not among the survivors"
+    yield "one who was not there", told(*SITES, "zoe"), "did not share"
     yield "a site twice", told(me, *SITES), "twice"
-    yield "another order", told(*reversed(SITES)), "no order"
+    yield "another order", told(*reversed(SITES)), "not sorted"
     yield "other terms", told(*SITES, at=bytes(32)), "other terms"
     less = {name: boxes[name] for name in list(boxes)[:3]}
-    masked_less = Delivery(now.digest, less)
-    yield "another delivery", lambda: site.mask(masked_less, made.numbers[me], 7), "is another"
+    masked_less = ForwardedShares(now.digest, less)
+    yield (
+        "another delivery",
+        lambda: site.mask_input(masked_less, made.numbers[me], 7),
+        "differs",
+    )
     more = {name: np.add(each, np.uint64(1)) for name, each in made.numbers[me].items()}
-    again = Delivery(now.digest, boxes)
-    yield "the same masks on other numbers", lambda: site.mask(again, more, 7), "other numbers"
-    yield "the same masks on another weight", lambda: site.mask(again, made.numbers[me], 8), "other"
-    yield "to open at once", lambda: site.answer(Consents(now.digest, ())), "before"
+    again = ForwardedShares(now.digest, boxes)
+    yield (
+        "the same masks on other numbers",
+        lambda: site.mask_input(again, more, 7),
+        "other numbers",
+    )
+    yield (
+        "the same masks on another weight",
+        lambda: site.mask_input(again, made.numbers[me], 8),
+        "other",
+    )
+    yield "to open at once", lambda: site.reveal_shares(SignatureList(now.digest, ())), "before"
 
 
 def openings(made: Round, me: str) -> Iterator[Lie]:
     site, now = made.sites[me], made.terms
-    held = {name: made.server._consents[name] for name in SITES}
+    held = {name: made.server._signatures[name] for name in SITES}
     you, third, *_ = (name for name in SITES if name != me)
 
-    def told(*consents: Consent, at: bytes = now.digest) -> Callable[[], object]:
-        return lambda: site.answer(Consents(at, consents))
+    def told(*consents: SurvivorSignature, at: bytes = now.digest) -> Callable[[], object]:
+        return lambda: site.reveal_shares(SignatureList(at, consents))
 
-    notes = made.sites[me]._notebook.read()
+    notes = made.sites[me]._store.read()
     assert notes is not None
     other = tuple(name for name in SITES if name != third)
-    lie = signed(node(you), consented(Standing(me, notes).context, other))
+    lie = sign(node(you), survivors_digest(ClientRoundState(me, notes).context, other))
     some = list(held.values())
     yield "too few", told(*some[:3]), "the threshold is 4"
     yield "nobody", told(), "the threshold is 4"
     yield "one of them four times", told(*[held[you]] * 4), "the threshold is 4"
     changed = held | {you: replace(held[you], signature=lie)}
     yield "signed for other survivors", told(*changed.values()), "has not signed"
-    taken = held | {you: replace(held[third], site=you)}
+    taken = held | {you: replace(held[third], client=you)}
     yield "a signature of another", told(*taken.values()), "has not signed"
     yield "no signature", told(*some[:3], replace(held[you], signature=b"")), "has not signed"
-    yield "one who is not there", told(*some, replace(held[you], site="zoe")), "not among"
+    yield "one who is not there", told(*some, replace(held[you], client="zoe")), "not among"
     yield "other terms", told(*some, at=bytes(32)), "other terms"
     less = tuple(name for name in SITES if name != third)
-    yield "other survivors", lambda: site.consent(Survivors(now.digest, less)), "is another"
+    yield (
+        "other survivors",
+        lambda: site.sign_survivors(SurvivorList(now.digest, less)),
+        "differs",
+    )
 
 
 def afterwards(made: Round, me: str) -> Iterator[Lie]:
     site, now, names = made.sites[me], made.terms, [slot.name for slot in SLOTS]
     you = next(name for name in SITES if name != me)
     less = tuple(name for name in SITES if name != you)
-    yield "to open it for others", lambda: site.consent(Survivors(now.digest, less)), "is another"
+    yield (
+        "to open it for others",
+        lambda: site.sign_survivors(SurvivorList(now.digest, less)),
+        "differs",
+    )
     for attempt in (2, 3):
         again = replace(now, attempt=attempt)
-        yield "another attempt", lambda again=again: site.advertise(again, names), "round once"
-    model = replace(now, attempt=2, base="c")
-    yield "another attempt of another model", lambda: site.advertise(model, names), "round once"
-    yield "an earlier round", lambda: site.advertise(replace(now, round=1), names), "is over"
+        yield "another attempt", lambda again=again: site.advertise_keys(again, names), "round once"
+    model = replace(now, attempt=2, base_digest="c")
+    yield (
+        "another attempt of another model",
+        lambda: site.advertise_keys(model, names),
+        "round once",
+    )
+    yield "an earlier round", lambda: site.advertise_keys(replace(now, round=1), names), "is over"
 
 
 AT = (None, rosters, deliveries, survivors, openings, afterwards)
@@ -239,14 +282,14 @@ def lies() -> list[tuple[str, str, str, str, bool]]:
         for kind in tried:
             for me in SITES:
                 for name, asked, reason in kind(made, me):
-                    before = made.sites[me]._notebook.read()
+                    before = made.sites[me]._store.read()
                     said = refusal(asked)
-                    kept = made.sites[me]._notebook.read() == before
+                    kept = made.sites[me]._store.read() == before
                     found.append((f"{kind.__name__} to {me}", name, said, reason, kept))
         if number < NEVER:
             steps[number]()
     wanted = masked.plain(made)
-    assert wanted is not None and masked.said(made.server.open(), made) == wanted
+    assert wanted is not None and masked.said(made.server.unmask(), made) == wanted
     return found
 
 
@@ -265,22 +308,24 @@ def test_a_site_with_a_key_that_leaves_no_secret_is_refused() -> None:
     made = whole()
     made.advertise()
     held = made.server._adverts
-    weak = replace(held["bea"], boxing=bytes(32))
-    held["bea"] = replace(weak, signature=signed(node("bea"), weak.body))
-    assert "agrees on nothing" in refusal(made.share)
+    weak = replace(held["bea"], encryption_key=bytes(32))
+    held["bea"] = replace(weak, signature=sign(node("bea"), weak.body))
+    assert "is invalid" in refusal(made.share)
 
 
 def test_a_site_whose_directory_has_another_key_of_it_does_not_begin() -> None:
     known = directory(SITES) | {"ada": directory(["bea"])["bea"]}
     assert "another key" in refusal(
-        lambda: MaskingSite("ada", node("ada"), known, masked.Unwritten())
+        lambda: ProtocolClient("ada", node("ada"), known, masked.MemoryProgressStore())
     )
 
 
 def test_one_key_under_two_names_is_refused() -> None:
     """Whoever has it would be two of those who open a sum."""
     known = directory(SITES) | {"bea": directory(["cleo"])["cleo"]}
-    assert "one key" in refusal(lambda: MaskingSite("ada", node("ada"), known, masked.Unwritten()))
+    assert "one key" in refusal(
+        lambda: ProtocolClient("ada", node("ada"), known, masked.MemoryProgressStore())
+    )
 
 
 def test_from_the_same_values_no_sum_of_other_sites_is_opened(tmp_path: Path) -> None:
@@ -290,25 +335,31 @@ def test_from_the_same_values_no_sum_of_other_sites_is_opened(tmp_path: Path) ->
     def opened(run: str, ground: str, there: tuple[str, ...], short: str = "") -> int:
         told = terms([Slot("x", 1), Slot("y", 1)], threshold=2, run=run)
         sent = {name: ["y"] if name == short else ["x", "y"] for name in there}
-        server = MaskingServer(told, known)
+        server = ProtocolServer(told, known)
         sites = {
-            name: MaskingSite(
-                name, node(name), known, masked.Unwritten(), Openings(tmp_path / name / "opened")
+            name: ProtocolClient(
+                name,
+                node(name),
+                known,
+                masked.MemoryProgressStore(),
+                RevealLog(tmp_path / name / "opened"),
             )
             for name in there
         }
         for name, site in sites.items():
-            server.advertised(site.advertise(told, sent[name], ground))
+            server.accept_advert(site.advertise_keys(told, sent[name], ground))
         for site in sites.values():
-            server.shared(site.share(server.adverts()))
+            server.accept_shares(site.share_secrets(server.roster()))
         for name, site in sites.items():
             own = np.array([10 ** names.index(name)], dtype=np.uint64)
-            server.add(site.mask(server.delivery(name), dict.fromkeys(sent[name], own), 1))
+            server.add_masked_input(
+                site.mask_input(server.shares_for(name), dict.fromkeys(sent[name], own), 1)
+            )
         for site in sites.values():
-            server.consented(site.consent(server.survivors()))
+            server.accept_signature(site.sign_survivors(server.survivor_list()))
         for site in sites.values():
-            server.answered(site.answer(server.consents()))
-        return int(server.open().numbers["x"][0])
+            server.accept_unmask_shares(site.reveal_shares(server.signature_list()))
+        return int(server.unmask().numbers["x"][0])
 
     assert opened("a", "world", names) == opened("b", "world", names) == 111
     said = refusal(lambda: opened("c", "world", names[:2]))
@@ -325,13 +376,13 @@ def test_from_the_same_values_no_sum_of_other_sites_is_opened(tmp_path: Path) ->
 def test_more_sites_than_twice_the_threshold_are_refused() -> None:
     """Else two halves of them could each open a sum."""
     made = whole()
-    some = Round(replace(made.terms, threshold=2, floor=2), made.numbers, made.weights)
+    some = Round(replace(made.terms, threshold=2, min_senders=2), made.numbers, made.weights)
     assert "two halves" in refusal(some.play)
     for name in SITES:
         notes = some.sites[name]
-        roster = tuple(sorted(some.server._adverts.values(), key=lambda each: each.site))
-        told = Adverts(some.terms.digest, roster)
-        assert "two halves" in refusal(lambda notes=notes, told=told: notes.share(told))
+        roster = tuple(sorted(some.server._adverts.values(), key=lambda each: each.client))
+        told = KeyRoster(some.terms.digest, roster)
+        assert "two halves" in refusal(lambda notes=notes, told=told: notes.share_secrets(told))
 
 
 def test_no_site_is_laid_open_by_two_answers() -> None:
@@ -341,5 +392,7 @@ def test_no_site_is_laid_open_by_two_answers() -> None:
         made = whole()
         made.gone = {dice.choice(SITES): dice.randrange(NEVER)}
         made.play()
-        for answer in made.server._answers.values():
-            assert not set(answer.keys) & {s for each in answer.masks.values() for s in each}
+        for answer in made.server._unmask_shares.values():
+            assert not set(answer.masking_key_shares) & {
+                s for each in answer.self_mask_shares.values() for s in each
+            }

@@ -17,19 +17,32 @@ from hypothesis import strategies as st
 from often import often
 from torch import Tensor
 
-from fedplan.audits.bounds import Aggregate, Draws, draws, flat, gaussian_lower_bound, lower_bound
+from fedplan.audits.bounds import (
+    Aggregate,
+    Draws,
+    gaussian_lower_bound,
+    lower_bound,
+    release_rows,
+    sample_releases,
+)
 from fedplan.privacy.accounting.accountant import epsilon
 from fedplan.privacy.accounting.events import Release
 from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.mechanisms.clipping import BOUNDS, Adaptive, capped, clip, norm
-from fedplan.privacy.mechanisms.gaussian import Change, Mechanism, aggregate
-from fedplan.privacy.mechanisms.noise import Noise
+from fedplan.privacy.mechanisms.clipping import (
+    CLIPPING_NORMS,
+    AdaptiveClipping,
+    capped_weight,
+    clip_change,
+    global_norm,
+)
+from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism, aggregate
+from fedplan.privacy.mechanisms.noise import NoiseStream
 from fedplan.tensors.sums import ExactSum, SumError
 
 SECRET = bytes(range(32))
 SHAPES = {"a": (2,), "b": (2,), "c": (1,)}
 SHARED = {name: (shape, torch.float64) for name, shape in SHAPES.items()}
-MECHANISM = Mechanism(SHARED, bound=1.0, noise=1.0, over=10.0)
+MECHANISM = GaussianMechanism(SHARED, clipping_norm=1.0, noise_multiplier=1.0, divisor=10.0)
 DELTA = 1e-5
 CLAIMED = epsilon([MECHANISM.event], DELTA)
 LOG = logging.getLogger(__name__)
@@ -40,24 +53,26 @@ def change(dtype: torch.dtype = torch.float64, **values: Sequence[float]) -> Cha
     return {name: torch.tensor(value, dtype=dtype) for name, value in values.items()}
 
 
-def total_of(mechanism: Mechanism, changes: Sequence[Change]) -> ExactSum:
+def total_of(mechanism: GaussianMechanism, changes: Sequence[Change]) -> ExactSum:
     total = ExactSum()
     for each in changes:
         mechanism.add(total, each)
     return total
 
 
-class Silent(Mechanism):
+class Silent(GaussianMechanism):
     """The mechanism without its noise, to see what it hides."""
 
-    def _noises(self, source: Noise) -> dict[str, Tensor]:
-        return {name: torch.zeros(shape).double() for name, (shape, _) in self.shared.items()}
+    def _sample_noise(self, source: NoiseStream) -> dict[str, Tensor]:
+        return {
+            name: torch.zeros(shape).double() for name, (shape, _) in self.public_shapes.items()
+        }
 
 
-def apart(mechanism: Mechanism, without: ExactSum, with_: ExactSum) -> float:
+def apart(mechanism: GaussianMechanism, without: ExactSum, with_: ExactSum) -> float:
     """How far apart two releases are, times the divisor."""
     one, other = (mechanism.release(total, SECRET, "round 1") for total in (without, with_))
-    return mechanism.over * norm({n: one[n].double() - other[n].double() for n in one})
+    return mechanism.divisor * global_norm({n: one[n].double() - other[n].double() for n in one})
 
 
 # Sensitivity
@@ -123,13 +138,13 @@ def test_what_is_clipped_is_within_and_points_the_same_way(
 ) -> None:
     dice = torch.Generator().manual_seed(seed)
     before, bound = update(dice, {"x": (5,), "y": (2, 3), "z": (0,)}), 10**power
-    after, factor, within = clip(before, bound, weight=weight)
-    assert norm(after) <= weight * bound * (1 + 1e-12) + 1e-280
-    assert within == (norm(before) <= bound) and 0 <= factor <= weight
+    after, factor, within = clip_change(before, bound, weight=weight)
+    assert global_norm(after) <= weight * bound * (1 + 1e-12) + 1e-280
+    assert within == (global_norm(before) <= bound) and 0 <= factor <= weight
     for name, value in before.items():
         assert after[name].dtype is torch.float64
         torch.testing.assert_close(after[name], value.double() * factor)
-    again = clip(after, bound)
+    again = clip_change(after, bound)
     assert again.within and all(torch.equal(again.values[n], after[n]) for n in after)
 
 
@@ -137,17 +152,17 @@ def test_the_order_of_names_makes_no_difference() -> None:
     dice = torch.Generator().manual_seed(0)
     values = {name: torch.randn(50, generator=dice) for name in "abcdef"}
     backwards = dict(reversed(values.items()))
-    assert clip(values, 0.5).factor == clip(backwards, 0.5).factor
+    assert clip_change(values, 0.5).factor == clip_change(backwards, 0.5).factor
 
 
 def test_zero_and_nothing_are_changes_too() -> None:
     for nothing in ({}, change(a=[0.0, 0.0]), {"a": torch.zeros(0)}):
-        assert clip(nothing, 1.0)[1:] == (1.0, True)
+        assert clip_change(nothing, 1.0)[1:] == (1.0, True)
 
 
 @pytest.mark.parametrize("value", [1e-300, 1e-160, 1e160, 1e300])
 def test_no_length_overflows(value: float) -> None:
-    length = norm({"x": torch.full((4,), value, dtype=torch.float64)})
+    length = global_norm({"x": torch.full((4,), value, dtype=torch.float64)})
     assert length == pytest.approx(2 * value, rel=1e-12)
 
 
@@ -165,7 +180,7 @@ def test_what_is_not_finite_is_refused_and_the_sum_stays(bad: float, dtype: torc
 @pytest.mark.parametrize(
     "wrong,told",
     [
-        ({"d": torch.zeros(2)}, "'d' is not among"),
+        ({"d": torch.zeros(2)}, "'d' is not shared"),
         ({"a": torch.zeros(1)}, r"shape \(1,\), not \(2,\)"),
         ({"a": torch.zeros(2, 1)}, "shape"),
         ({"a": torch.zeros(2, dtype=torch.int64)}, "int64"),
@@ -179,27 +194,27 @@ def test_what_does_not_fit_is_refused(wrong: Change, told: str) -> None:
 
 @pytest.mark.parametrize("examples,cap,weight", [(0, 5, 0.0), (3, 5, 0.6), (5, 5, 1), (999, 5, 1)])
 def test_weights_end_at_the_cap(examples: int, cap: int, weight: float) -> None:
-    assert capped(examples, cap) == weight
-    clipped = clip(change(a=[30.0, 40.0]), 2.0, weight=capped(examples, cap))
-    assert norm(clipped.values) == pytest.approx(2 * weight, rel=1e-9)
+    assert capped_weight(examples, cap) == weight
+    clipped = clip_change(change(a=[30.0, 40.0]), 2.0, weight=capped_weight(examples, cap))
+    assert global_norm(clipped.values) == pytest.approx(2 * weight, rel=1e-9)
 
 
 def test_wrong_numbers_are_told() -> None:
-    for bad in (0.0, -1.0, math.nan, math.inf, BOUNDS[0] / 2, BOUNDS[1] * 2):
-        with pytest.raises(PrivacyError, match="bound"):
-            clip({}, bad)
-        with pytest.raises(PrivacyError, match="bound"):
-            replace(MECHANISM, bound=bad)
+    for bad in (0.0, -1.0, math.nan, math.inf, CLIPPING_NORMS[0] / 2, CLIPPING_NORMS[1] * 2):
+        with pytest.raises(PrivacyError, match="clipping norm"):
+            clip_change({}, bad)
+        with pytest.raises(PrivacyError, match="clipping norm"):
+            replace(MECHANISM, clipping_norm=bad)
     for bad in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(PrivacyError, match="divisor"):
-            replace(MECHANISM, over=bad)
+            replace(MECHANISM, divisor=bad)
         with pytest.raises(PrivacyError, match="noise"):
-            replace(MECHANISM, noise=bad)
+            replace(MECHANISM, noise_multiplier=bad)
     for bad in (-0.1, 1.1, math.nan):
         with pytest.raises(PrivacyError, match="weight"):
-            clip({}, 1.0, weight=bad)
+            clip_change({}, 1.0, weight=bad)
     with pytest.raises(PrivacyError, match="whole numbers"):
-        capped(3, 0)
+        capped_weight(3, 0)
 
 
 # Release
@@ -207,7 +222,7 @@ def test_wrong_numbers_are_told() -> None:
 
 def test_untouched_parts_get_the_same_noise_as_others() -> None:
     shared = {"touched": ((10**5,), torch.float32), "untouched": ((10**5,), torch.float32)}
-    mechanism = Mechanism(shared, bound=0.5, noise=1.3, over=40.0)
+    mechanism = GaussianMechanism(shared, clipping_norm=0.5, noise_multiplier=1.3, divisor=40.0)
     total = total_of(mechanism, [{"touched": torch.ones(10**5)}])
     for name, value in mechanism.release(total, SECRET, "round 1").items():
         assert float(value.std()) == pytest.approx(1.3 * 0.5 / 40, rel=0.02), name
@@ -232,14 +247,14 @@ def test_the_same_sum_has_the_same_bits_in_any_order(order: list[int]) -> None:
 
 def test_another_sum_name_secret_or_scale_has_another_noise() -> None:
     big = {"x": ((1000,), torch.float64)}
-    mechanism, one = Mechanism(big, 1.0, 1.0, 1.0), [{"x": torch.ones(1000) / 1000}]
+    mechanism, one = GaussianMechanism(big, 1.0, 1.0, 1.0), [{"x": torch.ones(1000) / 1000}]
     noises = [
         aggregate(mechanism, [], SECRET, "round 1")["x"],
         aggregate(mechanism, one, SECRET, "round 1")["x"],
         aggregate(mechanism, [], SECRET, "round 2")["x"],
         aggregate(mechanism, [], bytes(32), "round 1")["x"],
-        aggregate(replace(mechanism, noise=2.0), [], SECRET, "round 1")["x"],
-        aggregate(replace(mechanism, bound=2.0), one, SECRET, "round 1")["x"],
+        aggregate(replace(mechanism, noise_multiplier=2.0), [], SECRET, "round 1")["x"],
+        aggregate(replace(mechanism, clipping_norm=2.0), one, SECRET, "round 1")["x"],
     ]
     alike = torch.corrcoef(torch.stack(noises)) - torch.eye(len(noises))
     assert float(alike.abs().max()) < 0.15
@@ -251,7 +266,7 @@ def test_a_digest_follows_what_is_released() -> None:
     found = [MECHANISM.digest(total, SECRET, "round 1") for total in totals]
     found += [MECHANISM.digest(totals[0], SECRET, "round 2")]
     found += [MECHANISM.digest(totals[0], bytes(32), "round 1")]
-    found += [replace(MECHANISM, bound=2.0).digest(totals[0], SECRET, "round 1")]
+    found += [replace(MECHANISM, clipping_norm=2.0).digest(totals[0], SECRET, "round 1")]
     assert len(set(found)) == len(found) == 7
     assert MECHANISM.digest(totals[1], SECRET, "round 1") == found[1]
 
@@ -275,7 +290,7 @@ class Pair:
     others: tuple[Change, ...] = ()
     weights: tuple[float, ...] = field(default=())
 
-    def world(self, mechanism: Mechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
+    def world(self, mechanism: GaussianMechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
         """The shipped aggregate, with the weights of these clients."""
         total = ExactSum()
         weights = self.weights or (1.0,) * len(changes)
@@ -315,7 +330,7 @@ PAIRS = {
 def audited(pair: Pair, count: int, by: Aggregate, about: str = "") -> float:
     """A lower bound on epsilon: by each coordinate, their lengths, and what the victim moves."""
     with_, without = [*pair.others, pair.victim], list(pair.others)
-    one, other = (flat(draws(MECHANISM, w, count, by)) for w in (with_, without))
+    one, other = (release_rows(sample_releases(MECHANISM, w, count, by)) for w in (with_, without))
     moved = one[::2].mean(0) - other[::2].mean(0)  # by the half that chooses
 
     def statistics(rows: Draws) -> Draws:
@@ -355,11 +370,13 @@ def test_the_audit_comes_close_to_the_claim(count: int, share: float) -> None:
 def test_an_audit_is_fooled_no_more_often_than_it_says() -> None:
     fooled, pure = 0, 0
     for simulation in range(200):
-        draw = Noise.for_release(SECRET, "trial", simulation).gaussian((2, 2000, 1), 1.0).numpy()
+        draw = (
+            NoiseStream.for_release(SECRET, "trial", simulation).gaussian((2, 2000, 1), 1.0).numpy()
+        )
         fooled += gaussian_lower_bound(draw[0] + 1, draw[1], delta=DELTA) > CLAIMED
         pure += lower_bound(draw[0] + 1, draw[1], delta=DELTA) > CLAIMED
     assert fooled <= 10 and pure == 0
-    with pytest.raises(PrivacyError, match="alike"):
+    with pytest.raises(PrivacyError, match="of one width"):
         lower_bound(np.zeros((9, 2)), np.zeros((9, 3)))
 
 
@@ -371,70 +388,88 @@ def noised(
 ) -> dict[str, Tensor]:
     scales = scale if isinstance(scale, dict) else dict.fromkeys(sums, scale)
     made_of = [repr(scales), repr(over), *(f"{name} {float(v.sum())}" for name, v in sums.items())]
-    source = Noise.for_release(SECRET, "mistake", *made_of)
+    source = NoiseStream.for_release(SECRET, "mistake", *made_of)
     noises = {n: source.gaussian(tuple(v.shape), scales[n]) for n, v in sums.items()}
     return {name: (value + noises[name]) / over for name, value in sums.items()}
 
 
 def clipped_sums(
-    mechanism: Mechanism, changes: Sequence[Change], weights: Sequence[float] = ()
+    mechanism: GaussianMechanism, changes: Sequence[Change], weights: Sequence[float] = ()
 ) -> dict[str, Tensor]:
-    sums = {n: torch.zeros(shape).double() for n, (shape, _) in mechanism.shared.items()}
+    sums = {n: torch.zeros(shape).double() for n, (shape, _) in mechanism.public_shapes.items()}
     for each, weight in zip(changes, weights or [1.0] * len(changes), strict=True):
-        for name, value in clip(each, mechanism.bound).values.items():
+        for name, value in clip_change(each, mechanism.clipping_norm).values.items():
             sums[name] = sums[name] + weight * value
     return sums
 
 
-def less_noise(mechanism: Mechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
-    return aggregate(replace(mechanism, noise=0.9 * mechanism.noise), changes, SECRET, "round 1")
+def less_noise(mechanism: GaussianMechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
+    return aggregate(
+        replace(mechanism, noise_multiplier=0.9 * mechanism.noise_multiplier),
+        changes,
+        SECRET,
+        "round 1",
+    )
 
 
-def weights_by_examples(mechanism: Mechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
+def weights_by_examples(
+    mechanism: GaussianMechanism, changes: Sequence[Change]
+) -> dict[str, Tensor]:
     examples = [10.0] * 9 + [1e6] * (len(changes) - 9)
     weights = [len(changes) * each / sum(examples) for each in examples]
-    return noised(clipped_sums(mechanism, changes, weights), mechanism.scale, mechanism.over)
+    return noised(clipped_sums(mechanism, changes, weights), mechanism.stddev, mechanism.divisor)
 
 
-def noise_by_the_next_bound(mechanism: Mechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
-    within = sum(clip(each, mechanism.bound).within for each in changes)
+def noise_by_the_next_bound(
+    mechanism: GaussianMechanism, changes: Sequence[Change]
+) -> dict[str, Tensor]:
+    within = sum(clip_change(each, mechanism.clipping_norm).within for each in changes)
     share = within / max(len(changes), 1)
-    following = mechanism.bound * math.exp(-0.2 * (share - 0.5))
+    following = mechanism.clipping_norm * math.exp(-0.2 * (share - 0.5))
     sums = clipped_sums(mechanism, changes)
-    return noised(sums, mechanism.noise * following, mechanism.over)
+    return noised(sums, mechanism.noise_multiplier * following, mechanism.divisor)
 
 
-def divided_by_who_came(mechanism: Mechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
-    return noised(clipped_sums(mechanism, changes), mechanism.scale, max(len(changes), 1))
+def divided_by_who_came(
+    mechanism: GaussianMechanism, changes: Sequence[Change]
+) -> dict[str, Tensor]:
+    return noised(clipped_sums(mechanism, changes), mechanism.stddev, max(len(changes), 1))
 
 
-def untouched_without_noise(mechanism: Mechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
+def untouched_without_noise(
+    mechanism: GaussianMechanism, changes: Sequence[Change]
+) -> dict[str, Tensor]:
     sent = {name for each in changes for name in each}
-    scales = {name: mechanism.scale * (name in sent) for name in mechanism.shared}
-    return noised(clipped_sums(mechanism, changes), scales, mechanism.over)
+    scales = {name: mechanism.stddev * (name in sent) for name in mechanism.public_shapes}
+    return noised(clipped_sums(mechanism, changes), scales, mechanism.divisor)
 
 
-def paired_by_position(mechanism: Mechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
-    names = list(mechanism.shared)
+def paired_by_position(
+    mechanism: GaussianMechanism, changes: Sequence[Change]
+) -> dict[str, Tensor]:
+    names = list(mechanism.public_shapes)
     moved = [dict(zip(names, each.values(), strict=False)) for each in changes]
     return aggregate(mechanism, moved, SECRET, "round 1")
 
 
-def clipped_by_name(mechanism: Mechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
+def clipped_by_name(mechanism: GaussianMechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
     apart = [
-        {name: clip({name: v}, mechanism.bound).values[name] for name, v in e.items()}
+        {
+            name: clip_change({name: v}, mechanism.clipping_norm).values[name]
+            for name, v in e.items()
+        }
         for e in changes
     ]
-    sums = {n: torch.zeros(shape).double() for n, (shape, _) in mechanism.shared.items()}
+    sums = {n: torch.zeros(shape).double() for n, (shape, _) in mechanism.public_shapes.items()}
     for each in apart:
         sums |= {name: sums[name] + value for name, value in each.items()}
-    return noised(sums, mechanism.scale, mechanism.over)
+    return noised(sums, mechanism.stddev, mechanism.divisor)
 
 
-def noise_in_shares(mechanism: Mechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
+def noise_in_shares(mechanism: GaussianMechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
     """Each client brings its share of the noise: who is missing takes it away."""
-    scale = mechanism.scale * math.sqrt(max(len(changes), 1) / mechanism.over)
-    return noised(clipped_sums(mechanism, changes), scale, mechanism.over)
+    scale = mechanism.stddev * math.sqrt(max(len(changes), 1) / mechanism.divisor)
+    return noised(clipped_sums(mechanism, changes), scale, mechanism.divisor)
 
 
 FLAGGED_BY_AUDIT = {
@@ -472,7 +507,7 @@ def test_pairing_by_position_is_flagged_by_the_law_of_names() -> None:
 
 def noises_alike(by: Aggregate) -> bool:
     """Whether names that nobody sent have the noise of the others."""
-    wide = Mechanism({n: ((10**4,), torch.float64) for n in "ab"}, 1.0, 1.0, 10.0)
+    wide = GaussianMechanism({n: ((10**4,), torch.float64) for n in "ab"}, 1.0, 1.0, 10.0)
     released = by(wide, [{"a": torch.zeros(10**4)}] * 10)
     return all(abs(float(value.std()) * 10 - 1) < 0.05 for value in released.values())
 
@@ -486,13 +521,15 @@ def test_two_mistakes_are_flagged_by_the_law_of_noise_too() -> None:
 # Adaptive bounds
 
 
-def followed(start: Adaptive, rounds: int) -> tuple[Adaptive, Tensor]:
+def followed(start: AdaptiveClipping, rounds: int) -> tuple[AdaptiveClipping, Tensor]:
     """A bound after some rounds of 100 clients whose lengths are log-normal around 1."""
     lengths = torch.randn(rounds, 100, generator=torch.Generator().manual_seed(3)).mul(0.5).exp()
     bound = start
     for i, row in enumerate(lengths):
-        within = sum(clip({"x": torch.tensor([x])}, bound.bound).within for x in row.tolist())
-        bound = bound.after(within, 100, 100.0, secret=SECRET, about=f"round {i}")
+        within = sum(
+            clip_change({"x": torch.tensor([x])}, bound.clipping_norm).within for x in row.tolist()
+        )
+        bound = bound.next_round(within, 100, 100.0, secret=SECRET, name=f"round {i}")
     return bound, lengths.flatten()
 
 
@@ -501,38 +538,49 @@ def followed(start: Adaptive, rounds: int) -> tuple[Adaptive, Tensor]:
 def test_the_bound_finds_its_quantile_in_sixty_rounds(
     start: float, quantile: float, rate: float
 ) -> None:
-    bound, lengths = followed(Adaptive(start, quantile, rate), 60)
-    found = float((lengths <= bound.bound).float().mean())
+    bound, lengths = followed(AdaptiveClipping(start, quantile, rate), 60)
+    found = float((lengths <= bound.clipping_norm).float().mean())
     LOG.info("quantile %s", round(found, 3))
     assert abs(found - quantile) <= 0.1
 
 
 def test_the_bound_grows_if_changes_are_longer_and_shrinks_if_shorter() -> None:
-    sure = Adaptive(1.0, noise=1e-6)
-    assert sure.after(0, 50, 50.0, secret=SECRET, about="x").bound == pytest.approx(math.exp(0.1))
-    assert sure.after(50, 50, 50.0, secret=SECRET, about="x").bound == pytest.approx(math.exp(-0.1))
-    assert sure.after(0, 0, 50.0, secret=SECRET, about="x").bound == pytest.approx(1.0, rel=1e-6)
-    assert sure.after(25, 50, 50.0, secret=SECRET, about="x").bound == pytest.approx(1, rel=1e-6)
+    sure = AdaptiveClipping(1.0, noise_multiplier=1e-6)
+    assert sure.next_round(0, 50, 50.0, secret=SECRET, name="x").clipping_norm == pytest.approx(
+        math.exp(0.1)
+    )
+    assert sure.next_round(50, 50, 50.0, secret=SECRET, name="x").clipping_norm == pytest.approx(
+        math.exp(-0.1)
+    )
+    assert sure.next_round(0, 0, 50.0, secret=SECRET, name="x").clipping_norm == pytest.approx(
+        1.0, rel=1e-6
+    )
+    assert sure.next_round(25, 50, 50.0, secret=SECRET, name="x").clipping_norm == pytest.approx(
+        1, rel=1e-6
+    )
 
 
 def test_noise_is_by_the_bound_that_clipped() -> None:
-    bound, spent = Adaptive(2.0, noise=0.1), []
+    bound, spent = AdaptiveClipping(2.0, noise_multiplier=0.1), []
     shared = {"x": ((10**5,), torch.float64)}
     for i in range(4):
-        mechanism = Mechanism(shared, bound.bound, 1.0, 1.0)
+        mechanism = GaussianMechanism(shared, bound.clipping_norm, 1.0, 1.0)
         long = {"x": torch.full((10**5,), 1.0)}
         within = mechanism.add(total := ExactSum(), long)
         released = mechanism.release(total, SECRET, f"round {i}")["x"]
-        assert float(released.std()) == pytest.approx(bound.bound, rel=0.02)
+        assert float(released.std()) == pytest.approx(bound.clipping_norm, rel=0.02)
         spent.append(mechanism.event)
-        bound = bound.after(int(within), 1, 1.0, secret=SECRET, about=f"round {i}")
-    assert bound.bound > 2.0 and spent == [Release(1.0)] * 4
+        bound = bound.next_round(int(within), 1, 1.0, secret=SECRET, name=f"round {i}")
+    assert bound.clipping_norm > 2.0 and spent == [Release(1.0)] * 4
 
 
 def test_the_count_has_the_noise_that_is_charged_and_the_same_after_a_kill() -> None:
-    bound = Adaptive(1.0, rate=1.0, noise=20.0)
-    after = [bound.after(500, 1000, 1000.0, secret=SECRET, about=f"{i}").bound for i in range(4000)]
+    bound = AdaptiveClipping(1.0, step_size=1.0, noise_multiplier=20.0)
+    after = [
+        bound.next_round(500, 1000, 1000.0, secret=SECRET, name=f"{i}").clipping_norm
+        for i in range(4000)
+    ]
     assert float(np.log(after).std() * 1000) == pytest.approx(20 / 2, rel=0.05)
-    assert bound.after(500, 1000, 1000.0, secret=SECRET, about="7").bound == after[7]
+    assert bound.next_round(500, 1000, 1000.0, secret=SECRET, name="7").clipping_norm == after[7]
     with pytest.raises(PrivacyError, match="quantile"):
-        Adaptive(1.0, quantile=1.0)
+        AdaptiveClipping(1.0, quantile=1.0)

@@ -17,17 +17,17 @@ from scipy.stats import chisquare, kstest
 
 import fedplan.privacy
 from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.mechanisms.noise import Noise
-from fedplan.privacy.mechanisms.sampling import cohort
-from fedplan.privacy.mechanisms.secret import derived, secret_of
+from fedplan.privacy.mechanisms.noise import NoiseStream
+from fedplan.privacy.mechanisms.sampling import sample_cohort
+from fedplan.privacy.mechanisms.secret import derive_key, load_or_create_secret
 
 SECRET = bytes(range(32))
 LOG = logging.getLogger(__name__)
 FILES = sorted(Path(fedplan.privacy.__file__).parent.rglob("*.py"))
 
 
-def noise(about: str = "round 1") -> Noise:
-    return Noise.for_release(SECRET, about)
+def noise(about: str = "round 1") -> NoiseStream:
+    return NoiseStream.for_release(SECRET, about)
 
 
 def test_a_million_numbers_are_gaussian() -> None:
@@ -71,7 +71,7 @@ def test_seeds_do_not_make_noise_repeat() -> None:
     for _ in range(3):
         np.random.seed(0)
         torch.manual_seed(0)
-        seen.append(Noise.fresh().gaussian((4,), 1.0).numpy().tobytes())
+        seen.append(NoiseStream.fresh().gaussian((4,), 1.0).numpy().tobytes())
     assert len(set(seen)) == 3
 
 
@@ -81,7 +81,7 @@ def test_a_release_has_one_noise_and_no_other_has_it() -> None:
     keys = [(SECRET, "round 1"), (SECRET, "round 2"), (bytes(32), "round 1")]
     keys += [(SECRET, "round 1", b"x"), (SECRET, "round 1", "x"), (SECRET, "round 1", "x", 1)]
     keys += [(SECRET, "round 1", "x1"), (SECRET, "round 1", "x", "1")]
-    found = {Noise.for_release(*key).gaussian((2,), 1.0).numpy().tobytes() for key in keys}
+    found = {NoiseStream.for_release(*key).gaussian((2,), 1.0).numpy().tobytes() for key in keys}
     assert len(found) == len(keys)
 
 
@@ -92,9 +92,9 @@ def test_one_draw_goes_on_after_another() -> None:
 
 
 def test_noise_is_fast() -> None:
-    Noise.fresh().gaussian((10**5,), 1.0)
+    NoiseStream.fresh().gaussian((10**5,), 1.0)
     start = time.process_time()
-    Noise.fresh().gaussian((10**6,), 1.0)
+    NoiseStream.fresh().gaussian((10**6,), 1.0)
     took = time.process_time() - start
     LOG.info("seconds %s", round(took, 2))
     assert took < 2
@@ -123,36 +123,40 @@ def test_where_noise_is_made_no_other_source_is_called(name: str) -> None:
 
 def test_a_secret_is_drawn_once_and_kept_from_others(tmp_path: Path) -> None:
     file = tmp_path / "secret"
-    first = secret_of(file)
-    assert len(first) == 32 and secret_of(file) == first != secret_of(tmp_path / "other")
+    first = load_or_create_secret(file)
+    assert len(first) == 32 and load_or_create_secret(file) == first != load_or_create_secret(
+        tmp_path / "other"
+    )
     assert file.stat().st_mode & 0o777 == 0o600
     assert {each.name for each in tmp_path.iterdir()} == {"secret", "other"}
 
 
 def test_a_secret_that_others_may_read_or_of_another_size_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "secret"
-    secret_of(file)
+    load_or_create_secret(file)
     file.chmod(0o640)
     with pytest.raises(PrivacyError, match="chmod 600"):
-        secret_of(file)
+        load_or_create_secret(file)
     file.chmod(0o600)
     file.write_bytes(b"short")
     with pytest.raises(PrivacyError, match="32 bytes, not 5"):
-        secret_of(file)
+        load_or_create_secret(file)
     with pytest.raises(PrivacyError, match="cannot be used"):
-        secret_of(tmp_path / "nowhere" / "secret")
+        load_or_create_secret(tmp_path / "nowhere" / "secret")
     with pytest.raises(PrivacyError, match="32 bytes"):
-        Noise.for_release(b"password", "round 1")
+        NoiseStream.for_release(b"password", "round 1")
 
 
 def test_a_secret_that_was_not_finished_is_drawn_anew(tmp_path: Path) -> None:
     (tmp_path / "secret.tmp").write_bytes(b"half")
-    assert len(secret_of(tmp_path / "secret")) == 32
+    assert len(load_or_create_secret(tmp_path / "secret")) == 32
 
 
 def test_keys_of_two_purposes_or_words_differ() -> None:
     words = [(), ("a",), ("a", "b"), ("ab",), ("a", 1), ("a", "1"), (b"a",), ("a", b"1")]
-    found = {derived(SECRET, purpose, *each) for purpose in ("noise", "cohort") for each in words}
+    found = {
+        derive_key(SECRET, purpose, *each) for purpose in ("noise", "cohort") for each in words
+    }
     assert len(found) == 2 * len(words)
 
 
@@ -164,7 +168,7 @@ def counts(draws: int, roster: list[str], rate: float) -> np.ndarray:
     place = {client: i for i, client in enumerate(roster)}
     rows = np.zeros((draws, len(roster)))
     for number in range(draws):
-        rows[number, [place[client] for client in cohort(roster, rate, SECRET, number)]] = 1
+        rows[number, [place[client] for client in sample_cohort(roster, rate, SECRET, number)]] = 1
     return rows
 
 
@@ -189,25 +193,27 @@ def test_each_client_is_drawn_apart_at_the_rate(draws: int) -> None:
 
 def test_an_empty_cohort_is_a_cohort() -> None:
     roster = ["a", "b", "c"]
-    empty = sum(not cohort(roster, 0.1, SECRET, number) for number in range(1000))
+    empty = sum(not sample_cohort(roster, 0.1, SECRET, number) for number in range(1000))
     assert abs(empty / 1000 - 0.9**3) < 0.05
-    assert cohort([], 0.5, SECRET, 1) == [] and cohort(roster, 1.0, SECRET, 1) == roster
+    assert (
+        sample_cohort([], 0.5, SECRET, 1) == [] and sample_cohort(roster, 1.0, SECRET, 1) == roster
+    )
 
 
 def test_a_draw_follows_from_secret_round_and_client_alone() -> None:
     roster = [f"client {i}" for i in range(200)]
-    drawn = cohort(roster, 0.5, SECRET, 7)
-    assert drawn == cohort(roster, 0.5, SECRET, 7)
-    assert set(drawn) == set(cohort(roster[::-1], 0.5, SECRET, 7))
-    assert set(drawn) & set(roster[:50]) == set(cohort(roster[:50], 0.5, SECRET, 7))
-    assert set(cohort(roster, 0.2, SECRET, 7)) < set(drawn)
-    for other in (cohort(roster, 0.5, bytes(32), 7), cohort(roster, 0.5, SECRET, 8)):
+    drawn = sample_cohort(roster, 0.5, SECRET, 7)
+    assert drawn == sample_cohort(roster, 0.5, SECRET, 7)
+    assert set(drawn) == set(sample_cohort(roster[::-1], 0.5, SECRET, 7))
+    assert set(drawn) & set(roster[:50]) == set(sample_cohort(roster[:50], 0.5, SECRET, 7))
+    assert set(sample_cohort(roster, 0.2, SECRET, 7)) < set(drawn)
+    for other in (sample_cohort(roster, 0.5, bytes(32), 7), sample_cohort(roster, 0.5, SECRET, 8)):
         assert 60 < len(set(drawn) ^ set(other)) < 140
 
 
 @pytest.mark.parametrize("rate", [0.0, -0.1, 1.1, math.nan])
 def test_wrong_rosters_and_rates_are_told(rate: float) -> None:
     with pytest.raises(PrivacyError, match="rate"):
-        cohort(["a"], rate, SECRET, 1)
+        sample_cohort(["a"], rate, SECRET, 1)
     with pytest.raises(PrivacyError, match="twice"):
-        cohort(["a", "a"], 0.5, SECRET, 1)
+        sample_cohort(["a", "a"], 0.5, SECRET, 1)

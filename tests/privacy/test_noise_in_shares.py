@@ -16,47 +16,47 @@ import torch
 from scipy.special import ndtr
 from torch import Tensor
 
-from fedplan.audits.bounds import Draws, draws, flat, gaussian_lower_bound
+from fedplan.audits.bounds import Draws, gaussian_lower_bound, release_rows, sample_releases
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.masked import VALUE
-from fedplan.federation.masking import Masking
-from fedplan.federation.noised import NoisedSum
+from fedplan.federation.distributed_dp import DistributedDPAggregator
+from fedplan.federation.secagg_aggregator import VALUE_PREFIX
+from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.language.plan import share
 from fedplan.methods.method import Method
 from fedplan.models.params import Kind, Param
 from fedplan.privacy.accounting.accountant import epsilon
 from fedplan.privacy.guarantee import Guarantee
-from fedplan.privacy.guard import SECRET, ServerGuard
-from fedplan.privacy.mechanisms.gaussian import Change, Mechanism
-from fedplan.privacy.mechanisms.noise import Noise
-from fedplan.tensors.totals import GRID
-from fedplan.testing import PACE
+from fedplan.privacy.guard import SECRET_FILE, ServerGuard
+from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
+from fedplan.privacy.mechanisms.noise import NoiseStream
+from fedplan.tensors.accumulator import GRID
+from fedplan.testing import TRAIN_CONFIG
 
-SITES, MASKING = 5, Masking("masked", threshold=4, colluders=1)
+SITES, MASKING = 5, SecAggConfig("secure", threshold=4, colluders=1)
 HIDDEN = Guarantee("client", 1e6, 1e-5, 1.0, 1.0)
 SHAPES = {"a": (2,), "b": (1,)}
-MECHANISM = Mechanism(
+MECHANISM = GaussianMechanism(
     {name: (shape, torch.float64) for name, shape in SHAPES.items()},
-    *(1.0, 1.0, 4.0, None, MASKING.honest(SITES)),
+    *(1.0, 1.0, 4.0, None, MASKING.honest_noise_shares(SITES)),
 )
 DELTA = 1e-5
 CLAIMED = epsilon([MECHANISM.event], DELTA)
 LOG = logging.getLogger(__name__)
 
 
-class Faint(Mechanism):
+class Faint(GaussianMechanism):
     """Each share has four fifths of the noise that it should have."""
 
     @property
-    def part(self) -> float:
-        return 0.8 * super().part
+    def share_stddev(self) -> float:
+        return 0.8 * super().share_stddev
 
 
-class Sparse(Mechanism):
+class Sparse(GaussianMechanism):
     """Noise is added to one param alone, as by a site that sends what it shares."""
 
-    def _noises(self, source: Noise) -> dict[str, Tensor]:
-        found = super()._noises(source)
+    def _sample_noise(self, source: NoiseStream) -> dict[str, Tensor]:
+        found = super()._sample_noise(source)
         return found | {"a": torch.zeros_like(found["a"])}
 
 
@@ -64,32 +64,32 @@ class Sparse(Mechanism):
 class Server:
     """A server that has a colluder's numbers, and opens a sum of as few sites as it can."""
 
-    kind: type[Mechanism] = Mechanism
-    parts: int = MASKING.honest(SITES)
+    kind: type[GaussianMechanism] = GaussianMechanism
+    parts: int = MASKING.honest_noise_shares(SITES)
 
-    def sees(self, mechanism: Mechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
+    def sees(self, mechanism: GaussianMechanism, changes: Sequence[Change]) -> dict[str, Tensor]:
         """The shipped sum of a threshold of sites, less what the colluder had put in."""
-        held = replace(mechanism, parts=self.parts)
+        held = replace(mechanism, noise_shares=self.parts)
         made = self.kind(**vars(held))
-        params = tuple(Param(n, Kind.MLP, s, "float64") for n, (s, _) in made.shared.items())
-        told = Agreement("audit", params, Method(share()), PACE, HIDDEN, masking=MASKING)
+        params = tuple(Param(n, Kind.MLP, s, "float64") for n, (s, _) in made.public_shapes.items())
+        told = Agreement("audit", params, Method(share()), TRAIN_CONFIG, HIDDEN, secagg=MASKING)
         base = {p.key: torch.zeros(p.shape, dtype=torch.float64) for p in params}
         with TemporaryDirectory() as folder:
             # A secret for each world, the same in every run: a bound of draws is now and then off.
-            (Path(folder) / SECRET).touch(mode=0o600)
-            (Path(folder) / SECRET).write_bytes(bytes([len(changes[0])]) * 32)
+            (Path(folder) / SECRET_FILE).touch(mode=0o600)
+            (Path(folder) / SECRET_FILE).write_bytes(bytes([len(changes[0])]) * 32)
             guard = ServerGuard(HIDDEN, Path(folder))
-            total = NoisedSum(
-                told, base, SITES, 1, MASKING.least(SITES), guard=guard, mechanism=made
+            total = DistributedDPAggregator(
+                told, base, SITES, 1, MASKING.resolve_threshold(SITES), guard=guard, mechanism=made
             )
             for number, change in enumerate(changes):
                 values = {key: base[key] + each for key, each in change.items()}
                 total.add(f"site {number}", values, {}, 1)
             found = total.close()
         assert found.masked is not None and not found.masked.closed
-        own = total.held[f"site {len(changes) - 1}"].numbers
+        own = total.contributions[f"site {len(changes) - 1}"].numbers
         return {
-            key: mean - _floats(own[VALUE + key], mean) / made.over
+            key: mean - _floats(own[VALUE_PREFIX + key], mean) / made.divisor
             for key, mean in found.means.items()
         }
 
@@ -103,7 +103,9 @@ def audited(server: Server, count: int) -> float:
     victim = {"a": torch.tensor([1.0, 0.0], dtype=torch.float64)}
     other = {"a": torch.tensor([-0.3, 0.4]).double(), "b": torch.tensor([9.0]).double()}
     worlds = ([victim, other, other, other], [{}, other, other, other])
-    one, two = (flat(draws(MECHANISM, world, count, server.sees)) for world in worlds)
+    one, two = (
+        release_rows(sample_releases(MECHANISM, world, count, server.sees)) for world in worlds
+    )
     moved = one[::2].mean(0) - two[::2].mean(0)
 
     def statistics(rows: Draws) -> Draws:
@@ -116,7 +118,7 @@ def audited(server: Server, count: int) -> float:
 def test_rounded_shares_add_up_to_one_rounded_gaussian_as_closely_as_the_page_says(
     ratio: int, count: int
 ) -> None:
-    """The bound of docs/design/secure-sums.md, where it is large enough to be seen."""
+    """The bound of docs/explanation/secure-aggregation.md, where it is large enough to be seen."""
 
     def rounded(scale: float, most: int) -> Draws:
         k = np.abs(np.arange(-most, most + 1))

@@ -8,9 +8,9 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fedplan.data.examples import Ragged, Sequences
-from fedplan.privacy.dpsgd.fit import DPSGD, Noisy
-from fedplan.privacy.dpsgd.per_example import Subject, Trained
+from fedplan.data.examples import RaggedArray, TokenSequences
+from fedplan.privacy.dpsgd.fit import DPSGDConfig, NoisyGradients
+from fedplan.privacy.dpsgd.per_example import Objective, TrainedTensor
 
 PAD, ODD = 0, 5
 CLIP = 0.1
@@ -47,13 +47,15 @@ def crafted() -> nn.Module:
 
 def summed(model: nn.Module, texts: list[list[int]]) -> Tensor:
     """The clipped sum over all texts, without noise, in clips."""
-    tensors = tuple(Trained(name, tensor) for name, tensor in model.named_parameters())
+    tensors = tuple(TrainedTensor(name, tensor) for name, tensor in model.named_parameters())
     labels = torch.tensor([int(ODD in text) for text in texts])
-    rows = Sequences(Ragged.of(texts), PAD, labels)
-    privately = DPSGD(clip=CLIP, noise=0.0, expected_batch=1, rate=1.0, steps=1)
-    subject = Subject(model, tensors, rows, loss)
-    noisy = Noisy(subject, privately, model, lambda s: torch.zeros(s, dtype=torch.float64))  # type: ignore[arg-type]
-    assert not noisy.slow, "the trial sees nothing wrong"
+    rows = TokenSequences(RaggedArray.from_lists(texts), PAD, labels)
+    privately = DPSGDConfig(
+        max_grad_norm=CLIP, noise_multiplier=0.0, expected_batch_size=1, sampling_rate=1.0, steps=1
+    )
+    subject = Objective(model, tensors, rows, loss)
+    noisy = NoisyGradients(subject, privately, model, lambda s: torch.zeros(s, dtype=torch.float64))  # type: ignore[arg-type]
+    assert not noisy.slow_reason, "the trial sees nothing wrong"
     noisy.write_gradients(torch.arange(len(texts)))
     return torch.cat([tensor.grad.double().flatten() for tensor in model.parameters()]) / CLIP
 

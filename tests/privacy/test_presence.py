@@ -15,76 +15,77 @@ from flwr.app import Context
 from grids import InProcess
 
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.callbacks import Closed
+from fedplan.federation.callbacks import CommittedRound
 from fedplan.federation.client import Client
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.messages import request_message
-from fedplan.federation.patience import Patience
-from fedplan.federation.rounds import Tally
+from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
+from fedplan.federation.timeouts import Timeouts
 from fedplan.language.parser import parse
 from fedplan.methods.method import Method
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
-from fedplan.models.values import take
+from fedplan.models.values import get_values
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
-from fedplan.privacy.mechanisms.vote import Vote
+from fedplan.privacy.mechanisms.vote import NoisyVote
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.carrier import Carrier
+from fedplan.runners.flower.server_loop import ServerLoop
 from fedplan.runners.local import Federation
 from fedplan.runners.site import Site
-from fedplan.runners.worker import Worker
-from fedplan.storage.journal import Journal, home_of
-from fedplan.studies.schema import ConfigError, Study, read_study, study_of
+from fedplan.runners.site_runtime import SiteRuntime
+from fedplan.storage.journal import Journal, client_state_folder
+from fedplan.studies.schema import ConfigError, Study, read_study, study_from_dict
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
-from fedplan.training.fit import Pace
+from fedplan.training.fit import TrainConfig
 
 NAMES = ("client-0", "client-1", "client-2")
 TRAITS = {"client-1": {"site": "a"}, "client-2": {"site": "b"}}
 ROUNDS = 2
-SOON = Patience(sites=0.2, answers=60.0, absent=0.1, look=0.005)
+SOON = Timeouts(sites=0.2, updates=60.0, reconnect=0.1, poll_interval=0.005)
 ALL = Guarantee("client", 900.0, 1e-5, 1.0, 1.0)
 GUARANTEES = {
     "all": ALL,
-    "drawn": replace(ALL, rate=0.9),
-    "moving": replace(ALL, rate=0.9, quantile=0.5, cap=4),
+    "drawn": replace(ALL, sampling_rate=0.9),
+    "moving": replace(ALL, sampling_rate=0.9, clipping_quantile=0.5, max_weight=4),
 }
 METHODS: dict[str, Method] = {
-    "fedavg": method_named("fedavg"),
-    "fedper": method_named("fedper"),
-    "fedfrozen": method_named("fedfrozen", {"warmup": 1}),
-    "fedadam": method_named("fedadam"),
+    "fedavg": method_by_name("fedavg"),
+    "fedper": method_by_name("fedper"),
+    "fedfrozen": method_by_name("fedfrozen", {"warmup": 1}),
+    "fedadam": method_by_name("fedadam"),
     "traits": Method(
         parse('chain(freeze(), by("site", {"a": share(blocks(0))}, share(blocks(1))))')
     ),
     "one client": Method(
         parse('chain(freeze(), share(head), when(client_in("client-1"), share(blocks(0))))')
     ),
-    "random": method_named("safl", {"k": 1, "probe": "random"}),
-    "random, together": method_named("safl", {"k": 1, "probe": "random", "together": True}),
-    "last, together": method_named("safl", {"k": 1, "probe": "last", "together": True}),
+    "random": method_by_name("safl", {"k": 1, "probe": "random"}),
+    "random, together": method_by_name("safl", {"k": 1, "probe": "random", "joint_choice": True}),
+    "last, together": method_by_name("safl", {"k": 1, "probe": "last", "joint_choice": True}),
     "by chance for some": Method(
-        parse('chain(freeze(), share(head), when(client_in("client-1"), best(1)))'), together=True
+        parse('chain(freeze(), share(head), when(client_in("client-1"), best(1)))'),
+        joint_choice=True,
     ),
-    "vote": method_named("safl", {"k": 1, "together": True}),
+    "vote": method_by_name("safl", {"k": 1, "joint_choice": True}),
 }
 RUNNERS = ("local", "flower")
 
 
-def agreement_of(made: Method, guarantee: Guarantee) -> Agreement:
+def make_agreement(made: Method, guarantee: Guarantee) -> Agreement:
     if made is METHODS["vote"]:
-        guarantee = replace(guarantee, vote=2.0, period=1)
+        guarantee = replace(guarantee, vote_noise_multiplier=2.0, vote_every=1)
     return Agreement("presence", describe(zoo.build("bert")), made, PACE, guarantee, start="one")
 
 
-PACE = Pace(rate=1e-2, batch=2, steps=1)
+PACE = TrainConfig(lr=1e-2, batch_size=2, steps=1)
 
 
-def released(server: Server, tally: Tally) -> dict[str, Any]:
+def released(server: Server, round_state: RoundState) -> dict[str, Any]:
     """What is out after a round, but for the values: their noise is another in each world."""
-    world = server.world
+    world = server.global_state
     return {
         "round": world.round,
         "phase": world.phase,
@@ -93,20 +94,27 @@ def released(server: Server, tally: Tally) -> dict[str, Any]:
         "memory": {k: sorted(m) for k, m in world.memory.items()},
         "voted": sorted(world.choice),
         "drift": world.drift,
-        "clip": world.clip > 0,
-        "charges": [(c.about, c.event) for c in server.aggregation.guard.budget.charges],
-        "drawn": sorted(tally.cohort),
-        "asked": {n: told(tally, n) for n in tally.cohort if n != NAMES[1]},
+        "clip": world.clipping_norm > 0,
+        "charges": [(c.name, c.event) for c in server.aggregation.guard.budget.charges],
+        "drawn": sorted(round_state.cohort),
+        "asked": {n: told(round_state, n) for n in round_state.cohort if n != NAMES[1]},
     }
 
 
-def told(tally: Tally, name: str) -> tuple[Any, ...]:
+def told(round_state: RoundState, name: str) -> tuple[Any, ...]:
     """What another client sees of a round."""
-    down = tally.cohort[name]
+    down = round_state.cohort[name]
     chosen = sorted(down.turn.scores) if down.turn.scores is not None else None
     turn = replace(down.turn, scores=None)
     blank = replace(down, turn=turn)
-    return chosen, turn, down.versions, down.basis, down.heard, request_message(blank).nbytes
+    return (
+        chosen,
+        turn,
+        down.versions,
+        down.versions_digest,
+        down.last_update_round,
+        request_message(blank).nbytes,
+    )
 
 
 def played(
@@ -114,7 +122,7 @@ def played(
 ) -> list[dict[str, Any]]:
     """Every round's release, of a federation of one roster, some of whom are there."""
     know_secrets(folder, NAMES)
-    agreement, there, found = agreement_of(made, guarantee), list(there), list[dict[str, Any]]()
+    agreement, there, found = make_agreement(made, guarantee), list(there), list[dict[str, Any]]()
     if runner == "local":
         rows = {n: r for n, r in few("bert", 3).items() if n in there}
         whole = Federation(
@@ -128,11 +136,11 @@ def played(
             names=NAMES,
         )
         for _ in range(ROUNDS):
-            tally = whole.round()
-            whole.commit(tally)
-            found.append(released(whole.server, tally))
+            round_state = whole.run_round()
+            whole.commit(round_state)
+            found.append(released(whole.server, round_state))
         return found
-    start = take(zoo.build("bert"), agreement.params)
+    start = get_values(zoo.build("bert"), agreement.params)
     roster = {name: TRAITS.get(name, {}) for name in NAMES}
     server = Server(agreement, start, folder, rounds=ROUNDS, roster=roster)
     endpoints = {name: desk_at(server.agreement, folder, name) for name in there}
@@ -143,13 +151,13 @@ def played(
     grid = InProcess(client_app(answer), [{"name": name} for name in there])
     calm = server.commit
 
-    def commit(tally: Tally) -> Closed:
-        closed = calm(tally)
-        found.append(released(server, tally))
+    def commit(round_state: RoundState) -> CommittedRound:
+        closed = calm(round_state)
+        found.append(released(server, round_state))
         return closed
 
     server.commit = commit  # type: ignore[method-assign,assignment]
-    Carrier(grid, server, SOON).carry()
+    ServerLoop(grid, server, SOON).run()
     return found
 
 
@@ -157,14 +165,14 @@ def desk_at(
     agreement: Agreement, folder: Path, name: str, traits: dict[str, str] | None = None
 ) -> Endpoint:
     model = zoo.build("bert")
-    start = take(model, agreement.params)
+    start = get_values(model, agreement.params)
     site = Client(
         name=name,
-        rows=few("bert", 3)[name],
-        journal=Journal(home_of(folder, name), replies=True),
+        examples=few("bert", 3)[name],
+        journal=Journal(client_state_folder(folder, name), keep_replies=True),
         model=model,
         start=start,
-        marks=digests(start),
+        start_digests=digests(start),
         loss=loss,
         traits=TRAITS.get(name, {}) if traits is None else traits,
     )
@@ -185,7 +193,7 @@ def test_what_is_released_has_one_shape_whoever_comes(
     runner: str, name: str, guarantee: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What a vote says is noisy, and what follows from it is the same for whom it says the same.
-    monkeypatch.setattr(Vote, "release", lambda _, counts, *__: {b: b.number for b in counts})
+    monkeypatch.setattr(NoisyVote, "release", lambda _, counts, *__: {b: b.number for b in counts})
     run = METHODS[name], GUARANTEES[guarantee]
     whole = played(runner, *run, NAMES, tmp_path / "whole")
     without = played(runner, *run, (NAMES[0], NAMES[2]), tmp_path / "without")
@@ -226,11 +234,11 @@ def test_a_hidden_client_that_does_not_fit_is_as_if_it_had_not_come(
 
 
 def test_a_quorum_of_hidden_clients_is_refused(tmp_path: Path) -> None:
-    agreement = agreement_of(METHODS["fedavg"], GUARANTEES["all"])
-    start = take(zoo.build("bert"), agreement.params)
+    agreement = make_agreement(METHODS["fedavg"], GUARANTEES["all"])
+    start = get_values(zoo.build("bert"), agreement.params)
     server = Server(agreement, start, tmp_path, rounds=1, roster={n: {} for n in NAMES})
-    with pytest.raises(PrivacyError, match=r"leave clients\.quorum out"):
-        Carrier(InProcess(client_app(lambda *_: Message(b"")), []), server, SOON, quorum=2)
+    with pytest.raises(PrivacyError, match=r"leave clients\.min_updates out"):
+        ServerLoop(InProcess(client_app(lambda *_: Message(b"")), []), server, SOON, quorum=2)
 
 
 def said(**sections: Any) -> Study:
@@ -243,16 +251,19 @@ def said(**sections: Any) -> Study:
     }
     for name, fields in sections.items():
         found[name] = found.get(name, {}) | fields
-    return study_of(found)
+    return study_from_dict(found)
 
 
 @pytest.mark.parametrize(
     ("sections", "remedy"),
     [
-        ({"clients": {"quorum": 2}}, "leave it out"),
-        ({"clients": {"late": 0.1}}, "no clients.dropped"),
+        ({"clients": {"min_updates": 2}}, "leave it out"),
+        ({"clients": {"late_fraction": 0.1}}, "leave out clients.dropout_fraction"),
         (
-            {"clients": {"names": []}, "data": {"path": "t.csv", "by": "column", "column": "who"}},
+            {
+                "clients": {"names": []},
+                "data": {"path": "t.csv", "partition": "column", "partition_column": "who"},
+            },
             "in clients.names",
         ),
     ],
@@ -269,8 +280,9 @@ def test_a_hidden_site_says_no_traits_of_itself(tmp_path: Path, here: Path) -> N
     file = here / "hidden.toml"
     settings = (here / "study.toml").read_text()
     file.write_text(
-        settings.replace("dropped = 0.1", "") + '\n[privacy]\nunit = "client"\nepsilon = 1.0\n'
+        settings.replace("dropout_fraction = 0.1", "")
+        + '\n[privacy]\nunit = "client"\nepsilon = 1.0\n'
     )
-    site = Site(name="client-00", home=str(tmp_path / "home"), traits={"ward": "3"})
-    with pytest.raises(ConfigError, match=r"stand in the study, in clients\.traits\.client-00"):
-        Worker(site, read_study(file))
+    site = Site(name="client-00", state=str(tmp_path / "state"), traits={"ward": "3"})
+    with pytest.raises(ConfigError, match=r"must be in the study, in clients\.traits\.client-00"):
+        SiteRuntime(site, read_study(file))

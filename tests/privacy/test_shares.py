@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedplan.privacy.masking.shares import PRIME, SIZE, restored, split
+from fedplan.privacy.secagg.shamir import PRIME, SHARE_SIZE, reconstruct_secret, split_secret
 
 ED25519 = 2**252 + 27742317777372353535851937790883648493
 """The order of the group: RFC 9591, Appendix E.1, has shares over it, in little endian."""
@@ -30,21 +30,21 @@ def number(text: str) -> int:
 
 
 def test_the_shares_of_rfc_9591() -> None:
-    found = split(number(SECRET), [number(COEFFICIENT)], range(1, 4), prime=ED25519)
+    found = split_secret(number(SECRET), [number(COEFFICIENT)], range(1, 4), prime=ED25519)
     assert found == [number(each) for each in SHARES]
     for one, two in itertools.combinations(range(3), 2):
         pair = {one + 1: found[one], two + 1: found[two]}
-        assert restored(pair, prime=ED25519) == number(SECRET)
+        assert reconstruct_secret(pair, prime=ED25519) == number(SECRET)
 
 
 def test_the_shares_of_a_textbook() -> None:
-    assert split(1234, [166, 94], WIKIPEDIA, prime=1613) == list(WIKIPEDIA.values())
+    assert split_secret(1234, [166, 94], WIKIPEDIA, prime=1613) == list(WIKIPEDIA.values())
     for places in itertools.combinations(WIKIPEDIA, 3):
-        assert restored({place: WIKIPEDIA[place] for place in places}, prime=1613) == 1234
+        assert reconstruct_secret({place: WIKIPEDIA[place] for place in places}, prime=1613) == 1234
 
 
 def test_the_field_is_one_and_holds_every_secret() -> None:
-    assert PRIME > 2**256 and PRIME < 2 ** (8 * SIZE)
+    assert PRIME > 2**256 and PRIME < 2 ** (8 * SHARE_SIZE)
     dice = random.Random(0)
     for _ in range(40):  # Miller and Rabin
         base, odd, twos = dice.randrange(2, PRIME - 1), PRIME - 1, 0
@@ -64,9 +64,11 @@ def test_any_threshold_of_shares_gives_the_secret_back(
 ) -> None:
     whole, count, dice = int.from_bytes(secret), threshold + more, random.Random(seed)
     others = [dice.randrange(PRIME) for _ in range(threshold - 1)]
-    shares = dict(zip(range(1, count + 1), split(whole, others, range(1, count + 1)), strict=True))
+    shares = dict(
+        zip(range(1, count + 1), split_secret(whole, others, range(1, count + 1)), strict=True)
+    )
     some = dict(dice.sample(sorted(shares.items()), threshold))
-    assert restored(some) == whole
+    assert reconstruct_secret(some) == whole
 
 
 @pytest.mark.parametrize("threshold", [2, 3])
@@ -75,7 +77,7 @@ def test_fewer_shares_fit_every_secret_alike(threshold: int) -> None:
     prime, seen = 7, dict[tuple[int, ...], dict[int, int]]()
     for secret in range(prime):
         for others in itertools.product(range(prime), repeat=threshold - 1):
-            few = tuple(split(secret, others, range(1, threshold), prime=prime))
+            few = tuple(split_secret(secret, others, range(1, threshold), prime=prime))
             held = seen.setdefault(few, dict.fromkeys(range(prime), 0))
             held[secret] += 1
     assert len(seen) == prime ** (threshold - 1)

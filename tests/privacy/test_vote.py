@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from fedplan.audits.bounds import Draws, gaussian_lower_bound
 from fedplan.federation.agreement import Agreement
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.params import Block
 from fedplan.privacy.accounting.accountant import calibrate, epsilon
 from fedplan.privacy.accounting.events import Release
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guard import ClientGuard
-from fedplan.privacy.mechanisms.vote import Vote, asked, ballot, counted
+from fedplan.privacy.mechanisms.vote import NoisyVote, count_ballots, is_voting_round, make_ballot
 from fedplan.runners.local import Federation
-from fedplan.training.fit import Pace
-from fedplan.training.probes import Look
+from fedplan.training.fit import TrainConfig
+from fedplan.training.probes import ProbeInput
 
 SECRET = bytes(range(32))
 LOG = logging.getLogger(__name__)
@@ -34,13 +34,13 @@ BLOCKS = [Block("encoder", i) for i in range(12)]
 DELTA = 1e-5
 
 
-def draws(vote: Vote, counts: list[int], voted: list[int], number: int) -> Draws:
+def draws(vote: NoisyVote, counts: list[int], vote_name: list[int], number: int) -> Draws:
     """What the shipped vote releases, over and over: each count, and the sum of those voted for."""
     named = dict(enumerate(counts))
     released = np.array(
         [[*vote.release(named, SECRET, f"vote {i}").values()] for i in range(number)]
     )
-    return np.column_stack([released, released[:, voted].sum(1)])
+    return np.column_stack([released, released[:, vote_name].sum(1)])
 
 
 CASES = [
@@ -55,19 +55,19 @@ Case = tuple[int, float, list[int], list[int]]
 
 
 def audit(case: Case, number: int, wrong: float = 1.0) -> float:
-    k, noise, others, voted = case
-    with_ = [count + (i in voted) for i, count in enumerate(others)]
-    vote = Vote(k, noise * wrong)
-    one, other = (draws(vote, counts, voted, number) for counts in (with_, others))
+    k, noise, others, vote_name = case
+    with_ = [count + (i in vote_name) for i, count in enumerate(others)]
+    vote = NoisyVote(k, noise * wrong)
+    one, other = (draws(vote, counts, vote_name, number) for counts in (with_, others))
     found = gaussian_lower_bound(one, other, delta=DELTA)
-    LOG.info("audited %.3f of %.3f", found, epsilon([Vote(k, noise).event], DELTA))
+    LOG.info("audited %.3f of %.3f", found, epsilon([NoisyVote(k, noise).event], DELTA))
     return found
 
 
 @pytest.mark.parametrize("number", SIZES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} of {len(case[2])}")
 def test_no_audit_passes_the_epsilon_of_a_vote(case: Case, number: int) -> None:
-    assert audit(case, number) <= epsilon([Vote(case[0], case[1]).event], DELTA)
+    assert audit(case, number) <= epsilon([NoisyVote(case[0], case[1]).event], DELTA)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_no_audit_passes_the_epsilon_of_a_vote(case: Case, number: int) -> None:
 )
 def test_the_audit_of_a_vote_comes_close(number: int, share: float) -> None:
     case = CASES[1]
-    assert audit(case, number) >= share * epsilon([Vote(*case[:2]).event], DELTA)
+    assert audit(case, number) >= share * epsilon([NoisyVote(*case[:2]).event], DELTA)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_the_audit_of_a_vote_comes_close(number: int, share: float) -> None:
 )
 def test_the_audit_flags_a_wrong_scale(wrong: float, case: Case) -> None:
     """Forgetting K = 4, and a little too little."""
-    assert audit(case, 10_000, wrong) > epsilon([Vote(*case[:2]).event], DELTA)
+    assert audit(case, 10_000, wrong) > epsilon([NoisyVote(*case[:2]).event], DELTA)
 
 
 def peaked(clients: int, dice: np.random.Generator) -> list[list[Block]]:
@@ -97,22 +97,22 @@ def peaked(clients: int, dice: np.random.Generator) -> list[list[Block]]:
 @pytest.mark.parametrize("trials", [40, pytest.param(200, marks=pytest.mark.nightly)])
 def test_three_hundred_clients_find_the_exact_top_six(trials: int) -> None:
     dice, hits = np.random.default_rng(0), 0
-    vote = Vote(6, calibrate(0.5, DELTA, lambda noise: [Release(noise)]))
+    vote = NoisyVote(6, calibrate(0.5, DELTA, lambda noise: [Release(noise)]))
     for simulation in range(trials):
-        counts = counted(peaked(300, dice), BLOCKS, 6)
+        counts = count_ballots(peaked(300, dice), BLOCKS, 6)
         found = vote.release(counts, SECRET, f"vote {simulation}")
-        hits += len(ballot(found, 6) & ballot(dict(counts), 6))
+        hits += len(make_ballot(found, 6) & make_ballot(dict(counts), 6))
     LOG.info("overlap %s", hits / 6 / trials)
     assert hits / 6 / trials >= 0.95
 
 
 def test_votes_are_charged_as_what_they_are() -> None:
-    assert Vote(6, 2.0, 0.1).event == Release(2.0, 0.1)
-    assert Vote(4, 2.0).scale == 4.0
+    assert NoisyVote(6, 2.0, 0.1).event == Release(2.0, 0.1)
+    assert NoisyVote(4, 2.0).stddev == 4.0
 
 
 def test_the_same_counts_have_the_same_noise_and_others_another() -> None:
-    counts, vote = dict.fromkeys(BLOCKS, 5), Vote(3, 1.0)
+    counts, vote = dict.fromkeys(BLOCKS, 5), NoisyVote(3, 1.0)
     first = vote.release(counts, SECRET, "vote 1")
     assert first == vote.release(counts, SECRET, "vote 1") and list(first) == BLOCKS
     more = {**counts, BLOCKS[0]: 6}
@@ -124,22 +124,22 @@ def test_the_same_counts_have_the_same_noise_and_others_another() -> None:
 
 def test_a_ballot_names_the_highest_scores() -> None:
     scores = {block: float(-abs(block.number - 4)) for block in BLOCKS}
-    assert ballot(scores, 3) == {BLOCKS[3], BLOCKS[4], BLOCKS[5]}
-    assert ballot(dict.fromkeys(BLOCKS, 1.0), 2) == set(BLOCKS[:2])
-    assert ballot({**scores, BLOCKS[0]: float("nan")}, 3) == frozenset()
+    assert make_ballot(scores, 3) == {BLOCKS[3], BLOCKS[4], BLOCKS[5]}
+    assert make_ballot(dict.fromkeys(BLOCKS, 1.0), 2) == set(BLOCKS[:2])
+    assert make_ballot({**scores, BLOCKS[0]: float("nan")}, 3) == frozenset()
 
 
 def test_only_true_votes_count_and_each_at_most_one() -> None:
     one, two, three, four = BLOCKS[:4]
     votes = [[one, two], [two], [], [one, one], [one, two, three], [Block("decoder", 0)], (four,)]
-    assert counted(votes, BLOCKS[:4], 2) == {one: 1, two: 2, three: 0, four: 1}
+    assert count_ballots(votes, BLOCKS[:4], 2) == {one: 1, two: 2, three: 0, four: 1}
 
 
 def test_there_is_a_vote_every_so_many_rounds() -> None:
-    assert [r for r in range(1, 32) if asked(r, 10)] == [1, 11, 21, 31]
-    assert all(asked(r, 1) for r in range(1, 5))
+    assert [r for r in range(1, 32) if is_voting_round(r, 10)] == [1, 11, 21, 31]
+    assert all(is_voting_round(r, 1) for r in range(1, 5))
     with pytest.raises(PrivacyError, match="period"):
-        asked(1, 0)
+        is_voting_round(1, 0)
 
 
 def test_a_vote_that_nobody_came_to_is_held_and_charged(tmp_path: Path) -> None:
@@ -149,33 +149,37 @@ def test_a_vote_that_nobody_came_to_is_held_and_charged(tmp_path: Path) -> None:
     agreement = Agreement(
         "empty",
         describe(model),
-        method_named("safl", {"k": 1, "together": True}),
-        Pace(),
+        method_by_name("safl", {"k": 1, "joint_choice": True}),
+        TrainConfig(),
         guarantee,
     )
     fed = Federation(agreement, model, few("bert"), loss, tmp_path, rounds=1)
-    tally = fed.server.begin()
-    tally.cohort.clear()
-    fed.ask(tally)
+    round_state = fed.server.begin_round()
+    round_state.cohort.clear()
+    fed.poll_clients(round_state)
     assert fed.server.aggregation.guard is not None
-    assert [charge.about for charge in fed.server.aggregation.guard.budget.charges] == [
+    assert [charge.name for charge in fed.server.aggregation.guard.budget.charges] == [
         "round 1: vote"
     ]
-    assert fed.world.choice
+    assert fed.global_state.choice
 
 
 def test_votes_of_one_name_are_over_one_draw(tmp_path: Path) -> None:
     """They are charged as that. 200 draws at a rate below delta would be charged as nothing."""
-    guarantee = replace(GUARANTEES["cloaked"], epsilon=1e6, rate=0.5, vote=1.0)
+    guarantee = replace(
+        GUARANTEES["cloaked"], epsilon=1e6, sampling_rate=0.5, vote_noise_multiplier=1.0
+    )
     guard, seen = ClientGuard(guarantee, tmp_path), list[int]()
 
-    def probe(look: Look) -> dict[Block, float]:
-        seen.append(int(look.rows.batch(torch.tensor([0]))["x"]))
+    def probe(look: ProbeInput) -> dict[Block, float]:
+        seen.append(int(look.examples.batch(torch.tensor([0]))["x"]))
         return dict.fromkeys(look.blocks, 0.0)
 
     def drawn(about: str, content: str) -> list[int]:
         seen.clear()
-        guard.vote(Look(nn.Module(), Numbers(), tuple(BLOCKS), 0, loss), probe, 1, about, content)
+        guard.release_votes(
+            ProbeInput(nn.Module(), Numbers(), tuple(BLOCKS), 0, loss), probe, 1, about, content
+        )
         return list(seen)
 
     first = drawn("1/north", "a")

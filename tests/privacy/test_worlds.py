@@ -22,20 +22,20 @@ from torch import Tensor
 
 from fedplan.data.examples import Examples
 from fedplan.federation.endpoint import Endpoint
-from fedplan.federation.messages import listed
+from fedplan.federation.messages import block_scores_to_json
 from fedplan.privacy.dpsgd import fit as private_fit
-from fedplan.privacy.dpsgd import ghost
-from fedplan.privacy.mechanisms.noise import Noise
-from fedplan.privacy.mechanisms.secret import derived
-from fedplan.runners import worker
-from fedplan.runners.flower.calls import Guest
-from fedplan.runners.flower.carrier import Carrier
-from fedplan.studies import stage
-from fedplan.studies.shares import Shares
+from fedplan.privacy.dpsgd import ghost_clipping as ghost
+from fedplan.privacy.mechanisms.noise import NoiseStream
+from fedplan.privacy.mechanisms.secret import derive_key
+from fedplan.runners import site_runtime
+from fedplan.runners.flower.rpc import ConnectedSite
+from fedplan.runners.flower.server_loop import ServerLoop
+from fedplan.studies import experiment
+from fedplan.studies.federated_data import FederatedData
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digest
-from fedplan.tensors.serialization import packed, unpacked
-from fedplan.training.probes import Look, probe_named
+from fedplan.tensors.serialization import pack_message, unpack_message
+from fedplan.training.probes import ProbeInput, get_probe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EVERY = [c for t in TASKS for m in METHODS for u in UNITS if (c := Case(t, m, u)).allowed]
@@ -101,7 +101,7 @@ def test_no_statistic_of_any_case_is_above_the_claim(case: Case, here: Path) -> 
     assert audit.findings + measured(case, audit, DRAWS) == []
 
 
-@pytest.mark.parametrize("more", ["", "train.rate = 0.5", "method.plan = 'freeze(embed)'"])
+@pytest.mark.parametrize("more", ["", "train.lr = 0.5", "method.plan = 'freeze(embed)'"])
 def test_two_contents_have_two_noises(more: str, here: Path) -> None:
     case = Case("text-classification", "fedavg", "example")
     assert reused(case, here, more) == []
@@ -123,13 +123,13 @@ Planted = Callable[[], Any]
 @contextmanager
 def shared_as(change: Callable[[Examples], Examples]) -> Generator[None]:
     """A study whose rows to train on are made in another way."""
-    real = stage.shares_of
+    real = experiment.load_federated_data
 
-    def shares(study: Any, own: Any) -> Shares:
+    def shares(study: Any, own: Any) -> FederatedData:
         found = real(study, own)
         return replace(found, train={name: change(held) for name, held in found.train.items()})
 
-    with patch.object(stage, "shares_of", shares):
+    with patch.object(experiment, "load_federated_data", shares):
         yield
 
 
@@ -175,29 +175,29 @@ def permuted(count: Callable[[int], int]) -> Callable[[Examples], Examples]:
 @contextmanager
 def labels_of_rows() -> Generator[None]:
     """The labels are those that a site's rows have."""
-    real = stage.shares_of
+    real = experiment.load_federated_data
 
-    def shares(study: Any, own: Any) -> Shares:
+    def shares(study: Any, own: Any) -> FederatedData:
         found = sorted(set(own[1]["label"])) if own else study.task.labels
         task = study.task.model_copy(update={"labels": found})
         return real(study.model_copy(update={"task": task}), own)
 
-    with patch.object(stage, "shares_of", shares):
+    with patch.object(experiment, "load_federated_data", shares):
         yield
 
 
 def noise_by_name() -> Any:
-    def source(secret: bytes, about: str, *_: str | int | bytes) -> Noise:
-        return Noise(derived(secret, "noise", about.rsplit("/", 2)[-1]))
+    def source(secret: bytes, about: str, *_: str | int | bytes) -> NoiseStream:
+        return NoiseStream(derive_key(secret, "noise", about.rsplit("/", 2)[-1]))
 
-    return patch.object(Noise, "for_release", staticmethod(source))
+    return patch.object(NoiseStream, "for_release", staticmethod(source))
 
 
 def bare_polls() -> Any:
     def poll(self: Endpoint, message: Message) -> Message:
         site = self.site
-        look = Look(site.model, site.rows, self.agreement.blocks, 0, site.loss)
-        return packed({}, {"scores": listed(probe_named("gradient")(look))})
+        look = ProbeInput(site.model, site.examples, self.agreement.blocks, 0, site.loss)
+        return pack_message({}, {"scores": block_scores_to_json(get_probe("gradient")(look))})
 
     return patch.object(Endpoint, "_poll", poll)
 
@@ -214,32 +214,34 @@ def _answered(change: Callable[[Endpoint, Message], Message]) -> Any:
 
 def plain_digests() -> Any:
     def told(endpoint: Endpoint, answer: Message) -> Message:
-        values, said = unpacked(answer)
-        kept, _ = endpoint.site.journal.home()
+        values, said = unpack_message(answer)
+        kept, _ = endpoint.site.journal.client_state()
         line = {**said.get("line", {}), "after": "".join(map(digest, kept.values()))}
-        return packed(values, {**said, "line": line})
+        return pack_message(values, {**said, "line": line})
 
     return _answered(told)
 
 
 def errors_with_rows() -> Any:
-    return _answered(lambda *_: packed({}, {"failed": f"label {CANARY!r} in column 'patient'"}))
+    return _answered(
+        lambda *_: pack_message({}, {"failed": f"label {CANARY!r} in column 'patient'"})
+    )
 
 
 @contextmanager
 def short_lengths() -> Generator[None]:
     """Lengths come out short where nobody tried them."""
-    real = ghost.bounds
+    real = ghost.squared_norm_bounds
     with (
-        patch.object(ghost, "bounds", lambda factors: real(factors) / 1e6),
-        patch.object(private_fit, "distrust", lambda subject: ""),
+        patch.object(ghost, "squared_norm_bounds", lambda factors: real(factors) / 1e6),
+        patch.object(private_fit, "why_not_ghost_clipping", lambda subject: ""),
     ):
         yield
 
 
 @contextmanager
 def traits_of_guests() -> Generator[None]:
-    def fits(self: Carrier, name: str, guest: Guest) -> str:
+    def fits(self: ServerLoop, name: str, guest: ConnectedSite) -> str:
         self.server.roster[name] = guest.traits
         return ""
 
@@ -247,23 +249,23 @@ def traits_of_guests() -> Generator[None]:
         return dict(site.traits)
 
     with (
-        patch.object(Carrier, "_unfit_for", fits),
-        patch.object(worker, "_traits", own),
+        patch.object(ServerLoop, "_mismatch", fits),
+        patch.object(site_runtime, "_traits", own),
     ):
         yield
 
 
 def a_quorum() -> Any:
-    real = Carrier.carry
+    real = ServerLoop.run
 
-    def carry(self: Carrier, *args: Any) -> None:
+    def carry(self: ServerLoop, *args: Any) -> None:
         self.quorum = len(self.server.roster)
         real(self, *args)
 
-    return patch.object(Carrier, "carry", carry)
+    return patch.object(ServerLoop, "run", carry)
 
 
-def found_in(case: Case, **more: Any) -> Callable[[Path], list[Finding]]:
+def named_objects(case: Case, **more: Any) -> Callable[[Path], list[Finding]]:
     return lambda here: audited(case, here, **more).findings
 
 
@@ -273,31 +275,31 @@ WARDS = {"east": {"ward": "a"}}
 PLANTED: dict[str, tuple[Planted, Callable[[Path], list[Finding]], set[str]]] = {
     "texts as one stream": (
         lambda: shared_as(Stream),
-        found_in(LANGUAGE),
+        named_objects(LANGUAGE),
         {"sensitivity"},
     ),
     "held out by a permutation of the count": (
         lambda: shared_as(permuted(lambda n: int(0.8 * n))),
-        found_in(TEXT),
+        named_objects(TEXT),
         {"sensitivity"},
     ),
     "limit by a permutation of the count": (
         lambda: shared_as(permuted(lambda n: 6)),
-        found_in(TEXT),
+        named_objects(TEXT),
         {"sensitivity"},
     ),
-    "labels read off the rows": (labels_of_rows, found_in(TEXT), {"shape"}),
+    "labels read off the rows": (labels_of_rows, named_objects(TEXT), {"shape"}),
     "noise by names": (noise_by_name, lambda here: reused(KEEPS, here), {"noise"}),
-    "bare polls": (bare_polls, found_in(TEXT), {"poll", "shape"}),
-    "plain digests": (plain_digests, found_in(KEEPS), {"digest"}),
-    "errors with rows": (errors_with_rows, found_in(TEXT), {"words"}),
-    "lengths too short": (short_lengths, found_in(TEXT), {"sensitivity"}),
+    "bare polls": (bare_polls, named_objects(TEXT), {"poll", "shape"}),
+    "plain digests": (plain_digests, named_objects(KEEPS), {"digest"}),
+    "errors with rows": (errors_with_rows, named_objects(TEXT), {"words"}),
+    "lengths too short": (short_lengths, named_objects(TEXT), {"sensitivity"}),
     "traits of guests": (
         traits_of_guests,
-        found_in(Case("text-classification", "traits", "client"), traits=WARDS),
+        named_objects(Case("text-classification", "traits", "client"), traits=WARDS),
         {"shape"},
     ),
-    "a quorum": (a_quorum, found_in(CLIENT), {"shape"}),
+    "a quorum": (a_quorum, named_objects(CLIENT), {"shape"}),
 }
 
 
@@ -312,10 +314,10 @@ def test_a_mistake_that_is_put_back_is_flagged(name: str, here: Path) -> None:
 
 @pytest.mark.parametrize("case", [TEXT, CLIENT], ids=named)
 def test_noise_too_small_is_flagged_by_many_releases(case: Case, here: Path) -> None:
-    audit, real = audited(case, here), Noise.gaussian
+    audit, real = audited(case, here), NoiseStream.gaussian
 
-    def weak(self: Noise, shape: tuple[int, ...], scale: float) -> Tensor:
+    def weak(self: NoiseStream, shape: tuple[int, ...], scale: float) -> Tensor:
         return real(self, shape, scale / 3)
 
-    with patch.object(Noise, "gaussian", weak):
+    with patch.object(NoiseStream, "gaussian", weak):
         assert [each.what for each in measured(case, audit, DRAWS)] == ["epsilon"]

@@ -20,42 +20,42 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.identity import read_identity
+from fedplan.federation.ledger_segments import read_segment
 from fedplan.federation.record import RoundRecord, TurnRecord
-from fedplan.federation.segments import read_segment
 from fedplan.federation.server import Server
-from fedplan.language.crowds import Crowd
+from fedplan.language.client_classes import Participants
 from fedplan.methods.method import Method
-from fedplan.methods.phases import Planned
-from fedplan.methods.registry import METHODS, method_named
+from fedplan.methods.phases import PlannedPhases
+from fedplan.methods.registry import METHODS, method_by_name
 from fedplan.models.catalog import params_of
 from fedplan.models.description import describe
-from fedplan.models.values import take
+from fedplan.models.values import get_values
+from fedplan.reports.forecast_types import ByteRange, ClientForecast
 from fedplan.reports.forecasts import forecast
-from fedplan.reports.views import Span, View
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.calls import Patience
-from fedplan.runners.flower.carrier import Carrier
+from fedplan.runners.flower.rpc import Timeouts
+from fedplan.runners.flower.server_loop import ServerLoop
 from fedplan.runners.local import Federation
-from fedplan.storage.journal import Journal, home_of
+from fedplan.storage.journal import Journal, client_state_folder
+from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests, nbytes
-from fedplan.tensors.serialization import unpacked
-from fedplan.tensors.wire import parse_wire
-from fedplan.training.fit import Pace
-from fedplan.training.optimisers import sgd
+from fedplan.tensors.serialization import unpack_message
+from fedplan.training.fit import TrainConfig
+from fedplan.training.optimizers import sgd
 
 NIGHT = pytest.mark.nightly
 WIRES = ("plain()", "delta()", "bf16()", "int8()", "pipe(delta(), topk(0.3), int8())")
 ROUNDS, NAMES = 3, ("client-0", "client-1")
-PACE = Pace(sgd(), rate=1e-2, batch=2, steps=1)
-SOON = Patience(sites=2.0, answers=60.0, absent=1.0, look=0.001)
+PACE = TrainConfig(sgd(), lr=1e-2, batch_size=2, steps=1)
+SOON = Timeouts(sites=2.0, updates=60.0, reconnect=1.0, poll_interval=0.001)
 
 
 class Played:
     """A method over a wire: its forecast, and each message that its run has really sent."""
 
     def __init__(self, name: str, wire: str, folder: Path) -> None:
-        made = replace(method_named(name, SETTINGS.get(name)), wire=parse_wire(wire))
+        made = replace(method_by_name(name, SETTINGS.get(name)), compression=parse_codec(wire))
         self.made, self.folder, self.prompted = made, folder, name in PROMPTED
         self.agreement = Agreement("bytes", describe(self.model()), made, PACE)
         rows = duals.pictures_of(*NAMES) if self.prompted else few("bert", 2)
@@ -66,35 +66,35 @@ class Played:
         model = duals.build("clip") if self.prompted else zoo.build("bert")
         return self.made.adapt(model) if self.made.adapt else model
 
-    def view(self) -> View:
-        announce = self.made.announce
-        assert isinstance(announce, Planned)
-        phases = {name: number for name, number in announce.after.items() if number < ROUNDS}
+    def view(self) -> ClientForecast:
+        phase_rule = self.made.phase_rule
+        assert isinstance(phase_rule, PlannedPhases)
+        phases = {name: number for name, number in phase_rule.after.items() if number < ROUNDS}
         found = forecast(
             self.made.plan, self.agreement.params, rounds=ROUNDS, phases=phases,
-            crowd=Crowd({name: {} for name in NAMES}), fare=self.agreement.fare,
+            participants=Participants({name: {} for name in NAMES}), wire_cost=self.agreement.wire_cost,
         )  # fmt: skip
-        (view,) = found.views
+        (view,) = found.clients
         return view
 
     def local(self) -> dict[tuple[str, int], tuple[int, int]]:
         whole = Federation(
             self.agreement, self.model(), self.rows, self.loss, self.folder,
-            rounds=ROUNDS, replies=True,
+            rounds=ROUNDS, keep_replies=True,
         )  # fmt: skip
         sent = dict[tuple[str, int], tuple[int, int]]()
         for number in range(1, ROUNDS + 1):
-            tally = whole.round()
-            assert not tally.rejected, tally.rejected
-            for name, request in tally.cohort.items():
-                answered = whole.clients[name].journal.answered(request.name)
+            round_state = whole.run_round()
+            assert not round_state.rejected, round_state.rejected
+            for name, request in round_state.cohort.items():
+                answered = whole.clients[name].journal.reply_for(request.name)
                 assert answered is not None
                 sent[name, number] = nbytes(answered[0]), nbytes(request.values)
-            whole.commit(tally)
+            whole.commit(round_state)
         return sent
 
     def flower(self) -> dict[tuple[str, int], tuple[int, int]]:
-        start = take(self.model(), self.agreement.params)
+        start = get_values(self.model(), self.agreement.params)
         server = Server(
             self.agreement, start, self.folder, rounds=ROUNDS, roster={n: {} for n in NAMES}
         )
@@ -103,34 +103,37 @@ class Played:
         up, down = dict[tuple[str, int], int](), dict[tuple[str, int], int]()
 
         def answer(context: Context, kind: str, message: Message) -> Message:
-            name, number = str(context.node_config["name"]), server.world.round + 1
+            name, number = str(context.node_config["name"]), server.global_state.round + 1
             reply = endpoints[name].answer(kind, message)
-            came = nbytes(unpacked(message)[0])
+            came = nbytes(unpack_message(message)[0])
             down[name, number] = down.get((name, number), 0) + came
             if kind == "train":
-                up[name, number] = nbytes(unpacked(reply)[0])
+                up[name, number] = nbytes(unpack_message(reply)[0])
             return reply
 
         grid = InProcess(client_app(answer), [{"name": name} for name in NAMES])
-        Carrier(grid, server, SOON).carry()
+        ServerLoop(grid, server, SOON).run()
         return {each: (up[each], down[each]) for each in up}
 
     def _endpoint(self, agreed: Agreement, name: str) -> Endpoint:
         model = self.model()
-        start = take(model, agreed.params)
-        journal = Journal(home_of(self.folder, name), replies=True)
+        start = get_values(model, agreed.params)
+        journal = Journal(client_state_folder(self.folder, name), keep_replies=True)
         client = Client(name, self.rows[name], journal, model, start, digests(start), self.loss)
         return Endpoint(agreed, client, self.folder / "sites" / name)
 
 
-def within(span: Span, said: int) -> bool:
+def within(span: ByteRange, said: int) -> bool:
     """Whether bytes are those forecast: all of them, where nothing is left to choose."""
     return span[0] <= said <= span[1]
 
 
 # By day each method goes over the plain wire in one process, and over one more by Flower's
 # messages; at night over all of them, both ways.
-LAWFUL = {n: [w for w in WIRES if w == WIRES[0] or method_named(n).product.apart] for n in METHODS}
+LAWFUL = {
+    n: [w for w in WIRES if w == WIRES[0] or method_by_name(n).lora_aggregation.is_separate]
+    for n in METHODS
+}
 DAILY = {
     name: {(wires[0], "local"), (wires[1 + i % 4] if wires[1:] else wires[0], "flower")}
     for i, (name, wires) in enumerate(LAWFUL.items())
@@ -151,8 +154,8 @@ def test_forecast_messages_and_ledger_say_the_same_bytes(
     sent, view = getattr(played, runner)(), played.view()
     assert sent.keys() == {(client, n) for client in NAMES for n in range(1, ROUNDS + 1)}
     for (_, turn), (up, down) in sent.items():
-        assert within(view.ups[turn - 1], up), (wire, turn, view.ups, up)
-        assert within(view.downs[turn - 1], down), (wire, turn, view.downs, down)
+        assert within(view.uploads[turn - 1], up), (wire, turn, view.uploads, up)
+        assert within(view.downloads[turn - 1], down), (wire, turn, view.downloads, down)
     _, lines = read_segment(tmp_path / "ledger.jsonl")
     turns = {(t.client, t.round): (t.up, t.down) for t in lines if isinstance(t, TurnRecord)}
     assert turns == sent, wire
@@ -168,10 +171,10 @@ def test_riders_and_codecs_are_in_the_forecast() -> None:
 
     def up(made: Method) -> float:
         agreed = Agreement("two numbers", params, made, PACE)
-        (view,) = forecast(made.plan, params, rounds=2, fare=agreed.fare).views
-        return round(view.ups[0][1] / 1e6, 1)
+        (view,) = forecast(made.plan, params, rounds=2, wire_cost=agreed.wire_cost).clients
+        return round(view.uploads[0][1] / 1e6, 1)
 
-    plain, int8 = method_named("fedavg"), parse_wire("int8()")
+    plain, int8 = method_by_name("fedavg"), parse_codec("int8()")
     assert up(plain) == 22.1
-    assert up(method_named("scaffold")) == 44.2
-    assert up(replace(plain, wire=int8)) == 5.5
+    assert up(method_by_name("scaffold")) == 44.2
+    assert up(replace(plain, compression=int8)) == 5.5

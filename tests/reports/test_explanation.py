@@ -17,7 +17,7 @@ from commands import STUDY, run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from often import often
-from sentences import a_plan, fits, fitting
+from sentences import fits, fitting, plan_strategy
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -25,21 +25,21 @@ import fedplan as fp
 from fedplan.cli import app
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.participation import Participation
-from fedplan.language.crowds import Crowd, phases_in
+from fedplan.language.client_classes import Participants, phase_names
 from fedplan.language.plan import Best, Role
 from fedplan.methods.method import Method
-from fedplan.methods.phases import Planned, Sign
-from fedplan.models.catalog import SHORT, skeleton
+from fedplan.methods.phases import PhaseContext, PlannedPhases
+from fedplan.models.catalog import SHORT_NAMES, meta_model
 from fedplan.models.params import Block, Kind, Param
-from fedplan.models.values import put, take
+from fedplan.models.values import get_values, set_values
+from fedplan.reports.forecast_types import ClientForecast, Forecast, StageForecast
 from fedplan.reports.forecasts import forecast
-from fedplan.reports.views import Forecast, Segment, View
 from fedplan.runners.local import Federation
-from fedplan.storage.lines import read_lines
+from fedplan.storage.json_lines import read_json_lines
+from fedplan.tensors.aux_tensors import aux_name
+from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.named import nbytes
-from fedplan.tensors.riders import rider
-from fedplan.tensors.wire import parse_wire
-from fedplan.training.fit import Done, Fit, Job, Pace, Wrap
+from fedplan.training.fit import ClientHook, Fit, FitResult, Job, TrainConfig
 
 FEDFROZEN = "chain(share(), when(after(20), freeze(query | key)))"
 SAFL = "chain(freeze(), best(8))"
@@ -51,15 +51,15 @@ FIGURES = [
 ]
 
 
-def last_stage(plan: str, name: str) -> Segment:
-    return fp.explain(fp.parse(plan), fp.params_of(name)).forecast.views[0].stages[-1]
+def last_stage(plan: str, name: str) -> StageForecast:
+    return fp.explain(fp.parse(plan), fp.params_of(name)).forecast.clients[0].stages[-1]
 
 
 @pytest.mark.parametrize(("name", "plan", "saved"), FIGURES)
 def test_the_published_figures_from_the_library_and_the_command_line(
     name: str, plan: str, saved: float
 ) -> None:
-    explanation = fp.explain(fp.parse(plan), skeleton(name))
+    explanation = fp.explain(fp.parse(plan), meta_model(name))
     ours = explanation.json()["clients"][0]["stages"][-1]["saved"]
     assert round(100 * ours, 1) == saved
     started = time.process_time()
@@ -70,7 +70,7 @@ def test_the_published_figures_from_the_library_and_the_command_line(
 
 
 def test_each_byte_of_the_upload_is_in_one_row() -> None:
-    for name in SHORT:
+    for name in SHORT_NAMES:
         view = fp.explain(fp.parse("chain(share(), keep(norm))"), fp.params_of(name))
         (who,) = view.json()["clients"]
         for stage in who["stages"]:
@@ -82,33 +82,37 @@ def test_each_byte_of_the_upload_is_in_one_row() -> None:
 def test_bytes_are_those_of_the_shared_params(name: str) -> None:
     params = fp.describe(zoo.build(name))
     plan = fp.parse("chain(share(), keep(norm), freeze(mlp))")
-    stage = forecast(plan, params).views[0].stages[0]
+    stage = forecast(plan, params).clients[0].stages[0]
     roles = fp.resolve(plan, params, fp.Turn())
-    assert stage.up == sum(p.nbytes for p in params if roles[p] is Role.SHARE) == stage.down
-    assert stage.optimiser == 2 * sum(p.nbytes for p in params if roles[p].trained)
+    assert (
+        stage.max_upload
+        == sum(p.nbytes for p in params if roles[p] is Role.SHARE)
+        == stage.max_download
+    )
+    assert stage.optimizer_bytes == 2 * sum(p.nbytes for p in params if roles[p].is_trained)
 
 
 def test_totals_are_the_sum_over_rounds() -> None:
     params = fp.params_of("vit-base-16")
-    view = forecast(fp.parse(FEDFROZEN), params, rounds=50).views[0]
+    view = forecast(fp.parse(FEDFROZEN), params, rounds=50).clients[0]
     full, kernel = (
         sum(p.nbytes for p in params),
         sum(p.nbytes for p in params if "kernel" in p.words),
     )
-    assert view.up == 20 * full + 30 * (full - kernel)
-    assert view.first == full
+    assert view.max_upload == 20 * full + 30 * (full - kernel)
+    assert view.first_download == full
     # What a round moves comes back with the next: the last round's change is not fetched.
-    assert view.down == view.first + 20 * full + 29 * (full - kernel)
+    assert view.max_download == view.first_download + 20 * full + 29 * (full - kernel)
 
 
 def test_a_phase_is_a_stage_of_its_own_until_it_has_a_date() -> None:
     plan = fp.parse('chain(share(), when(phase("frozen"), freeze(query)))')
     params = fp.params_of("bert-base")
     open_ended = forecast(plan, params)
-    assert [s.name for s in open_ended.views[0].stages] == ["rounds 1-100", 'phase "frozen"']
+    assert [s.name for s in open_ended.clients[0].stages] == ["rounds 1-100", 'phase "frozen"']
     assert 'phase "frozen"' in open_ended.notes[0]
     dated = forecast(plan, params, phases={"frozen": 20})
-    assert [s.name for s in dated.views[0].stages] == ["rounds 1-20", "rounds 21-100"]
+    assert [s.name for s in dated.clients[0].stages] == ["rounds 1-20", "rounds 21-100"]
     assert dated.notes == ()
     with pytest.raises(fp.PlanError, match="no phase 'frosen'"):
         forecast(plan, params, phases={"frosen": 20})
@@ -116,20 +120,23 @@ def test_a_phase_is_a_stage_of_its_own_until_it_has_a_date() -> None:
 
 def test_clients_that_a_plan_tells_apart_are_explained_apart() -> None:
     plan = fp.parse('chain(freeze(), by("capacity", {"small": best(2)}, best(6)), keep(head))')
-    views = forecast(plan, fp.params_of("bert-base")).views
-    assert [v.who for v in views] == ["capacity small", "any other client"]
+    views = forecast(plan, fp.params_of("bert-base")).clients
+    assert [v.client_class for v in views] == ["capacity small", "any other client"]
     small, other = (v.stages[0] for v in views)
-    assert (3 * small.up, small.down) == (other.up, other.down)
-    assert views[0].first == views[1].first
+    assert (3 * small.max_upload, small.max_download) == (other.max_upload, other.max_download)
+    assert views[0].first_download == views[1].first_download
     assert "capacity small" in str(fp.explain(plan, fp.params_of("bert-base")))
 
 
 def test_what_a_client_keeps_never_comes_down_to_it() -> None:
     plan = fp.parse('chain(share(), when(client_in("north"), keep(head)))')
     params = fp.params_of("bert-base")
-    north, other = (v.stages[0] for v in forecast(plan, params).views)
+    north, other = (v.stages[0] for v in forecast(plan, params).clients)
     head = sum(p.nbytes for p in params if p.kind == "head")
-    assert (north.up, north.down) == (other.up - head, other.down - head)
+    assert (north.max_upload, north.max_download) == (
+        other.max_upload - head,
+        other.max_download - head,
+    )
 
 
 def test_a_long_cycle_is_listed_stage_by_stage() -> None:
@@ -141,12 +148,12 @@ def test_a_long_cycle_is_listed_stage_by_stage() -> None:
 
 def test_unequal_blocks_give_a_range() -> None:
     stage = last_stage("chain(freeze(), best(2))", "swin-tiny")
-    assert stage.up_least < stage.up < stage.down
+    assert stage.min_upload < stage.max_upload < stage.max_download
 
 
 def test_a_plan_beyond_the_run_is_noted() -> None:
     notes = forecast(fp.parse(FEDFROZEN), fp.params_of("vit-base-16"), rounds=20).notes
-    assert notes == ("after(20) lies beyond the last of 20 rounds",)
+    assert notes == ("after(20) never takes effect: the run has 20 rounds",)
 
 
 def test_a_model_of_7b_is_resolved_in_under_a_second() -> None:
@@ -202,16 +209,16 @@ class Some(Participation):
         return [n for i, n in enumerate(roster) if n == "north" or (number + i) % 3]
 
 
-def nudging(riders: tuple[str, ...]) -> Wrap:
+def nudging(riders: tuple[str, ...]) -> ClientHook:
     def wrap(_: Fit) -> Fit:
-        def fit(job: Job) -> Done:
-            values = take(job.model, [p for p, role in job.roles.items() if role.trained])
-            put(job.model, {k: v + 0.5 for k, v in values.items()}, list(job.roles))
+        def fit(job: Job) -> FitResult:
+            values = get_values(job.model, [p for p, role in job.roles.items() if role.is_trained])
+            set_values(job.model, {k: v + 0.5 for k, v in values.items()}, list(job.roles))
             shared = {p.key: values[p.key] for p in job.roles if job.roles[p] is Role.SHARE}
-            return Done(
+            return FitResult(
                 0.0,
                 1,
-                {rider(k, r): torch.zeros_like(v) for k, v in shared.items() for r in riders},
+                {aux_name(k, r): torch.zeros_like(v) for k, v in shared.items() for r in riders},
             )
 
         return fit
@@ -221,19 +228,21 @@ def nudging(riders: tuple[str, ...]) -> Wrap:
 
 @st.composite
 def methods(draw: st.DrawFn) -> Method:
-    some = a_plan(st.sampled_from(fitting(LAW_PARAMS))).filter(lambda each: fits(each, LAW_PARAMS))
+    some = plan_strategy(st.sampled_from(fitting(LAW_PARAMS))).filter(
+        lambda each: fits(each, LAW_PARAMS)
+    )
     first, *later = draw(st.lists(some, min_size=1, max_size=3))
     plan = fp.chain(first, *(fp.when(fp.after(i + 1), each) for i, each in enumerate(later)))
-    phases = phases_in(plan)
+    phases = phase_names(plan)
     starts = draw(st.permutations(range(len(phases) + 2)))
     riders = draw(st.sampled_from([(), ("a",), ("a", "b")]))
     return Method(
         plan,
-        wraps=(nudging(riders),),
-        together=draw(st.booleans()),
-        announce=Planned(dict(zip(phases, starts, strict=False))),
-        riders=riders,
-        wire=parse_wire(draw(st.sampled_from(WIRES))),
+        client_hooks=(nudging(riders),),
+        joint_choice=draw(st.booleans()),
+        phase_rule=PlannedPhases(dict(zip(phases, starts, strict=False))),
+        aux=riders,
+        compression=parse_codec(draw(st.sampled_from(WIRES))),
     )
 
 
@@ -256,48 +265,53 @@ def messages(
         rows = {name: Nothing() for name in ROSTER}
         whole = Federation(
             agreement, law_model(), rows, lambda *_: torch.zeros(()), Path(folder),
-            rounds=LAW_ROUNDS, traits=ROSTER, participation=participation, replies=True,
+            rounds=LAW_ROUNDS, traits=ROSTER, participation=participation, keep_replies=True,
         )  # fmt: skip
         for number in range(1, LAW_ROUNDS + 1):
-            tally = whole.round()
-            assert not tally.rejected
-            for name, down in tally.cohort.items():
-                answered = whole.clients[name].journal.answered(down.name)
+            round_state = whole.run_round()
+            assert not round_state.rejected
+            for name, down in round_state.cohort.items():
+                answered = whole.clients[name].journal.reply_for(down.name)
                 assert answered is not None
                 found[name][number] = nbytes(answered[0]), nbytes(down.values)
-                assert tally.lines[name].up == found[name][number][0]
-                assert tally.lines[name].down == found[name][number][1]
-            whole.commit(tally)
+                assert round_state.records[name].up == found[name][number][0]
+                assert round_state.records[name].down == found[name][number][1]
+            whole.commit(round_state)
     return found
 
 
-def views_of(forecast: Forecast, method: Method, client: str) -> list[View]:
+def views_of(forecast: Forecast, method: Method, client: str) -> list[ClientForecast]:
     """The views of a client: those that say in each round what the plan says to it."""
     turns = [
-        fp.Turn(n, client, method.announce(Sign(n)), ROSTER[client])
+        fp.Turn(n, client, method.phase_rule(PhaseContext(n)), ROSTER[client])
         for n in range(1, LAW_ROUNDS + 1)
     ]
-    said = [method.plan.settle(turn) for turn in turns]
+    said = [method.plan.active_steps(turn) for turn in turns]
     steps = {
         id(view): {n: stage.steps for stage in view.stages for n in stage.rounds}
-        for view in forecast.views
+        for view in forecast.clients
     }
-    return [v for v in forecast.views if [steps[id(v)][t.round] for t in turns] == said]
+    return [v for v in forecast.clients if [steps[id(v)][t.round] for t in turns] == said]
 
 
 @given(methods(), st.booleans())
-@example(Method(fp.parse("chain(keep(), when(after(1), share()))"), wraps=(nudging(()),)), True)
-@example(Method(fp.parse("cycle(share(), hold(), freeze())"), wraps=(nudging(()),)), True)
+@example(
+    Method(fp.parse("chain(keep(), when(after(1), share()))"), client_hooks=(nudging(()),)), True
+)
+@example(Method(fp.parse("cycle(share(), hold(), freeze())"), client_hooks=(nudging(()),)), True)
 @settings(max_examples=often(400), deadline=None)
 def test_every_message_is_within_the_bounds(method: Method, everyone: bool) -> None:
-    agreement = Agreement("law", LAW_PARAMS, method, Pace())
-    assert isinstance(method.announce, Planned)
+    agreement = Agreement("law", LAW_PARAMS, method, TrainConfig())
+    assert isinstance(method.phase_rule, PlannedPhases)
     real = messages(agreement, Participation() if everyone else Some())
-    free = any(isinstance(step, Best) for step in method.plan.within())
-    for crowd in (Crowd(ROSTER, everyone), None if everyone else Crowd(ROSTER, False)):
+    free = any(isinstance(step, Best) for step in method.plan.walk())
+    for crowd in (
+        Participants(ROSTER, everyone),
+        None if everyone else Participants(ROSTER, False),
+    ):
         explanation = fp.explain(
-            method.plan, LAW_PARAMS, rounds=LAW_ROUNDS, phases=method.announce.after,
-            crowd=crowd, fare=agreement.fare,
+            method.plan, LAW_PARAMS, rounds=LAW_ROUNDS, phases=method.phase_rule.after,
+            participants=crowd, wire_cost=agreement.wire_cost,
         )  # fmt: skip
         assert all(len(line) <= 100 for line in str(explanation).splitlines())
         for client in ROSTER if everyone else ("north",):
@@ -307,14 +321,14 @@ def test_every_message_is_within_the_bounds(method: Method, everyone: bool) -> N
                 within(view, real[client], exact=crowd is not None and everyone and not free)
 
 
-def within(view: View, real: dict[int, tuple[int, int]], *, exact: bool) -> None:
+def within(view: ClientForecast, real: dict[int, tuple[int, int]], *, exact: bool) -> None:
     for number, sent in real.items():
         for bytes_, (least, most) in zip(
-            sent, (view.ups[number - 1], view.downs[number - 1]), strict=True
+            sent, (view.uploads[number - 1], view.downloads[number - 1]), strict=True
         ):
-            assert least <= bytes_ <= most, (view.who, number)
-            assert not exact or least == most, (view.who, number)
-    for i, (least, most) in enumerate((view.up_span, view.down_span)):
+            assert least <= bytes_ <= most, (view.client_class, number)
+            assert not exact or least == most, (view.client_class, number)
+    for i, (least, most) in enumerate((view.upload_range, view.download_range)):
         assert least <= sum(sent[i] for sent in real.values()) <= most
 
 
@@ -328,13 +342,13 @@ def test_the_lightest_and_the_heaviest_choice_are_those_of_all_orders() -> None:
     blocks = [Block("encoder", i) for i in range(3)]
     for text in plans:
         plan = fp.parse(text)
-        stage = forecast(plan, LAW_PARAMS).views[0].stages[0]
+        stage = forecast(plan, LAW_PARAMS).clients[0].stages[0]
         sizes = set[int]()
         for order in permutations((1.0, 2.0, 3.0)):
             turn = fp.Turn(scores=dict(zip(blocks, order, strict=True)))
             roles = fp.resolve(plan, LAW_PARAMS, turn)
             sizes.add(sum(p.nbytes for p in LAW_PARAMS if roles[p] is Role.SHARE))
-        assert (stage.up_least, stage.up) == (min(sizes), max(sizes)), text
+        assert (stage.min_upload, stage.max_upload) == (min(sizes), max(sizes)), text
 
 
 STUDIES = {
@@ -350,17 +364,17 @@ STUDIES = {
 def test_explain_of_a_study_counts_what_its_run_sends(said: str, here: Path) -> None:
     plan = 'plan = "chain(share(), when(after(1), freeze(query | key)), keep(head))"'
     traits = '[clients.traits]\nclient-00 = { site = "a" }'
-    text = STUDY.replace(plan, STUDIES[said]).replace("[clients]\ndropped = 0.1", traits)
+    text = STUDY.replace(plan, STUDIES[said]).replace("[clients]\ndropout_fraction = 0.1", traits)
     (here / "study.toml").write_text(text)
     code, out = run("explain", "study.toml", "--json")
     assert code == 0, out
-    foretold = json.loads(out)["clients"]
+    explained = json.loads(out)["clients"]
     code, out = run("run", "study.toml")
     assert code == 0, out
-    lines = read_lines(here / "runs/tiny/ledger.jsonl")
+    lines = read_json_lines(here / "runs/tiny/ledger.jsonl")
     for client in ("client-00", "client-01", "client-02"):
         mine = [line for line in lines if line.get("client") == client]
-        view = foretold[0 if client == "client-00" else -1]
+        view = explained[0 if client == "client-00" else -1]
         for way in ("up", "down"):
             real = sum(line[way] for line in mine)
             least, most = view[f"bytes_{way}_least"], view[f"bytes_{way}"]

@@ -22,15 +22,15 @@ from fedplan.reports.figures import (
     Series,
     bar_chart,
     cell_grid,
-    colours,
     line_chart,
     mean_series,
+    palette_css,
     save_png,
     small_multiples,
 )
-from fedplan.reports.figures.lines import apart
+from fedplan.reports.figures.lines import spread_labels
 from fedplan.reports.figures.palette import PALETTE
-from fedplan.reports.figures.scales import scaled
+from fedplan.reports.figures.scales import make_scale
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 LENGTHS = st.lists(NUMBERS, max_size=8)
@@ -82,7 +82,7 @@ def test_a_name_stays_a_text() -> None:
 
 @given(st.lists(st.floats(0, 100), max_size=7))
 def test_names_at_the_ends_of_lines_never_lie_over_each_other(wanted: list[float]) -> None:
-    places = sorted(apart(wanted, 13.0, 0.0, 100.0))
+    places = sorted(spread_labels(wanted, 13.0, 0.0, 100.0))
     assert all(b - a >= 13.0 - 1e-9 for a, b in pairwise(places))
     assert not places or (places[0] >= -1e-9 and places[-1] <= 100 + 1e-9)
 
@@ -90,7 +90,7 @@ def test_names_at_the_ends_of_lines_never_lie_over_each_other(wanted: list[float
 @given(st.lists(FINITE, min_size=1), st.booleans())
 def test_a_scale_holds_every_number_in_their_order(numbers: list[float], whole: bool) -> None:
     numbers = [float(round(n)) for n in numbers] if whole else numbers
-    scale = scaled(numbers, 0.0, 100.0, whole=whole)
+    scale = make_scale(numbers, 0.0, 100.0, whole=whole)
     places = [scale(n) for n in sorted(numbers)]
     assert places == sorted(places) and places[0] >= -1e-6 and places[-1] <= 100 + 1e-6
     assert len(scale.ticks) <= 12 and all(b > a for a, b in pairwise(scale.ticks))
@@ -110,7 +110,7 @@ def test_the_mean_of_seeds_is_where_all_have_a_point() -> None:
 
 
 def test_every_paint_has_a_rule_on_light_and_on_dark() -> None:
-    light, _, dark = colours().partition("@media")
+    light, _, dark = palette_css().partition("@media")
     for name, (one, other) in PALETTE.items():
         assert (
             f".f-{name} {{ fill: {one} }}" in light and f".s-{name} {{ stroke: {other} }}" in dark

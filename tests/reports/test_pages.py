@@ -21,20 +21,20 @@ from commands import STUDY, run
 import fedplan as fp
 from fedplan.errors import FedplanError
 from fedplan.federation.record import TurnRecord
-from fedplan.federation.states import STATUS, RunState, RunStatus
-from fedplan.reports.pages.attendance import MOST, attendance_section, state_of_turn
-from fedplan.reports.pages.curves import groups_of
-from fedplan.reports.pages.facts import RunFacts, facts_of
+from fedplan.federation.run_states import STATUS, RunState, RunStatus
+from fedplan.reports.pages.curves import group_runs
+from fedplan.reports.pages.facts import RunFacts, read_run_facts
 from fedplan.reports.pages.markup import Html, tag
-from fedplan.reports.pages.reporting import page_of, watched
+from fedplan.reports.pages.participation import MAX_CLIENTS, participation_section, turn_outcome
 from fedplan.reports.pages.roles import roles_section
-from fedplan.reports.pages.traffic import traffic_of
-from fedplan.storage.processes import this_process
+from fedplan.reports.pages.run_report import report_page, watch_report
+from fedplan.reports.pages.traffic import count_traffic
+from fedplan.storage.processes import current_process
 from fedplan.studies.run import open_run
 
 BAD = '<script>alert("1")</script>'
 NAMES = [BAD, "north & south", "=cmd()"]
-CLIENT = '[privacy]\nunit = "client"\nepsilon = 50.0\nnoise = 2.0\n'
+CLIENT = '[privacy]\nunit = "client"\nepsilon = 50.0\nnoise_multiplier = 2.0\n'
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +51,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     }
     np.savez("digits.npz", **rows, whose_train=whose, whose_test=whose[:20])
     named = STUDY.replace(
-        'by = "dirichlet"\nalpha = 0.5\nclients = 3', 'by = "column"\ncolumn = "whose"\nclients = 3'
+        'partition = "dirichlet"\nalpha = 0.5\nnum_clients = 3',
+        'partition = "column"\npartition_column = "whose"\nnum_clients = 3',
     )
     named = named.replace("[clients]", f"[clients]\nnames = {json.dumps(NAMES)}")
-    private = named.replace("dropped = 0.1", "share = 0.7") + CLIENT
+    private = named.replace("dropout_fraction = 0.1", "fraction = 0.7") + CLIENT
     for name, text, seed in (("a", named, 0), ("b", named, 1), ("hidden", private, 0)):
         Path(f"{name}.toml").write_text(text)
         fp.run_study(fp.read_study(Path(f"{name}.toml"), [f"seed={seed}"]), name)
@@ -95,13 +96,13 @@ def test_a_report_is_one_file_that_fetches_and_runs_nothing(place: Path) -> None
     assert not seen.fetched and "url(" not in text and "@import" not in text
     assert "default-src &#x27;none&#x27;" in text and files(place / "a") == before
     assert headings(text) == [
-        "The model, part by part",
-        *("Learning", "Each client", "Drift", "Bytes", "Who came", "Verdict"),
+        *("Roles of model parts", "Learning curves", "Clients", "Client drift"),
+        *("Upload and download", "Participation", "Audit"),
     ]
 
 
 def test_a_client_of_any_name_stays_a_text(place: Path) -> None:
-    text = page_of([place / "a"]).html()
+    text = report_page([place / "a"]).html()
     assert "<script" not in text and BAD in "".join(Seen(text).words)
     assert tag("p", BAD, title=BAD) == (
         '<p title="&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;">'
@@ -111,24 +112,26 @@ def test_a_client_of_any_name_stays_a_text(place: Path) -> None:
 
 
 def test_where_clients_are_hidden_no_page_and_no_table_names_one(place: Path) -> None:
-    page = page_of([place / "hidden"])
+    page = report_page([place / "hidden"])
     page.write(place / "hidden.html", csv=place / "hidden-csv")
     told = (place / "hidden.html").read_text()
     told += "".join(file.read_text() for file in (place / "hidden-csv").iterdir())
     words = "".join(Seen(told).words)
     assert not [name for name in NAMES if name in words]
-    assert "Privacy" in headings(told) and "epsilon.csv" in os.listdir(place / "hidden-csv")
+    assert "Differential privacy" in headings(told) and "epsilon.csv" in os.listdir(
+        place / "hidden-csv"
+    )
     assert "attendance.csv" not in os.listdir(place / "hidden-csv")
-    turns = sum(map(len, facts_of(open_run(place / "hidden")).turns))
+    turns = sum(map(len, read_run_facts(open_run(place / "hidden")).turns))
     assert "worst" not in words and f"{turns} turns" not in words
     assert not {"bytes-up.csv", "drift.csv", "clients.csv"} & set(os.listdir(place / "hidden-csv"))
 
 
 @pytest.mark.parametrize("folder", ["a", "b", "hidden"])
 def test_bytes_by_part_are_those_of_the_ledger(place: Path, folder: str) -> None:
-    facts = facts_of(open_run(place / folder))
+    facts = read_run_facts(open_run(place / folder))
     turns = [turn for held in facts.turns for turn in held]
-    found = traffic_of(facts)
+    found = count_traffic(facts)
     assert found.up.total() == sum(turn.up for turn in turns) > 0
     assert found.down.total() == sum(turn.down for turn in turns) > 0
 
@@ -139,18 +142,18 @@ def test_bytes_by_part_are_those_of_the_ledger_whatever_travels(here: Path, meth
     """Riders, blocks that are chosen, parts that come back, and adapters."""
     said = f'name = "{method}"' + ("\nsettings = { k = 1 }" if method == "safl" else "")
     text = re.sub('plan = ".*"', said, (here / "study.toml").read_text())
-    (here / "study.toml").write_text(text.replace("[clients]", "[clients]\nlate = 0.2"))
+    (here / "study.toml").write_text(text.replace("[clients]", "[clients]\nlate_fraction = 0.2"))
     fp.run_study("study.toml", "out")
-    facts = facts_of(open_run("out"))
-    turns, found = [turn for held in facts.turns for turn in held], traffic_of(facts)
+    facts = read_run_facts(open_run("out"))
+    turns, found = [turn for held in facts.turns for turn in held], count_traffic(facts)
     assert found.up.total() == sum(turn.up for turn in turns)
     assert found.down.total() == sum(turn.down for turn in turns)
-    assert "verified<" in page_of(["out"]).html()
+    assert "verified<" in report_page(["out"]).html()
 
 
 def test_the_grid_of_roles_is_what_the_ledger_says(place: Path) -> None:
     """The study freezes query and key after its first round, and keeps the head."""
-    (figure,) = roles_section(facts_of(open_run(place / "a"))).figures
+    (figure,) = roles_section(read_run_facts(open_run(place / "a"))).figures
     told = {(row[0], row[1], row[2]): row[3] for row in figure.drawing.rows}
     assert told["query", 1, 1] == "shared" and told["query", 2, 3] == "frozen"
     assert told["head", 1, 3] == "kept" and told["mlp", 1, 3] == "shared"
@@ -169,40 +172,38 @@ def test_the_tables_of_a_report_have_the_numbers_of_the_run(place: Path) -> None
     )
     assert code == 0 and json.loads(said) == {"written": str(place / "x.html"), "faults": 0}
     with (place / "csv" / "scores.csv").open() as out:
-        rows = [row for row in csv.DictReader(out) if row["series"] == "world"]
+        rows = [row for row in csv.DictReader(out) if row["series"] == "global"]
     metrics = open_run(place / "a").metrics
-    assert [float(row["accuracy"]) for row in rows] == [row["world.accuracy"] for row in metrics]
+    assert [float(row["accuracy"]) for row in rows] == [row["global.accuracy"] for row in metrics]
     with (place / "csv" / "clients.csv").open() as out:
         assert {row["series"] for row in csv.DictReader(out)} >= {BAD, "'=cmd()"}
 
 
 def test_runs_that_differ_by_their_seed_alone_are_one_line_with_a_band(place: Path) -> None:
-    both = [facts_of(open_run(place / name)) for name in ("a", "b")]
-    (group,) = groups_of(both)
-    band = group.series(lambda each: each.world_scores("")).band
-    ends = [dict(each.world_scores("").points) for each in both]
+    both = [read_run_facts(open_run(place / name)) for name in ("a", "b")]
+    (group,) = group_runs(both)
+    band = group.series(lambda each: each.global_scores("")).band
+    ends = [dict(each.global_scores("").points) for each in both]
     assert band == tuple(
         (min(a, b), max(a, b)) for a, b in zip(*(e.values() for e in ends), strict=True)
     )
-    assert len(groups_of([*both, facts_of(open_run(place / "hidden"))])) == 2
-    text = page_of([place / "a", place / "b"]).html()
-    assert "mean of 2 runs" in text and "Verdict, tiny, seed 1" in headings(text)
+    assert len(group_runs([*both, read_run_facts(open_run(place / "hidden"))])) == 2
+    text = report_page([place / "a", place / "b"]).html()
+    assert "mean of 2 runs" in text and "Audit, tiny, seed 1" in headings(text)
 
 
 def test_a_fault_of_the_folder_is_the_verdict(place: Path, tmp_path: Path) -> None:
-    assert "verified<" in page_of([place / "a"]).html()
+    assert "verified<" in report_page([place / "a"]).html()
     copy = tmp_path / "copy"
     shutil.copytree(place / "a", copy)
     scores = copy / "metrics.jsonl"
     scores.write_text(scores.read_text().replace("0.", "1.", 1))
-    text = page_of([copy]).html()
-    assert (
-        "metrics.jsonl is not what round 3 was committed with" in text and "verified<" not in text
-    )
+    text = report_page([copy]).html()
+    assert "metrics.jsonl differs from its content at round 3" in text and "verified<" not in text
 
 
 def live(folder: Path, state: RunState) -> None:
-    told = RunStatus(study="tiny", rounds=3, state=state, round=3, driver=this_process())
+    told = RunStatus(study="tiny", rounds=3, state=state, round=3, driver=current_process())
     (folder / STATUS).write_text(json.dumps(told.json()))
 
 
@@ -214,11 +215,11 @@ def test_a_run_that_goes_on_is_written_again_until_it_ends(
     monkeypatch.setattr("time.sleep", lambda _: live(place / "b", next(states)))
     try:
         live(place / "b", next(states))
-        pages = [p.html() for p in watched([place / "b"], tmp_path / "x.html", 7)]
+        pages = [p.html() for p in watch_report([place / "b"], tmp_path / "x.html", 7)]
     finally:
         (place / "b" / STATUS).write_bytes(before)
     assert len(pages) == 2 and 'http-equiv="refresh" content="7"' in pages[0]
-    assert "goes on" in pages[0] and "verified<" not in pages[0]
+    assert "in progress" in pages[0] and "verified<" not in pages[0]
     assert "refresh" not in pages[1] and "verified<" in pages[1]
     assert (tmp_path / "x.html").read_text() == pages[1]
 
@@ -236,27 +237,27 @@ def many(facts: RunFacts, count: int) -> RunFacts:
 
 
 def test_of_many_clients_those_that_were_missing_are_shown(place: Path) -> None:
-    section = attendance_section(many(facts_of(open_run(place / "a")), 100))
+    section = participation_section(many(read_run_facts(open_run(place / "a")), 100))
     (figure,) = section.figures
     shown = dict.fromkeys(row[0] for row in figure.drawing.rows)
-    assert len(shown) <= MOST and {f"client {n}" for n in range(5)} <= set(shown)
+    assert len(shown) <= MAX_CLIENTS and {f"client {n}" for n in range(5)} <= set(shown)
     assert "40 of 103 clients" in figure.caption
     told = {row[0]: row[3] for row in figure.drawing.rows}
     assert [told[f"client {n}"] for n in range(6)] == [
-        *("late", "dropped", "refused", "failed", "not counted", "counted")
+        *("late", "dropped", "refused", "failed", "rejected", "aggregated")
     ]
     assert "<script" not in section.html()
 
 
 def test_every_reason_of_a_ledger_has_a_state() -> None:
-    assert state_of_turn("not asked: it runs another version") == "dropped"
-    assert state_of_turn("no answer in time") == "dropped"
+    assert turn_outcome("not asked: it runs another version") == "dropped"
+    assert turn_outcome("no answer in time") == "dropped"
 
 
 def test_what_cannot_be_reported_is_named(place: Path, tmp_path: Path) -> None:
     code, said = run("report", str(tmp_path))
     assert code == 2 and "is not the folder of a run" in said and str(tmp_path) in said
-    with pytest.raises(FedplanError, match="of one run or more"):
+    with pytest.raises(FedplanError, match="at least one run"):
         fp.report([], tmp_path / "x.html")
     code, said = run("report", str(place / "a"), "-o", str(tmp_path / "no" / "x.html"))
     assert code == 2 and "cannot be written" in said

@@ -10,32 +10,32 @@ import pytest
 from commands import STUDY
 from rich.console import Console
 
-from fedplan.federation.callbacks import Closed
-from fedplan.federation.states import SiteState, read_status
-from fedplan.federation.status import Status
-from fedplan.reports.progress import bar_of, follow
+from fedplan.federation.callbacks import CommittedRound
+from fedplan.federation.run_states import SiteState, read_status
+from fedplan.federation.status import StatusReporter
+from fedplan.reports.progress import progress_bar, run_with_progress
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import read_study
 
 
-class Heard(Status):
+class Heard(StatusReporter):
     """A status that remembers what it was after each client."""
 
-    def site(self, name: str, state: str, why: str = "") -> None:
-        super().site(name, state, why)
+    def set_site_state(self, name: str, state: str, why: str = "") -> None:
+        super().set_site_state(name, state, why)
         if state == SiteState.ANSWERED:
-            self.seen.append((self.now.answered, self.now.asked, self.now.left))
+            self.seen.append((self.current.answered, self.current.requested, self.current.left))
 
-    def round(self, closed: Closed) -> None:
-        super().round(closed)
-        self.rounds.append((self.now.answered, self.now.asked, self.now.primary))
+    def record_round(self, closed: CommittedRound) -> None:
+        super().record_round(closed)
+        self.rounds.append((self.current.answered, self.current.requested, self.current.primary))
 
 
 def test_clients_are_counted_and_the_time_left_is_told_from_the_first_on(here: Path) -> None:
     status = Heard(here / "out")
     status.seen, status.rounds = [], []
     Simulation(
-        read_study(here / "study.toml", ["clients.dropped=0"]), here / "out", status=status
+        read_study(here / "study.toml", ["clients.dropout_fraction=0"]), here / "out", status=status
     ).run()
     counts = [(done, asked) for done, asked, _ in status.seen]
     assert counts == [(1, 3), (2, 3), (3, 3)] * 3
@@ -51,7 +51,9 @@ def test_clients_are_counted_and_the_time_left_is_told_from_the_first_on(here: P
 def test_a_bar_is_drawn_for_a_terminal_and_for_nobody_else(here: Path, terminal: bool) -> None:
     written = io.StringIO()
     console = Console(file=written, force_terminal=terminal, width=100, highlight=False)
-    follow(read_study(here / "study.toml", ["train.rounds=1"]), here / "out", console=console)
+    run_with_progress(
+        read_study(here / "study.toml", ["train.rounds=1"]), here / "out", console=console
+    )
     assert ("\x1b[" in written.getvalue()) == terminal
     assert (
         "clients" in written.getvalue()
@@ -60,13 +62,13 @@ def test_a_bar_is_drawn_for_a_terminal_and_for_nobody_else(here: Path, terminal:
 
 
 def test_the_bar_says_what_the_status_says() -> None:
-    status, written = Status(), io.StringIO()
+    status, written = StatusReporter(), io.StringIO()
     console = Console(file=written, force_terminal=True, width=100)
-    with bar_of(status, console) as bar:
+    with progress_bar(status, console) as bar:
         bar.add_task("", total=3, completed=1)
-        status.opened(4)
-        status._put(rounds=3, round=1)
-        status.site("north", SiteState.ANSWERED)
+        status.open_round(4)
+        status._update(rounds=3, round=1)
+        status.set_site_state("north", SiteState.ANSWERED)
         bar.refresh()
     assert "1 of 4 clients" in written.getvalue() and "left" in written.getvalue()
     assert STUDY

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from fedplan.errors import FedplanError
 from fedplan.federation import identity
-from fedplan.federation.codes import KINDS, meant
-from fedplan.federation.states import (
+from fedplan.federation.error_codes import KINDS, describe_code
+from fedplan.federation.run_states import (
     ASKED,
     STATUS,
     RunState,
@@ -27,19 +27,19 @@ from fedplan.federation.states import (
     SiteState,
     SiteStatus,
     ask_to_stop,
-    read_asked,
     read_status,
-    state_said,
+    read_stop_request,
+    site_state_from_reason,
 )
-from fedplan.federation.status import Status
+from fedplan.federation.status import StatusReporter
 from fedplan.privacy.mechanisms import secret
-from fedplan.reports.status import DEAD, RunLook, attach, status_of, stop_run, watch
-from fedplan.runners.door import run_study
+from fedplan.reports.status import DEAD, RunSnapshot, follow_run, run_snapshot, stop_run, watch
+from fedplan.runners.api import run_study
 from fedplan.runners.simulation import Simulation
 from fedplan.storage import failpoints
 from fedplan.storage.failpoints import POINTS, VARIABLE
-from fedplan.storage.logs import Entry, read_log
-from fedplan.storage.processes import Process, this_process
+from fedplan.storage.logs import LogEntry, read_log
+from fedplan.storage.processes import Process, current_process
 from fedplan.studies.run import open_run
 from fedplan.studies.schema import read_study
 
@@ -66,7 +66,7 @@ def played(failpoint: str) -> int:
     child = os.fork()
     if child == 0:
         try:
-            failpoints.forget()
+            failpoints.reset_failpoints()
             os.environ[VARIABLE] = failpoint
             run_study("study.toml", "out")
         except BaseException:
@@ -86,25 +86,25 @@ def test_a_killed_driver_is_told_as_dead_after_the_round_that_it_committed(
     assert played(f"{point}:kill@{time}") == -signal.SIGKILL
     if not (here / "out" / STATUS).exists():  # before the run was begun
         return
-    found = status_of("out")
+    found = run_snapshot("out")
     assert found.state == DEAD and not found.live
-    assert found.round == open_run("out").round and found.told.round in (
+    assert found.round == open_run("out").round and found.status.round in (
         found.round,
         found.round - 1,
     )
     with pytest.raises(FedplanError, match="is not running"):
         stop_run("out")
     again = run_study("study.toml", "out", resume=True)
-    found = status_of("out")
-    assert (found.state, found.round, found.told.round) == (RunState.DONE, ROUNDS, ROUNDS)
-    assert again.federation.world.round == ROUNDS
+    found = run_snapshot("out")
+    assert (found.state, found.round, found.status.round) == (RunState.DONE, ROUNDS, ROUNDS)
+    assert again.federation.global_state.round == ROUNDS
     assert len(read_log(Path("out"))) > 3
 
 
-def once(event: str, round: int, do: Callable[[], None]) -> Callable[[Entry], None]:
+def once(event: str, round: int, do: Callable[[], None]) -> Callable[[LogEntry], None]:
     """Something that is done at an event of a round, while the run goes on."""
 
-    def listen(entry: Entry) -> None:
+    def listen(entry: LogEntry) -> None:
         if (entry.event, entry.round) == (event, round):
             do()
 
@@ -121,18 +121,18 @@ def test_stopped_and_resumed_has_the_bits_of_a_run_that_was_never_stopped(
 ) -> None:
     number, at_once = when
     run_study("study.toml", "whole")
-    event = "site answered" if at_once else "site asked"
-    status = Status(Path("out"), [once(event, number, lambda: asked(at_once))])
+    event = f"site {SiteState.ANSWERED if at_once else SiteState.ASKED}"
+    status = StatusReporter(Path("out"), [once(event, number, lambda: asked(at_once))])
     stopped = Simulation(read_study(Path("study.toml")), Path("out"), status=status).run()
     done = number - at_once
-    assert stopped.federation.world.round == done
-    found = status_of("out")
+    assert stopped.federation.global_state.round == done
+    found = run_snapshot("out")
     assert found.state == (RunState.STOPPED if done < ROUNDS else RunState.DONE)
     assert found.round == done and bool(stopped.stopped) == (done < ROUNDS)
     if done < ROUNDS:
-        assert "an operator asked" in found.told.why
+        assert "an operator asked" in found.status.why
     run_study("study.toml", "out", resume=done > 0)
-    assert status_of("out").state == RunState.DONE and not read_asked(Path("out"))
+    assert run_snapshot("out").state == RunState.DONE and not read_stop_request(Path("out"))
     (here / "out" / ASKED).unlink(missing_ok=True)
     assert files(here / "out") == files(here / "whole")
     assert run("verify", "out")[0] == 0
@@ -144,36 +144,36 @@ def asked(at_once: bool) -> None:
 
 def test_a_run_that_fails_says_so_by_a_code_alone(here: Path) -> None:
     def broken(_: object) -> str:
-        raise FedplanError("a row says 4711").coded("data")
+        raise FedplanError("a row says 4711").with_code("data")
 
     with pytest.raises(FedplanError):
         run_study("study.toml", "out", callbacks=[broken])
-    found = status_of("out")
-    assert (found.state, found.told.why, found.round) == (RunState.FAILED, "failed: data", 1)
+    found = run_snapshot("out")
+    assert (found.state, found.status.why, found.round) == (RunState.FAILED, "failed: data", 1)
     told = (here / "out" / STATUS).read_text() + (here / "out/log.jsonl").read_text()
     assert "4711" not in told
 
 
 def test_who_asks_for_no_more_rounds_has_stopped_the_run(here: Path) -> None:
-    status = Status(Path("out"))
+    status = StatusReporter(Path("out"))
     rounds = Simulation(read_study(Path("study.toml")), Path("out"), status=status).rounds()
     next(rounds)
-    assert status_of("out").state == RunState.RUNNING
+    assert run_snapshot("out").state == RunState.RUNNING
     rounds.close()
-    assert status_of("out").state == RunState.STOPPED
+    assert run_snapshot("out").state == RunState.STOPPED
 
 
 def test_a_run_that_nobody_told_of_is_known_by_its_folder(here: Path) -> None:
     Simulation(read_study(Path("study.toml")), Path("out")).run()
     assert not (here / "out" / STATUS).exists()
-    assert (status_of("out").state, status_of("out").round) == (RunState.DONE, ROUNDS)
+    assert (run_snapshot("out").state, run_snapshot("out").round) == (RunState.DONE, ROUNDS)
     assert run("status", "out")[0] == 0
     assert run("status", "nowhere")[0] == 2
 
 
 def test_a_status_is_what_its_file_says(tmp_path: Path) -> None:
     sites = {"north": SiteStatus(SiteState.ANSWERED, "", "2026-01-01T00:00:00+00:00", 3, up=4)}
-    told = RunStatus(study="s", driver=this_process(), sites=sites, loss=0.5)
+    told = RunStatus(study="s", driver=current_process(), sites=sites, loss=0.5)
     (tmp_path / STATUS).write_text(json.dumps(told.json()))
     assert read_status(tmp_path) == told
     assert read_status(tmp_path / "nowhere") is None
@@ -183,9 +183,9 @@ def test_a_status_is_what_its_file_says(tmp_path: Path) -> None:
             read_status(tmp_path)
     for words, said in ((b"", "round"), (b"\xff", "round"), (b'{"stop": "now"}', "now")):
         (tmp_path / ASKED).write_bytes(words)
-        assert read_asked(tmp_path) == said
+        assert read_stop_request(tmp_path) == said
     ask_to_stop(tmp_path)
-    assert read_asked(tmp_path) == "round"
+    assert read_stop_request(tmp_path) == "round"
 
 
 def test_every_code_of_a_site_makes_a_state_of_it() -> None:
@@ -198,7 +198,7 @@ def test_every_code_of_a_site_makes_a_state_of_it() -> None:
                 if code == "not-approved"
                 else SiteState.REFUSED
             )
-            assert state_said(meant(kind, code)) == wanted, code
+            assert site_state_from_reason(describe_code(kind, code)) == wanted, code
 
 
 # What a person sees --------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_every_code_of_a_site_makes_a_state_of_it() -> None:
 
 def shown(told: RunStatus, state: str, number: int, width: int = 100) -> str:
     console = Console(width=width, record=True, file=StringIO())
-    console.print(RunLook(Path("RUN"), told, state, number))
+    console.print(RunSnapshot(Path("RUN"), told, state, number))
     return console.export_text()
 
 
@@ -230,7 +230,7 @@ def test_a_screen_says_who_is_in_trouble_first_and_what_to_do() -> None:
     for words in (
         "round 12 of 40",
         "loss 0.500",
-        "41 s a round",
+        "41 s per round",
         "19 min left",
         "failed: disk [x]",
     ):
@@ -238,7 +238,7 @@ def test_a_screen_says_who_is_in_trouble_first_and_what_to_do() -> None:
     assert "4 sites: 1 failed, 1 away, 1 waits for approval, 1 answered" in text
     places = [text.index(f"\n{name}") for name in ("north", "west", "south", "east")]
     assert places == sorted(places)
-    assert "south: a person there approves" in text and "fedplan stop RUN" in text
+    assert "south: waiting for `fedplan site approve`" in text and "fedplan stop RUN" in text
     assert "--resume" in shown(told, DEAD, 12) and "verify RUN" in shown(told, RunState.DONE, 40)
     many = {f"s{n:03d}": SiteStatus() for n in range(500)}
     assert "and 460 more" in shown(RunStatus(sites=many), RunState.RUNNING, 0)
@@ -250,7 +250,7 @@ def test_the_commands_tell_of_a_run(here: Path) -> None:
     assert code == 0, out
     rounds = [line.split()[:2] for line in out.splitlines() if line[:5].strip().isdigit()]
     code, told = run("attach", "out")
-    assert code == 0 and "It is done, after round 3." in told
+    assert code == 0 and "The run is done, after round 3." in told
     assert [line.split()[:2] for line in told.splitlines() if line[:5].strip().isdigit()] == rounds
     assert len(rounds) == 3
     code, told = run("status", "out")
@@ -269,8 +269,8 @@ def test_the_commands_tell_of_a_run(here: Path) -> None:
 
 
 def test_it_is_watched_until_it_ends(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedplan.reports.status.LOOK", 0.0)
-    status = Status(Path("out"))
+    monkeypatch.setattr("fedplan.reports.status.POLL_SECONDS", 0.0)
+    status = StatusReporter(Path("out"))
     rounds = Simulation(read_study(Path("study.toml")), Path("out"), status=status).rounds()
     next(rounds)
     seen, told = list[int](), list[str]()
@@ -278,4 +278,4 @@ def test_it_is_watched_until_it_ends(here: Path, monkeypatch: pytest.MonkeyPatch
         seen.append(found.round)
         next(rounds, None)
     assert seen == [1, 2, 3, 3]
-    assert attach("out", told.append).state == RunState.DONE and len(told) == 4
+    assert follow_run("out", told.append).state == RunState.DONE and len(told) == 4

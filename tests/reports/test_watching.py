@@ -25,16 +25,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedplan.errors import FedplanError
-from fedplan.federation.patience import Patience
-from fedplan.federation.states import RunState, RunStatus, SiteState, SiteStatus
-from fedplan.federation.status import Status
-from fedplan.reports.monitoring import exposition, served
-from fedplan.reports.operation import Operation, expiries, operated, tell_expiries
-from fedplan.reports.webhooks import MOST, TOLD, Webhooks
-from fedplan.runners.door import simulate
+from fedplan.federation.run_states import RunState, RunStatus, SiteState, SiteStatus
+from fedplan.federation.status import StatusReporter
+from fedplan.federation.timeouts import Timeouts
+from fedplan.reports.metrics_server import prometheus_text, serve_metrics
+from fedplan.reports.monitoring import (
+    MonitoringConfig,
+    certificate_expiries,
+    report_expiries,
+    start_monitoring,
+)
+from fedplan.reports.webhooks import MAX_QUEUED, SENT_EVENTS, Webhooks
+from fedplan.runners.api import simulate
 from fedplan.runners.flower.keys import make_keys
 from fedplan.runners.simulation import Simulation
-from fedplan.storage.logs import Entry
+from fedplan.storage.logs import LogEntry
 from fedplan.studies.schema import read_study
 
 NOW = "2026-01-01T00:00:00+00:00"
@@ -67,8 +72,8 @@ def receiver(hang: float = 0.0, broken: int = 0) -> Iterator[tuple[str, list[dic
     server.server_close()
 
 
-def entry(event: str, site: str = "", text: str = "") -> Entry:
-    return Entry(NOW, "warning", "0" * 16, 3, site, event, text)
+def entry(event: str, site: str = "", text: str = "") -> LogEntry:
+    return LogEntry(NOW, "warning", "0" * 16, 3, site, event, text)
 
 
 # Webhooks ------------------------------------------------------------------------------------
@@ -78,22 +83,22 @@ def test_an_address_that_hangs_delays_nobody() -> None:
     with receiver(hang=30.0) as (slow, _), receiver() as (quick, heard):
         hooks = Webhooks([slow, quick], timeout=0.5, tries=2)
         began = time.monotonic()
-        for _ in range(10 * MOST):
+        for _ in range(10 * MAX_QUEUED):
             hooks(entry("site away", "north"))
         assert time.monotonic() - began < 10.0
         began = time.monotonic()
         hooks.close(within=1.0)
         assert time.monotonic() - began < 10.0
         until = time.monotonic() + 30
-        while len(heard) < MOST and time.monotonic() < until:
+        while len(heard) < MAX_QUEUED and time.monotonic() < until:
             time.sleep(0.05)
-        assert len(heard) >= MOST
+        assert len(heard) >= MAX_QUEUED
 
 
 def test_an_address_is_tried_again_and_only_told_what_matters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fedplan.reports.webhooks.AGAIN", 0.01)
+    monkeypatch.setattr("fedplan.reports.webhooks.RETRY_SECONDS", 0.01)
     with receiver(broken=2) as (url, heard):
         hooks = Webhooks([url])
         for event in ("site asked", "round closed", "site failed", "run running", "run done"):
@@ -139,40 +144,40 @@ def test_nothing_of_rows_or_values_is_in_what_is_told(tmp_path: Path) -> None:
 
     folder = tmp_path / "run"
     made = simulate(share(), Tower(), rows, loss, rounds=2, folder=folder, run=False)
-    heard = list[Entry]()
-    made.status = made.federation.status = Status(folder, [heard.append])
+    heard = list[LogEntry]()
+    made.status = made.federation.status = StatusReporter(folder, [heard.append])
     made.run()
-    values = {k: v for k, v in made.federation.world_values().items()}
+    values = {k: v for k, v in made.federation.global_values().items()}
     patterns = casts({**planted, **values})
     places = [folder / "log.jsonl", folder / "status.json"]
-    page = exposition(made.status.now, healthy=True).encode()
+    page = prometheus_text(made.status.current, healthy=True).encode()
     assert heard and not hits(patterns, [*places, page, repr(heard).encode()])
     losses = {f"{row['loss']:.6f}"[:5] for row in made.metrics}
     assert not any(loss in each.text for each in heard for loss in losses)
 
 
-CLIENTS = '[privacy]\nunit = "client"\nepsilon = 900.0\ndelta = 1e-5\nclip = 1.0\nnoise = 1.0\n'
+CLIENTS = '[privacy]\nunit = "client"\nepsilon = 900.0\ndelta = 1e-5\nclipping_norm = 1.0\nnoise_multiplier = 1.0\n'
 
 
 def test_where_clients_are_hidden_nobody_outside_hears_of_one(here: Path) -> None:
     study = STUDY[: STUDY.index("[clients]")] + "[evaluate]\npersonal = false\n" + CLIENTS
     Path("study.toml").write_text(study)
-    heard = list[Entry]()
-    status = Status(Path("out"), [heard.append])
+    heard = list[LogEntry]()
+    status = StatusReporter(Path("out"), [heard.append])
     Simulation(read_study(Path("study.toml")), Path("out"), status=status).run()
     assert [each.event for each in heard][-1] == "run done"
     assert not any(each.site or "client-0" in each.text for each in heard)
-    page = exposition(status.now, healthy=True)
+    page = prometheus_text(status.current, healthy=True)
     assert "client-0" not in page and "fedplan_epsilon_spent" in page
-    assert status.now.spent and status.now.promised == 900.0
+    assert status.current.spent and status.current.promised == 900.0
 
 
 def test_most_of_a_budget_is_told_once_and_all_of_it_once(here: Path) -> None:
-    calibrated = CLIENTS.replace("noise = 1.0\n", "").replace("900.0", "8.0")
+    calibrated = CLIENTS.replace("noise_multiplier = 1.0\n", "").replace("900.0", "8.0")
     study = STUDY[: STUDY.index("[clients]")] + "[evaluate]\npersonal = false\n" + calibrated
     Path("study.toml").write_text(study.replace("rounds = 3", "rounds = 6\nsteps = 1"))
-    heard = list[Entry]()
-    status = Status(Path("out"), [heard.append])
+    heard = list[LogEntry]()
+    status = StatusReporter(Path("out"), [heard.append])
     Simulation(read_study(Path("study.toml")), Path("out"), status=status).run()
     said = [each.text for each in heard if each.event == "budget"]
     assert said == ["80% of epsilon is spent", "100% of epsilon is spent"]
@@ -217,7 +222,7 @@ def test_what_is_shown_is_read_by_the_grammar_of_prometheus(
 ) -> None:
     sites = {name: SiteStatus(state, up=3) for name, state in states.items()}
     told = RunStatus(study=study, state=RunState.RUNNING, round=3, rounds=9, loss=0.25, sites=sites)
-    page = exposition(replace(told, scores={"world.accuracy": 0.5}), healthy=True)
+    page = prometheus_text(replace(told, scores={"global.accuracy": 0.5}), healthy=True)
     found = samples(page)
     assert found["fedplan_round", ()] == 3 and found["fedplan_loss", ()] == 0.25
     assert found["fedplan_run_info", (("study", study), ("run", ""))] == 1
@@ -247,13 +252,16 @@ def got(port: int, path: str) -> tuple[int, str]:
 
 def test_metrics_and_health_are_answered_while_a_run_goes_on(here: Path) -> None:
     seen = list[tuple[tuple[int, str], tuple[int, str]]]()
-    with operated(Path("out"), Operation(metrics_port=0)) as status, served(status, 0) as port:
+    with (
+        start_monitoring(Path("out"), MonitoringConfig(metrics_port=0)) as status,
+        serve_metrics(status, 0) as port,
+    ):
         simulation = Simulation(read_study(Path("study.toml")), Path("out"), status=status)
         for _ in simulation.rounds():
             seen.append((got(port, "/health"), got(port, "/metrics")))
         assert got(port, "/health")[0] == 503  # nobody drives it any more
         assert got(port, "/etc/passwd")[0] == 404
-        with pytest.raises(FedplanError, match="--metrics-port"), served(status, port):
+        with pytest.raises(FedplanError, match="--metrics-port"), serve_metrics(status, port):
             pass
     assert [health[0] for health, _ in seen] == [200, 200, 200]
     rounds = [samples(page)["fedplan_round", ()] for _, (_, page) in seen]
@@ -264,15 +272,15 @@ def test_metrics_and_health_are_answered_while_a_run_goes_on(here: Path) -> None
 def test_a_driver_that_gets_no_further_is_not_well(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, clock = Status(Path("out")), [time.monotonic()]
+    status, clock = StatusReporter(Path("out")), [time.monotonic()]
     rounds = Simulation(read_study(Path("study.toml")), Path("out"), status=status).rounds()
     next(rounds)
     assert status.healthy
-    patience = Patience()
+    patience = Timeouts()
     monkeypatch.setattr("fedplan.federation.status.time.monotonic", lambda: clock[0])
-    clock[0] += patience.answers + patience.sites + 60
+    clock[0] += patience.updates + patience.sites + 60
     assert not status.healthy
-    status.site("client-00", SiteState.AWAY)
+    status.set_site_state("client-00", SiteState.AWAY)
     assert not status.healthy
     next(rounds)
     assert status.healthy
@@ -288,27 +296,27 @@ def test_a_certificate_that_ends_within_thirty_days_is_told(
     tmp_path: Path, days: int, told: list[str]
 ) -> None:
     make_keys(tmp_path / "fed", ["localhost"], [], days)
-    assert expiries(tmp_path / "fed").keys() == {"ca.crt", "server.crt"}
-    until = expiries(tmp_path / "fed")["server.crt"]
+    assert certificate_expiries(tmp_path / "fed").keys() == {"ca.crt", "server.crt"}
+    until = certificate_expiries(tmp_path / "fed")["server.crt"]
     assert abs(until - datetime.now(UTC) - timedelta(days=days)) < timedelta(days=1)
-    heard = list[Entry]()
-    tell_expiries(Status(None, [heard.append]), tmp_path / "fed")
+    heard = list[LogEntry]()
+    report_expiries(StatusReporter(None, [heard.append]), tmp_path / "fed")
     assert [each.text.split()[0] for each in heard] == told
-    assert {each.event for each in heard} <= TOLD
-    assert expiries(tmp_path) == {}
+    assert {each.event for each in heard} <= SENT_EVENTS
+    assert certificate_expiries(tmp_path) == {}
     (tmp_path / "fed/ca.crt").write_text("nothing")
-    tell_expiries(Status(None, [heard.append]), tmp_path / "fed")
-    assert "cannot be read" in heard[-1].text
+    report_expiries(StatusReporter(None, [heard.append]), tmp_path / "fed")
+    assert "cannot read" in heard[-1].text
 
 
 def test_a_site_in_trouble_is_told_once(tmp_path: Path) -> None:
-    heard = list[Entry]()
-    status = Status(tmp_path, [heard.append])
+    heard = list[LogEntry]()
+    status = StatusReporter(tmp_path, [heard.append])
     for _ in range(3):
-        status.site("north", SiteState.FAILED, "failed: disk")
-    status.site("north", SiteState.AWAY)
+        status.set_site_state("north", SiteState.FAILED, "failed: disk")
+    status.set_site_state("north", SiteState.AWAY)
     assert [(each.event, each.site) for each in heard] == [
         ("site failed", "north"),
         ("site away", "north"),
     ]
-    assert status.now.sites["north"].fault == "away"
+    assert status.current.sites["north"].fault == "away"

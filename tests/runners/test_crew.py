@@ -23,13 +23,14 @@ from often import AT_NIGHT
 from torch import Tensor
 
 import fedplan as fp
-from fedplan.federation.aggregation import HeldSum, PlainSum, PrivateSum
-from fedplan.federation.status import Status
-from fedplan.runners.crews.player import BEGIN
-from fedplan.runners.crews.pool import Processes
-from fedplan.runners.crews.workers import Workers, workers_of
+from fedplan.federation.aggregation import BufferedAggregator, MeanAggregator
+from fedplan.federation.client_dp import ClientDPAggregator
+from fedplan.federation.status import StatusReporter
+from fedplan.runners.executors.config import PoolConfig, make_pool_config
+from fedplan.runners.executors.process_transport import ProcessTransport
+from fedplan.runners.executors.worker import BEGIN
 from fedplan.runners.simulation import Simulation
-from fedplan.storage.journal import home_of
+from fedplan.storage.journal import client_state_folder
 
 Patch = pytest.MonkeyPatch
 DAY = ("fedavg", "homes", "scaffold", "polls", "private", "sites")
@@ -48,19 +49,19 @@ def test_any_number_of_workers_that_die_at_any_time_leave_the_same_files(
     begun = Begun(study_with(name), here)
     expected, died = files(begun.alone()), 0
     for count, deaths in ((1, 0), (3, 4)) if AT_NIGHT else ((2, 2),):
-        hands = Here(count, deaths, seed=count)
-        assert files(begun.by(hands, f"by-{count}", monkeypatch)) == expected
-        died += hands.died
+        transport = Here(count, deaths, seed=count)
+        assert files(begun.by(transport, f"by-{count}", monkeypatch)) == expected
+        died += transport.died
     assert died
 
 
-class Resident(Processes):
+class Resident(ProcessTransport):
     """Processes that outlive a run: the next one begins anew in them."""
 
     answers = 0
 
-    def heard(self, seconds: float) -> Any:
-        found = super().heard(seconds)
+    def receive(self, timeout: float) -> Any:
+        found = super().receive(timeout)
         self.answers += len([each for _, each in found if each is not None])
         return found
 
@@ -80,22 +81,22 @@ class Resident(Processes):
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Resident]:
-    hands = Resident(2)
-    yield hands
-    hands.end()
+    transport = Resident(2)
+    yield transport
+    transport.end()
 
 
-def kill(hands: Resident, stop: threading.Event, kills: int, seed: int) -> list[int]:
+def kill(transport: Resident, stop: threading.Event, kills: int, seed: int) -> list[int]:
     """Kill workers at random moments, until so many are dead; somebody answers in between."""
     draw, dead = random.Random(seed), list[int]()
     while len(dead) < kills and not stop.wait(draw.uniform(0.0, 0.4)):
-        pids = [pid for pid in hands.pids.values() if pid not in dead]
+        pids = [pid for pid in transport.pids.values() if pid not in dead]
         if pids:
             dead.append(draw.choice(pids))
             os.kill(dead[-1], signal.SIGKILL)
-            before = hands.answers
+            before = transport.answers
             stop.wait(draw.uniform(0.5, 4.0))
-            while hands.answers == before and not stop.wait(0.1):
+            while transport.answers == before and not stop.wait(0.1):
                 pass
     return dead
 
@@ -114,7 +115,7 @@ def test_processes_leave_the_same_files(
 def test_processes_that_are_killed_leave_the_same_files(
     kills: int, here: Path, monkeypatch: Patch, pool: Resident
 ) -> None:
-    study = study_with("homes", train={"rounds": 3 * kills, "batch": 1})
+    study = study_with("homes", train={"rounds": 3 * kills, "batch_size": 1})
     begun, stop, dead = Begun(study, here), threading.Event(), list[int]()
     killer = threading.Thread(target=lambda: dead.extend(kill(pool, stop, kills, seed=kills)))
     killer.start()
@@ -133,10 +134,10 @@ def test_processes_that_are_killed_leave_the_same_files(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", ["homes", "scaffold", "private"])
 def test_actors_of_ray_leave_the_same_files(name: str, here: Path, monkeypatch: Patch) -> None:
-    from fedplan.runners.crews.actors import Actors
+    from fedplan.runners.executors.ray_transport import RayTransport
 
     begun = Begun(study_with(name), here)
-    assert files(begun.by(Actors(2), "ray", monkeypatch)) == files(begun.alone())
+    assert files(begun.by(RayTransport(2), "ray", monkeypatch)) == files(begun.alone())
 
 
 @pytest.mark.nightly
@@ -146,21 +147,21 @@ def test_actors_of_ray_leave_the_same_files(name: str, here: Path, monkeypatch: 
 def test_actors_that_are_killed_leave_the_same_files(here: Path, monkeypatch: Patch) -> None:
     import ray
 
-    from fedplan.runners.crews.actors import Actors
+    from fedplan.runners.executors.ray_transport import RayTransport
 
-    class Mortal(Actors):
+    class Mortal(RayTransport):
         left, drawn = 5, random.Random(0)
 
-        def heard(self, seconds: float) -> Any:
-            found = super().heard(seconds)
+        def receive(self, timeout: float) -> Any:
+            found = super().receive(timeout)
             if found and self.left and self.drawn.random() < 0.3:
                 self.left -= 1
                 ray.kill(self._actors[self.drawn.randrange(self.count)])
             return found
 
-    begun, hands = Begun(study_with("homes"), here), Mortal(2)
-    assert files(begun.by(hands, "ray", monkeypatch)) == files(begun.alone())
-    assert not hands.left
+    begun, transport = Begun(study_with("homes"), here), Mortal(2)
+    assert files(begun.by(transport, "ray", monkeypatch)) == files(begun.alone())
+    assert not transport.left
 
 
 @pytest.mark.nightly
@@ -176,9 +177,13 @@ def test_a_command_runs_by_workers_and_goes_on_by_others(here: Path) -> None:
 
 
 def test_a_masked_sum_has_no_parts_and_is_refused_before_anything_is_written(here: Path) -> None:
-    masked = ("--set", "aggregation.kind='masked'", "--set", "clients.share=1.0")
+    masked = ("--set", "aggregation.kind='secure'", "--set", "clients.fraction=1.0")
     code, said = run("run", "study.toml", "--output", "a", "--runner", "pool", *masked)
-    assert code == 2 and "a masked sum has none: --runner local" in " ".join(said.split()), said
+    assert (
+        code == 2
+        and "secure aggregation has no partial sums for workers; use --runner local"
+        in " ".join(said.split())
+    ), said
     assert not (here / "a").exists()
 
 
@@ -186,8 +191,8 @@ def test_updates_that_leave_no_room_are_taken_in_the_order_of_the_clients(
     here: Path, monkeypatch: Patch
 ) -> None:
     """Who comes last has no room, whoever is played last."""
-    monkeypatch.setattr("fedplan.tensors.sums.LARGEST_SUM", 2**52)
-    begun = Begun(study_with("fedavg", clients={"share": 1.0}), here)
+    monkeypatch.setattr("fedplan.tensors.sums.MAX_SUM_STEPS", 2**52)
+    begun = Begun(study_with("fedavg", clients={"fraction": 1.0}), here)
     alone = begun.alone()
     rejected = [json.loads(line).get("rejected") for line in ledger(alone)]
     assert any(rejected) and any(json.loads(line).get("counted") for line in ledger(alone))
@@ -200,35 +205,39 @@ def ledger(folder: Path) -> list[str]:
 
 def test_a_client_that_always_kills_its_worker_is_named(here: Path, monkeypatch: Patch) -> None:
     class Deadly(Here):
-        def heard(self, seconds: float) -> Any:
+        def receive(self, timeout: float) -> Any:
             number, words, _ = self.asked[0]
             if json.loads(words).get("client") == "client-02":
                 self.asked = [each for each in self.asked if each[0] != number]
                 return [(number, None)]
-            return super().heard(seconds)
+            return super().receive(timeout)
 
-    begun = Begun(study_with("fedavg", clients={"share": 1.0}), here)
-    with pytest.raises(fp.FedplanError, match=r"died 6 times while it played 'client-02'.*memory"):
+    begun = Begun(study_with("fedavg", clients={"fraction": 1.0}), here)
+    with pytest.raises(
+        fp.FedplanError, match=r"died 6 times while it ran client 'client-02'.*memory"
+    ):
         begun.by(Deadly(1), "one", monkeypatch)
 
 
 def test_a_worker_that_always_dies_of_its_sum_ends_the_run(here: Path, monkeypatch: Patch) -> None:
     class Heavy(Here):
-        def heard(self, seconds: float) -> Any:
+        def receive(self, timeout: float) -> Any:
             if any(b'"do": "sum"' in words for _, words, _ in self.asked):
                 self.asked.clear()
                 return [(0, None)]
-            return super().heard(seconds)
+            return super().receive(timeout)
 
     begun = Begun(study_with("fedavg"), here)
-    with pytest.raises(fp.FedplanError, match=r"died 6 times with a sum .*fewer workers"):
+    with pytest.raises(
+        fp.FedplanError, match=r"died 6 times before it returned its sum.*fewer workers"
+    ):
         begun.by(Heavy(1), "one", monkeypatch)
 
 
 def test_an_error_of_a_worker_is_the_runs_and_names_the_client(
     here: Path, monkeypatch: Patch
 ) -> None:
-    begun = Begun(study_with("fedavg", clients={"share": 1.0}), here)
+    begun = Begun(study_with("fedavg", clients={"fraction": 1.0}), here)
 
     class Lost(Here):
         def send(self, number: int, said: Mapping[str, Any], shared: Any = None) -> None:
@@ -236,7 +245,9 @@ def test_an_error_of_a_worker_is_the_runs_and_names_the_client(
                 said = {**said, "run": "0" * 16}
             super().send(number, said, shared)
 
-    with pytest.raises(fp.FedplanError, match=r"client 'client-0\d'.* is asked in run '0000"):
+    with pytest.raises(
+        fp.FedplanError, match=r"client 'client-0\d'.* is in run .* and the request is of '0000"
+    ):
         begun.by(Lost(2), "two", monkeypatch)
 
 
@@ -244,12 +255,12 @@ def test_a_worker_that_built_something_else_is_refused(here: Path, monkeypatch: 
     class Other(Here):
         def send(self, number: int, said: Mapping[str, Any], shared: Any = None) -> None:
             if said["do"] == BEGIN:
-                study = {**said["study"], "train": {**said["study"]["train"], "rate": 0.5}}
+                study = {**said["study"], "train": {**said["study"]["train"], "lr": 0.5}}
                 said = {**said, "study": study}
             super().send(number, said, shared)
 
     begun = Begun(study_with("fedavg"), here)
-    with pytest.raises(fp.FedplanError, match="files differ from machine to machine"):
+    with pytest.raises(fp.FedplanError, match="files differ between machines"):
         begun.by(Other(2), "two", monkeypatch)
 
 
@@ -262,10 +273,10 @@ def test_the_longest_are_played_first(here: Path, monkeypatch: Patch) -> None:
                 order.append(said["client"])
             super().send(number, said, shared)
 
-    study = study_with("fedavg", clients={"share": 1.0}, train={"rounds": 1, "batch": 1})
+    study = study_with("fedavg", clients={"fraction": 1.0}, train={"rounds": 1, "batch_size": 1})
     begun = Begun(study, here)
     begun.by(Noted(2), "two", monkeypatch)
-    rows = {name: len(rows) for name, rows in Simulation(study, here / "x").shares.train.items()}
+    rows = {name: len(rows) for name, rows in Simulation(study, here / "x").data.train.items()}
     assert [rows[name] for name in order] == sorted(rows.values(), reverse=True)
 
 
@@ -277,26 +288,30 @@ def test_a_world_goes_once_and_only_what_changed(here: Path, monkeypatch: Patch)
             shared.append(set(tensors))
             return super().share(tensors)
 
-    begun = Begun(study_with("phases", evaluate={"attention": 0}), here)
+    begun = Begun(study_with("phases", evaluate={"attention_examples": 0}), here)
     folder = begun.by(Counted(3), "three", monkeypatch)
     moved = [set(line["moved"]) for line in map(json.loads, ledger(folder)) if "moved" in line]
     assert shared == moved  # before the first round all have the start
 
 
 def test_what_is_said_of_workers_fits(here: Path) -> None:
-    assert workers_of("local") is None and workers_of("pool", 2) == Workers("pool", 2)
-    assert workers_of("ray", gpus=0.5, address="ray://a:1") == Workers("ray", 0, 0.5, "ray://a:1")
+    assert make_pool_config("local") is None and make_pool_config("pool", 2) == PoolConfig(
+        "pool", 2
+    )
+    assert make_pool_config("ray", gpus=0.5, address="ray://a:1") == PoolConfig(
+        "ray", 0, 0.5, "ray://a:1"
+    )
     for words, said in (
-        (("local", 2), "workers is said, and the runner local has none"),
+        (("local", 2), "workers does not apply to runner local"),
         (("pool", 0), "workers is 0: give at least 1"),
         (("pool", 2, 1.0), "gpus_per_worker is for Ray"),
         (("pool", 2, 0.0, "auto"), "ray_address is for Ray"),
-        (("fast", 2), "the runner is 'fast': say local, pool or ray"),
+        (("fast", 2), "the runner is 'fast': use local, pool or ray"),
     ):
         with pytest.raises(fp.FedplanError, match=said):
-            workers_of(*words)  # type: ignore[arg-type]
+            make_pool_config(*words)  # type: ignore[arg-type]
     code, said = run("run", "study.toml", "--workers", "2")
-    assert code == 2 and "say pool or ray" in said.replace("\n", " ")
+    assert code == 2 and "use pool or ray" in said.replace("\n", " ")
     code, said = run("run", "study.toml", "--runner", "fast")
     assert code == 2 and "local, pool, ray or flower" in said.replace("\n", " ")
 
@@ -308,37 +323,37 @@ def test_objects_of_this_process_have_no_workers() -> None:
 
 
 def test_no_old_world_and_no_folder_of_the_idle_stays(here: Path) -> None:
-    study = study_with("fedavg", clients={"share": 0.2}, train={"rounds": 4, "batch": 8})
-    whole = Simulation(study, here / "run", status=Status())
+    study = study_with("fedavg", clients={"fraction": 0.2}, train={"rounds": 4, "batch_size": 8})
+    whole = Simulation(study, here / "run", status=StatusReporter())
     worlds = list[weakref.ref[Tensor]]()
     for _ in whole.rounds():
-        worlds.append(weakref.ref(next(iter(whole.federation.world.values.values()))))
+        worlds.append(weakref.ref(next(iter(whole.federation.global_state.values.values()))))
     gc.collect()
     assert [each() is not None for each in worlds[:-1]] == [False] * 3
     asked = {line["client"] for line in map(json.loads, ledger(here / "run")) if "client" in line}
-    there = {name for name in whole.shares.train if home_of(here / "run", name).exists()}
+    there = {name for name in whole.data.train if client_state_folder(here / "run", name).exists()}
     assert there == asked and len(asked) < 5
 
 
 def test_parts_of_a_sum_are_of_one_kind() -> None:
     """Else a worker's part would be merged into another kind of sum."""
-    from fedplan.federation.partial import merge
+    from fedplan.federation.partial_sums import merge_partial_sum
 
-    for kind in (PlainSum, HeldSum, PrivateSum):
+    for kind in (MeanAggregator, BufferedAggregator, ClientDPAggregator):
         total = object.__new__(kind)
-        with pytest.raises(fp.FedplanError, match="came to a"):
-            merge(total, {}, {"kind": "other"})
+        with pytest.raises(fp.FedplanError, match="cannot be merged into a"):
+            merge_partial_sum(total, {}, {"kind": "other"})
 
 
 def test_a_worker_ends_with_its_run(here: Path) -> None:
-    hands = Processes(1)
-    hands.start(0, {"do": BEGIN, "study": {}, "folder": str(here)})
-    pid = hands.pids[0]
+    transport = ProcessTransport(1)
+    transport.start(0, {"do": BEGIN, "study": {}, "folder": str(here)})
+    pid = transport.pids[0]
     deadline = time.monotonic() + 120
-    while not (heard := hands.heard(1.0)) and time.monotonic() < deadline:
+    while not (heard := transport.receive(1.0)) and time.monotonic() < deadline:
         pass
     ((_, answer),) = heard
-    assert answer is not None and "the study does not fit" in answer[1]["error"]
-    hands.close()
+    assert answer is not None and "invalid study file" in answer[1]["error"]
+    transport.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -19,14 +19,14 @@ from commands import STUDY, run
 from deployment import BIN, Deployment, free_ports
 from proxy import Proxy
 
-from fedplan.federation.endpoint import journal_in
-from fedplan.federation.identity import is_id
+from fedplan.federation.endpoint import open_journal
+from fedplan.federation.identity import is_run_id
 from fedplan.runners.flower.keys import make_site_keys
-from fedplan.runners.flower.node import QUIET
-from fedplan.runners.worker import folder_of
+from fedplan.runners.flower.supernode import FLOWER_ENVIRONMENT
+from fedplan.runners.site_runtime import site_study_folder
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.journal import Journal, home_of
-from fedplan.storage.lines import read_lines
+from fedplan.storage.journal import Journal, client_state_folder
+from fedplan.storage.json_lines import read_json_lines
 from fedplan.storage.store import Store
 from fedplan.studies.schema import read_study
 from fedplan.tensors.named import digests
@@ -42,9 +42,9 @@ MORE = {"client-01": '[traits]\nward = "a"\n'}
 OWN = 'plan = "chain(share(), when(after(1), freeze(query | key)), keep(head))"'
 DATA = """split = "train"
 test_split = "test"
-by = "dirichlet"
+partition = "dirichlet"
 alpha = 0.5
-clients = 3
+num_clients = 3
 """
 
 
@@ -60,15 +60,20 @@ def rows_of(here: Path) -> dict[str, Path]:
     return {name: here / f"{name}.npz" for name in SITES}
 
 
-def study_of(here: Path, plan: str, *, name: str = "", rounds: int = 5, more: str = "") -> str:
+def study_from_dict(
+    here: Path, plan: str, *, name: str = "", rounds: int = 5, more: str = ""
+) -> str:
     """The tiny study with a plan, a name and a length, of sites with rows of their own."""
     study = STUDY.replace(
-        'path = "digits.npz"\n' + DATA, 'by = "column"\ncolumn = "site"\nclients = 3\n'
+        'path = "digits.npz"\n' + DATA,
+        'partition = "column"\npartition_column = "site"\nnum_clients = 3\n',
     )
     names = f"names = {list(SITES)}\n{more}"
-    study = study.replace("dropped = 0.1", f'{names}\n[clients.traits.client-01]\nward = "a"')
-    study = study.replace("attention = 4", "personal = false").replace(OWN, PLANS[plan])
-    assert PLANS[plan] in study and "[data]\nby" in study
+    study = study.replace(
+        "dropout_fraction = 0.1", f'{names}\n[clients.traits.client-01]\nward = "a"'
+    )
+    study = study.replace("attention_examples = 4", "personal = false").replace(OWN, PLANS[plan])
+    assert PLANS[plan] in study and "[data]\npartition" in study
     name = name or plan
     return study.replace("rounds = 3", f"rounds = {rounds}").replace('"tiny"', f'"{name}"')
 
@@ -94,17 +99,17 @@ def homes(fed: Path, study: Path) -> dict[str, dict[str, str]]:
     """What each site of a deployment keeps, opened with its own key."""
     found = dict[str, dict[str, str]]()
     for name in SITES:
-        key = fed / "sites" / name / "home.key"
-        folder = folder_of(str(fed / "sites" / name / "home"), read_study(study), name)
-        seal = Encryption.from_file(key) if key.exists() else None
-        run = max((each for each in folder.iterdir() if is_id(each.name)), key=_changed)
-        found[name] = digests(journal_in(run, seal).home()[0])
+        key = fed / "sites" / name / "state.key"
+        folder = site_study_folder(str(fed / "sites" / name / "state"), read_study(study), name)
+        encryption = Encryption.from_file(key) if key.exists() else None
+        run = max((each for each in folder.iterdir() if is_run_id(each.name)), key=_changed)
+        found[name] = digests(open_journal(run, encryption).client_state()[0])
     return found
 
 
 def open_part(folder: Path) -> list[dict[str, object]]:
     """A ledger without the digests of what a client keeps: each site keys them by its own secret."""
-    lines = read_lines(folder / "ledger.jsonl")
+    lines = read_json_lines(folder / "ledger.jsonl")
     for line in [each for whole in lines for each in (whole, *whole.get("missed", ()))]:
         for which in ("before", "after") if "roles" in line else ():
             marks = [line[which][i : i + 16] for i in range(0, len(line[which]), 16)]
@@ -116,7 +121,7 @@ def open_part(folder: Path) -> list[dict[str, object]]:
 def require_same(out: Path, expected: Path) -> None:
     """A run has the world and the ledger of another, and both are in order."""
     assert open_part(out) == open_part(expected)
-    one, other = (Store(folder / "world").read() for folder in (out, expected))
+    one, other = (Store(folder / "global").read_newest() for folder in (out, expected))
     assert one is not None and other is not None
     assert digests(one.tensors) == digests(other.tensors)
 
@@ -124,7 +129,9 @@ def require_same(out: Path, expected: Path) -> None:
 def require_same_homes(fed: Path, here: Path, name: str) -> None:
     kept = homes(fed, here / f"{name}.toml")
     for site in SITES:
-        assert kept[site] == digests(Journal(home_of(here / "whole" / name, site)).home()[0])
+        assert kept[site] == digests(
+            Journal(client_state_folder(here / "whole" / name, site)).client_state()[0]
+        )
 
 
 PYPROJECT = """[project]
@@ -142,11 +149,11 @@ clientapp = "app:client"
 folder = "run"
 """
 APP = """from pathlib import Path
-from fedplan.runners.flower.apps import client_of, server_of
+from fedplan.runners.flower.apps import study_client_app, study_server_app
 
 STUDY = Path(__file__).parent / "study.toml"
-client = client_of(STUDY)
-server = server_of(STUDY)
+client = study_client_app(STUDY)
+server = study_server_app(STUDY)
 """
 
 
@@ -160,7 +167,12 @@ def simulated(here: Path) -> Iterator[Callable[[str, str], Path]]:
         "options.num-supernodes = 3\noptions.backend.client-resources.num-cpus = 1\n"
         "options.backend.init-args.num-cpus = 2\n"
     )
-    env = {**os.environ, **QUIET, "FLWR_HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
+    env = {
+        **os.environ,
+        **FLOWER_ENVIRONMENT,
+        "FLWR_HOME": str(home),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     env |= {"PATH": f"{BIN}:{os.environ['PATH']}", "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(port)}
 
     def simulate(study: str, name: str) -> Path:
@@ -197,13 +209,13 @@ def test_one_process_and_three_sites_with_tls_have_the_same_bits(
 ) -> None:
     with Deployment(here / "fed", SITES, rows_of(here), more=MORE) as deployed:
         for name in plans:
-            study = study_of(here, name, rounds=3)
+            study = study_from_dict(here, name, rounds=3)
             expected = whole(here, study, name)
             out = deployed.run(study, name)
             require_same(out, expected)
             require_same_homes(here / "fed", here, name)
             assert run("verify", str(out))[0] == 0
-        code, told = run("egress", str(here / "fed/sites/client-01/home"))
+        code, told = run("egress", str(here / "fed/sites/client-01/state"))
     assert code == 0 and f"client-01 in {plans[0]}/0" in told and "agreed to chain(" in told
 
 
@@ -213,7 +225,7 @@ def test_one_process_and_flowers_simulation_have_the_same_bits(
     name: str, here: Path, simulated: Callable[[str, str], Path]
 ) -> None:
     rows_of(here)
-    study = study_of(here, name)
+    study = study_from_dict(here, name)
     require_same(simulated(study, name), whole(here, study, name))
 
 
@@ -249,7 +261,7 @@ class Killer(threading.Thread):
 def test_what_is_killed_does_not_change_a_bit(
     victims: list[str], count: int, rounds: int, here: Path
 ) -> None:
-    study = study_of(here, "fedper", rounds=rounds)
+    study = study_from_dict(here, "fedper", rounds=rounds)
     rows, expected = rows_of(here), whole(here, study, "fedper")
     with Deployment(here / "fed", SITES, rows, more=MORE) as deployed:
         begun = deployed.begin(study, "run")
@@ -266,7 +278,7 @@ def test_what_is_killed_does_not_change_a_bit(
 @pytest.mark.nightly
 def test_a_server_that_is_killed_goes_on_when_it_is_started_again(here: Path) -> None:
     """Six times, at random moments: what drives a run is started again, as its unit does."""
-    study = study_of(here, "fedper", rounds=12)
+    study = study_from_dict(here, "fedper", rounds=12)
     rows, draw = rows_of(here), random.Random(5)
     expected = whole(here, study, "fedper")
     with Deployment(here / "fed", SITES, rows, more=MORE) as deployed:
@@ -286,7 +298,7 @@ def test_a_server_that_is_killed_goes_on_when_it_is_started_again(here: Path) ->
 def test_while_the_superlink_is_gone_a_run_says_so_and_stops_when_it_is_asked_to(
     here: Path,
 ) -> None:
-    study = study_of(here, "fedper", rounds=50)
+    study = study_from_dict(here, "fedper", rounds=50)
     with Deployment(here / "fed", SITES, rows_of(here), more=MORE) as deployed:
         begun = deployed.begin(study, "run")
         until_round(here / "fed/run/ledger.jsonl", 1)
@@ -302,7 +314,7 @@ def test_while_the_superlink_is_gone_a_run_says_so_and_stops_when_it_is_asked_to
 
 @pytest.mark.nightly
 def test_a_line_that_cuts_delays_and_corrupts_does_not_change_a_bit(here: Path) -> None:
-    study = study_of(here, "fedper", rounds=8)
+    study = study_from_dict(here, "fedper", rounds=8)
     rows, expected = rows_of(here), whole(here, study, "fedper")
     proxies = list[Proxy]()
 
@@ -329,8 +341,8 @@ def test_a_line_that_cuts_delays_and_corrupts_does_not_change_a_bit(here: Path) 
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", ["gone", "hung"])
 def test_a_site_that_is_away_or_hangs_does_not_hold_the_others(how: str, here: Path) -> None:
-    study = study_of(here, "fedper", rounds=6, more="quorum = 2")
-    study += "\n[patience]\nanswers = 25.0\nabsent = 5.0\n"
+    study = study_from_dict(here, "fedper", rounds=6, more="min_updates = 2")
+    study += "\n[timeouts]\nupdates = 25.0\nreconnect = 5.0\n"
     with Deployment(here / "fed", SITES, rows_of(here), more=MORE) as deployed:
         begun = deployed.begin(study, "run")
         ledger = here / "fed/run/ledger.jsonl"
@@ -347,7 +359,7 @@ def test_a_site_that_is_away_or_hangs_does_not_hold_the_others(how: str, here: P
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
         out = deployed.finish(begun, "run", seconds=900)
-    rounds = [line for line in read_lines(out / "ledger.jsonl") if "moved" in line]
+    rounds = [line for line in read_json_lines(out / "ledger.jsonl") if "moved" in line]
     missed = [line["round"] for line in rounds if "client-01" in line["rejected"]]
     assert len(rounds) == 6 and missed and missed[0] >= 2
     assert all(line["counted"].count("client-00") == 1 for line in rounds)
@@ -370,23 +382,25 @@ def until_round(ledger: Path, number: int, seconds: float = 300.0) -> None:
 
 @pytest.mark.nightly
 def test_masked_sums_of_three_sites_with_tls_have_the_bits_of_the_plain_sum(here: Path) -> None:
-    masked = '\n[aggregation]\nkind = "masked"\nthreshold = 2\n'
+    masked = '\n[aggregation]\nkind = "secure"\nthreshold = 2\n'
     fed = Deployment(here / "fed", SITES, rows_of(here), more=MORE)
     give_peers(here / "fed")
     with fed as deployed:
         for name in ("fedavg", "fedper"):
-            study = study_of(here, name, rounds=2)
+            study = study_from_dict(here, name, rounds=2)
             expected = whole(here, study, name)
             out = deployed.run(study + masked, name)
-            one, other = (Store(folder / "world").read() for folder in (out, expected))
+            one, other = (Store(folder / "global").read_newest() for folder in (out, expected))
             assert one is not None and other is not None
             assert digests(one.tensors) == digests(other.tensors)
             require_same_homes(here / "fed", here, name)
-            rounds = [line for line in read_lines(out / "ledger.jsonl") if line["kind"] == "round"]
+            rounds = [
+                line for line in read_json_lines(out / "ledger.jsonl") if line["kind"] == "round"
+            ]
             assert [line["masked"]["sites"] for line in rounds] == [SITES] * 2
             assert run("verify", str(out))[0] == 0
-        code, told = run("egress", str(here / "fed/sites/client-01/home"))
-    assert code == 0 and "under masks" in told
+        code, told = run("egress", str(here / "fed/sites/client-01/state"))
+    assert code == 0 and "securely aggregated" in told
 
 
 @pytest.mark.nightly
@@ -394,25 +408,25 @@ def test_sites_that_hide_themselves_each_pay_for_a_round_and_can_read_it(here: P
     """Noise in shares between real nodes: no plain run has its bits, since nobody knows its noise."""
     said = """
 [aggregation]
-kind = "masked"
+kind = "secure"
 threshold = 3
 [privacy]
 unit = "client"
 epsilon = 900.0
-clip = 0.5
-noise = 1.0
+clipping_norm = 0.5
+noise_multiplier = 1.0
 """
     fed = Deployment(here / "fed", SITES, rows_of(here))
     give_peers(here / "fed")
     with fed as deployed:
-        out = deployed.run(study_of(here, "fedavg", rounds=2) + said, "run")
-        rounds = [line for line in read_lines(out / "ledger.jsonl") if line["kind"] == "round"]
+        out = deployed.run(study_from_dict(here, "fedavg", rounds=2) + said, "run")
+        rounds = [line for line in read_json_lines(out / "ledger.jsonl") if line["kind"] == "round"]
         assert [line["masked"]["sites"] for line in rounds] == [SITES] * 2
         assert not any(line["masked"]["closed"] for line in rounds), "each sum was opened"
         assert run("verify", str(out))[0] == 0
         for name in SITES:
-            code, told = run("egress", str(here / f"fed/sites/{name}/home"))
-            assert code == 0 and "under masks" in told and "epsilon" in told, told
+            code, told = run("egress", str(here / f"fed/sites/{name}/state"))
+            assert code == 0 and "securely aggregated" in told and "epsilon" in told, told
 
 
 def give_peers(fed: Path) -> None:
@@ -423,4 +437,4 @@ def give_peers(fed: Path) -> None:
         make_site_keys(place)
         shutil.copy(place / "node.pub", fed / "peers" / f"{name}.pub")
         said = (place / "site.toml").read_text()
-        (place / "site.toml").write_text(f'peers = "{fed}/peers"\n{said}')
+        (place / "site.toml").write_text(f'peer_keys = "{fed}/peers"\n{said}')

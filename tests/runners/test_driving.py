@@ -20,28 +20,28 @@ from grids import InProcess
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
+from fedplan.federation.compatibility import local_versions
 from fedplan.federation.endpoint import Endpoint
-from fedplan.federation.patience import Patience
+from fedplan.federation.run_states import RunState, RunStatus, SiteState, ask_to_stop, read_status
 from fedplan.federation.server import Server
-from fedplan.federation.states import RunState, RunStatus, SiteState, ask_to_stop, read_status
-from fedplan.federation.status import Status
-from fedplan.federation.versions import own_versions
-from fedplan.methods.registry import method_named
+from fedplan.federation.status import StatusReporter
+from fedplan.federation.timeouts import Timeouts
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
-from fedplan.models.values import take
-from fedplan.runners.flower import executor
+from fedplan.models.values import get_values
+from fedplan.runners.flower import superexec
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.calls import Ended
-from fedplan.runners.flower.carrier import Carrier
-from fedplan.storage.journal import Journal, home_of
-from fedplan.storage.logs import Entry, read_log
+from fedplan.runners.flower.rpc import FlowerRunEnded
+from fedplan.runners.flower.server_loop import ServerLoop
+from fedplan.storage.journal import Journal, client_state_folder
+from fedplan.storage.logs import LogEntry, read_log
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
-from fedplan.tensors.serialization import packed
-from fedplan.training.fit import Pace
+from fedplan.tensors.serialization import pack_message
+from fedplan.training.fit import TrainConfig
 
 NAMES = ("client-0", "client-1", "client-2")
-SOON = Patience(sites=0.3, answers=0.2, absent=0.05, look=0.005)
+SOON = Timeouts(sites=0.3, updates=0.2, reconnect=0.05, poll_interval=0.005)
 ROUNDS = 3
 
 Say = Callable[[str, str], str]
@@ -52,15 +52,15 @@ class Driven:
     """A federation on a grid of one process, of which some are there."""
 
     def __init__(self, folder: Path, there: tuple[str, ...], say: Say = lambda *_: "") -> None:
-        self.folder, self.heard = folder, list[Entry]()
+        self.folder, self.heard = folder, list[LogEntry]()
         agreement = Agreement(
             "driven",
             describe(zoo.build("bert")),
-            method_named("fedavg"),
-            Pace(batch=2, steps=1),
+            method_by_name("fedavg"),
+            TrainConfig(batch_size=2, steps=1),
             start="one",
         )
-        start = take(zoo.build("bert"), agreement.params)
+        start = get_values(zoo.build("bert"), agreement.params)
         roster: dict[str, dict[str, str]] = {name: {} for name in NAMES}
         self.server = Server(agreement, start, folder, rounds=ROUNDS, roster=roster)
         sites = {name: self._endpoint(name) for name in there}
@@ -68,32 +68,32 @@ class Driven:
         def answer(context: Context, kind: str, message: Message) -> Message:
             name = str(context.node_config["name"])
             if code := say(name, kind):
-                return packed({}, {"client": name, code.split(":")[0]: code.split(":")[1]})
+                return pack_message({}, {"client": name, code.split(":")[0]: code.split(":")[1]})
             return sites[name].answer(kind, message)
 
         self.grid = InProcess(client_app(answer), [{"name": name} for name in there])
-        self.status = Status(folder, [self.heard.append])
+        self.status = StatusReporter(folder, [self.heard.append])
 
     def _endpoint(self, name: str) -> Endpoint:
         model = zoo.build("bert")
-        start = take(model, self.server.agreement.params)
-        journal = Journal(home_of(self.folder, name), replies=True)
+        start = get_values(model, self.server.agreement.params)
+        journal = Journal(client_state_folder(self.folder, name), keep_replies=True)
         rows = few("bert", 3)[name]
         site = Client(
             name=name,
-            rows=rows,
+            examples=rows,
             journal=journal,
             model=model,
             start=start,
-            marks=digests(start),
+            start_digests=digests(start),
             loss=loss,
         )
         return Endpoint(self.server.agreement, site, self.folder / "sites" / name)
 
-    def drive(self, quorum: int = 1, patience: Patience = SOON) -> RunStatus:
-        carrier = Carrier(self.grid, self.server, patience, quorum=quorum, status=self.status)
-        with self.status.driving(self.server, "driven", patience, rows=False):
-            carrier.carry()
+    def drive(self, quorum: int = 1, patience: Timeouts = SOON) -> RunStatus:
+        carrier = ServerLoop(self.grid, self.server, patience, quorum=quorum, status=self.status)
+        with self.status.track_run(self.server, "driven", patience, has_examples=False):
+            carrier.run()
         found = read_status(self.folder)
         assert found is not None
         return found
@@ -117,7 +117,7 @@ def test_each_site_is_told_as_it_is(tmp_path: Path) -> None:
     assert broken.state == SiteState.FAILED and broken.fault.startswith("failed: disk")
     assert (away.state, away.round) == (SiteState.NOT_COME, 0)
     turns = ["site asked", "site answered"] * ROUNDS
-    assert driven.events(NAMES[0]) == ["site greeted", "site there", *turns]
+    assert driven.events(NAMES[0]) == ["site greeted", "site connected", *turns]
     assert driven.events(NAMES[1]).count("site failed") == ROUNDS
     events = [entry.event for entry in read_log(tmp_path)]
     assert events[:2] == ["run begun", "run waiting for sites"] and events[-1] == "run done"
@@ -128,8 +128,8 @@ def test_a_site_with_other_packages_takes_part_and_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ends must have the wire alike; all else that differs an operator hears of."""
-    said = {**own_versions(), "fedplan": "99.0"}
-    monkeypatch.setattr("fedplan.federation.endpoint.own_versions", lambda: said)
+    said = {**local_versions(), "fedplan": "99.0"}
+    monkeypatch.setattr("fedplan.federation.endpoint.local_versions", lambda: said)
     driven = Driven(tmp_path, NAMES)
     assert driven.drive(quorum=3).state == RunState.DONE
     told = [each for each in driven.heard if each.event == "site versions"]
@@ -140,8 +140,8 @@ def test_a_site_with_other_packages_takes_part_and_is_told_once(
 def test_a_site_with_another_wire_is_not_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = {**own_versions(), "wire": "99"}
-    monkeypatch.setattr("fedplan.federation.endpoint.own_versions", lambda: said)
+    said = {**local_versions(), "wire": "99"}
+    monkeypatch.setattr("fedplan.federation.endpoint.local_versions", lambda: said)
     with pytest.raises(FedplanError, match="messages of version 99, and here they are"):
         Driven(tmp_path, NAMES).drive(quorum=3)
 
@@ -170,7 +170,7 @@ def test_while_the_link_is_in_trouble_a_run_says_so_and_can_be_stopped(
     monkeypatch.setattr(driven.grid, "pull_messages", down)
     found = driven.drive(patience=replace(SOON, sites=60.0))
     assert (found.state, found.round) == (RunState.STOPPED, 0) and "operator" in found.why
-    assert told[1:] == ["the SuperLink does not answer, and is asked again"] * 2
+    assert told[1:] == ["the SuperLink does not answer; trying again"] * 2
 
 
 def test_a_run_that_flower_ends_is_no_end_of_ours(
@@ -183,8 +183,11 @@ def test_a_run_that_flower_ends_is_no_end_of_ours(
         raise RunNotRunningException
 
     monkeypatch.setattr(driven.grid, "pull_messages", over)
-    with pytest.raises(Ended), driven.status.driving(driven.server, "driven", passing=Ended):
-        Carrier(driven.grid, driven.server, SOON, status=driven.status).carry()
+    with (
+        pytest.raises(FlowerRunEnded),
+        driven.status.track_run(driven.server, "driven", retried_errors=FlowerRunEnded),
+    ):
+        ServerLoop(driven.grid, driven.server, SOON, status=driven.status).run()
     found = read_status(tmp_path)
     assert found is not None and found.state not in (RunState.STOPPED, RunState.FAILED)
 
@@ -204,16 +207,18 @@ def test_a_run_without_enough_answers_has_failed_and_says_why(tmp_path: Path) ->
 
 
 def test_a_site_is_not_deaf_for_a_message_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "ASIDE", 0.0)
+    monkeypatch.setattr(superexec, "STALL_INTERVAL", 0.0)
     waits, asked = PullObjectResponse(object_found=True), PullObjectRequest()
     there = PullObjectResponse(object_found=True, object_available=True)
     over, tasks = threading.Event(), ["", "", "another"]
-    meanwhile = executor.Meanwhile(lambda: tasks.pop(0), over)
-    pull = meanwhile.pulled(lambda request: waits)
+    guard = superexec.StalledPullGuard(lambda: tasks.pop(0), over)
+    pull = guard.wrap(lambda request: waits)
     assert [pull(asked).object_found for _ in range(3)] == [True, True, False]
-    assert meanwhile.token == "another"
-    assert meanwhile.pulled(lambda request: there)(asked).object_available
+    assert guard.next_token == "another"
+    assert guard.wrap(lambda request: there)(asked).object_available
     over.set()
     assert (
-        not executor.Meanwhile(lambda: "", over).pulled(lambda request: waits)(asked).object_found
+        not superexec.StalledPullGuard(lambda: "", over)
+        .wrap(lambda request: waits)(asked)
+        .object_found
     )

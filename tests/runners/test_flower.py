@@ -23,63 +23,63 @@ from hypothesis import strategies as st
 from often import often
 from torch import nn
 
-from fedplan.audits.ledger import verify_lines
+from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
 from fedplan.federation import messages
 from fedplan.federation.account import Account, Limits
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client, guard_of
+from fedplan.federation.client import Client, make_example_guard
 from fedplan.federation.defence import Defence
-from fedplan.federation.egress import by_part, read_egress
+from fedplan.federation.egress_log import bytes_by_part, read_egress
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.identity import read_identity
 from fedplan.federation.messages import Request, Update
-from fedplan.federation.patience import Patience
-from fedplan.federation.rounds import Tally
+from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
+from fedplan.federation.timeouts import Timeouts
 from fedplan.language.parser import parse
 from fedplan.language.turn import Turn
 from fedplan.methods.method import Method
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.params import Block
-from fedplan.models.values import take
+from fedplan.models.values import get_values
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.calls import Calls
-from fedplan.runners.flower.carrier import Carrier, hello_of
-from fedplan.runners.flower.records import message_in, records_of
+from fedplan.runners.flower.records import from_records, to_records
+from fedplan.runners.flower.rpc import SiteRpc
+from fedplan.runners.flower.server_loop import ServerLoop, hello_message
 from fedplan.runners.local import Federation
-from fedplan.storage.journal import Journal, home_of
-from fedplan.storage.lines import read_lines
+from fedplan.storage.journal import Journal, client_state_folder
+from fedplan.storage.json_lines import read_json_lines
 from fedplan.tensors import serialization
 from fedplan.tensors.message import BrokenMessage, Message
 from fedplan.tensors.named import digests
 from fedplan.tensors.serialization import SerializationError
-from fedplan.training.fit import Pace
+from fedplan.training.fit import TrainConfig
 
-PACE = Pace(rate=1e-2, batch=2, steps=2)
+PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)
 ROUNDS = 5
 NAMES = ("client-0", "client-1", "client-2")
 METHODS: dict[str, Method] = {
-    "fedavg": method_named("fedavg"),
-    "fedper": method_named("fedper"),
-    "fedfrozen": method_named("fedfrozen", {"warmup": 2}),
-    "scaffold": method_named("scaffold"),
-    "together": method_named("safl", {"k": 1, "together": True}),
-    "fedex-lora": method_named("fedex-lora", {"rank": 2}),
+    "fedavg": method_by_name("fedavg"),
+    "fedper": method_by_name("fedper"),
+    "fedfrozen": method_by_name("fedfrozen", {"warmup": 2}),
+    "scaffold": method_by_name("scaffold"),
+    "together": method_by_name("safl", {"k": 1, "joint_choice": True}),
+    "fedex-lora": method_by_name("fedex-lora", {"rank": 2}),
     "parts": Method(
         parse('chain(freeze(), by("site", {"a": share(blocks(0))}, share(blocks(1))))')
     ),
 }
-HIDDEN = {name: method_named("safl", {"k": 1, "together": True}) for name in GUARANTEES}
+HIDDEN = {name: method_by_name("safl", {"k": 1, "joint_choice": True}) for name in GUARANTEES}
 PARTS = 'chain(freeze(), by("site", {"a": share(blocks(0))}, share(blocks(0) | blocks(1))))'
 GUARDED = {"ruled": Method(parse(PARTS)), "bounded": Method(parse(PARTS))}
 DEFENCES = {
-    "ruled": Defence(rule="trimmed-mean", change_bound=1.01),
-    "bounded": Defence(share_cap=0.4, change_bound=1.01),
+    "ruled": Defence(rule="trimmed-mean", max_norm_ratio=1.01),
+    "bounded": Defence(max_weight_fraction=0.4, max_norm_ratio=1.01),
 }
 TRAITS = {"client-1": {"site": "a"}}
-SOON = Patience(sites=2.0, answers=60.0, absent=1.0, look=0.01)
+SOON = Timeouts(sites=2.0, updates=60.0, reconnect=1.0, poll_interval=0.01)
 
 
 def model_of(made: Method) -> nn.Module:
@@ -88,7 +88,7 @@ def model_of(made: Method) -> nn.Module:
     return made.adapt(zoo.build("bert")) if made.adapt else zoo.build("bert")
 
 
-def agreement_of(made: Method) -> Agreement:
+def make_agreement(made: Method) -> Agreement:
     guarantee = next((GUARANTEES[name] for name, each in HIDDEN.items() if each is made), None)
     defence = next((DEFENCES[name] for name, each in GUARDED.items() if each is made), Defence())
     run, params = RUN if guarantee else "", describe(model_of(made))
@@ -100,20 +100,20 @@ def endpoint(
 ) -> Endpoint:
     """A site with a model, a disk and rows of its own, in the run of its folder."""
     run = run or read_identity(folder).id
-    agreement, model = replace(agreement_of(made), run=run), model_of(made)
-    start = take(model, agreement.params)
+    agreement, model = replace(make_agreement(made), run=run), model_of(made)
+    start = get_values(model, agreement.params)
     know_secrets(folder, NAMES)
     account = Account(folder / "privacy" / name, limits)
     site = Client(
         name=name,
-        rows=few("bert", 3)[name],
-        journal=Journal(home_of(folder, name), replies=True),
+        examples=few("bert", 3)[name],
+        journal=Journal(client_state_folder(folder, name), keep_replies=True),
         model=model,
         start=start,
-        marks=digests(start),
+        start_digests=digests(start),
         loss=loss,
         traits=TRAITS.get(name, {}),
-        guard=guard_of(agreement, account.folder, account),
+        guard=make_example_guard(agreement, account.folder, account),
         account=account,
     )
     return Endpoint(agreement, site, folder / "sites" / name)
@@ -124,8 +124,8 @@ class Run:
 
     def __init__(self, made: Method, folder: Path, **limits: Limits) -> None:
         self.folder, self.made = folder, made
-        start = take(model_of(made), agreement_of(made).params)
-        agreement = agreement_of(made)
+        start = get_values(model_of(made), make_agreement(made).params)
+        agreement = make_agreement(made)
         # Traits of clients that are hidden stand in the study; others tell theirs.
         public = agreement.guarantee is not None and agreement.guarantee.unit == "client"
         roster = {name: TRAITS.get(name, {}) if public else {} for name in NAMES}
@@ -141,26 +141,26 @@ class Run:
     def answer(self, context: Context, kind: str, message: Message) -> Message:
         return self.endpoints[str(context.node_config["name"])].answer(kind, message)
 
-    def carry(self, patience: Patience | None = None, *, quorum: int = 1) -> Server:
-        Carrier(self.grid, self.server, patience or SOON, quorum=quorum).carry()
+    def carry(self, patience: Timeouts | None = None, *, quorum: int = 1) -> Server:
+        ServerLoop(self.grid, self.server, patience or SOON, quorum=quorum).run()
         return self.server
 
     def rounds(self) -> list[dict[str, Any]]:
-        return [x for x in read_lines(self.folder / "ledger.jsonl") if "moved" in x]
+        return [x for x in read_json_lines(self.folder / "ledger.jsonl") if "moved" in x]
 
     def clean(self) -> bool:
-        lines = read_lines(self.folder / "ledger.jsonl")
-        return verify_lines(self.server.agreement, lines) == []
+        lines = read_json_lines(self.folder / "ledger.jsonl")
+        return verify_ledger(self.server.agreement, lines) == []
 
 
 def same(one: Run, other: Run) -> bool:
     """Whether two runs have the same world, ledger and homes, to the bit."""
     homes = (
-        [digests(run.endpoints[name].site.journal.home()[0]) for name in NAMES]
+        [digests(run.endpoints[name].site.journal.client_state()[0]) for name in NAMES]
         for run in (one, other)
     )
     ledgers = ((run.folder / "ledger.jsonl").read_bytes() for run in (one, other))
-    worlds = (digests(run.server.world.values) for run in (one, other))
+    worlds = (digests(run.server.global_state.values) for run in (one, other))
     return len(set(ledgers)) == 1 and next(worlds) == next(worlds) and next(homes) == next(homes)
 
 
@@ -168,11 +168,11 @@ def _after(server: Server, count: int) -> None:
     """Have a server end with its so-maniest answer in hand, uncounted."""
     left, calm = [count], server.take
 
-    def take(tally: Tally, update: Update, **more: bool) -> None:
+    def take(round_state: RoundState, update: Update, **more: bool) -> None:
         left[0] -= 1
         if not left[0]:
             raise KeyboardInterrupt
-        calm(tally, update, **more)
+        calm(round_state, update, **more)
 
     server.take = take  # type: ignore[method-assign]
 
@@ -200,15 +200,15 @@ def test_a_server_that_ends_in_a_round_goes_on_with_the_same_bits(
 
 @pytest.mark.parametrize("name", ["fedadam", "scaffold"])
 def test_rounds_can_be_added_with_the_same_bits(name: str, tmp_path: Path) -> None:
-    whole = Run(method_named(name), tmp_path / "whole")
+    whole = Run(method_by_name(name), tmp_path / "whole")
     whole.carry()
     for rounds in (1, ROUNDS):
-        parts = Run(method_named(name), tmp_path / "parts")
+        parts = Run(method_by_name(name), tmp_path / "parts")
         parts.server.rounds = rounds
         parts.carry()
     assert same(parts, whole) and parts.clean()
-    assert {k: digests(m) for k, m in parts.server.world.memory.items()} == {
-        k: digests(m) for k, m in whole.server.world.memory.items()
+    assert {k: digests(m) for k, m in parts.server.global_state.memory.items()} == {
+        k: digests(m) for k, m in whole.server.global_state.memory.items()
     }
 
 
@@ -223,7 +223,7 @@ class Failing(Run):
         if kind != "train" or context.node_config["name"] != self.name:
             return super().answer(context, kind, message)
         self.turns += 1
-        number = messages.request_of(message).turn.round if self.rounds_fail else self.turns
+        number = messages.read_request(message).turn.round if self.rounds_fail else self.turns
         fault = self.faults.get(number, "")
         if fault == "before":
             raise RuntimeError("killed before its turn")
@@ -253,9 +253,12 @@ def test_a_site_that_loses_its_cache_says_so_and_is_sent_all(tmp_path: Path) -> 
     whole.carry()
     run = Failing(METHODS["fedfrozen"], tmp_path / "lost", {3: "cache"}, "client-1")
     run.carry()
-    assert digests(run.server.world.values) == digests(whole.server.world.values) and run.clean()
-    lines = read_lines(tmp_path / "lost/ledger.jsonl")
-    told = [bool(line.get("anew")) for line in lines if line.get("client") == "client-1"]
+    assert (
+        digests(run.server.global_state.values) == digests(whole.server.global_state.values)
+        and run.clean()
+    )
+    lines = read_json_lines(tmp_path / "lost/ledger.jsonl")
+    told = [bool(line.get("full")) for line in lines if line.get("client") == "client-1"]
     assert told == [False, False, False, True, False]
 
 
@@ -264,27 +267,27 @@ def test_a_turn_that_is_never_heard_of_is_told_with_the_next(fault: str, tmp_pat
     run = Failing(METHODS["fedper"], tmp_path, {2: fault, 3: fault}, "client-1")
     run.rounds_fail = True
     run.carry(quorum=2)
-    assert run.server.world.round == ROUNDS and run.clean()
+    assert run.server.global_state.round == ROUNDS and run.clean()
     assert [sorted(x["rejected"]) for x in run.rounds()] == [[], ["client-1"], ["client-1"], [], []]
-    lines = [x for x in read_lines(tmp_path / "ledger.jsonl") if x.get("client") == "client-1"]
+    lines = [x for x in read_json_lines(tmp_path / "ledger.jsonl") if x.get("client") == "client-1"]
     missed = [m["round"] for line in lines for m in line.get("missed", ())]
     assert missed == ([] if fault == "before" else [2, 3])
 
 
 def test_a_site_stops_at_the_limits_it_has_set(tmp_path: Path) -> None:
-    most = sum(p.nbytes for p in agreement_of(METHODS["fedavg"]).movable)
+    most = sum(p.nbytes for p in make_agreement(METHODS["fedavg"]).exchanged)
     few_bytes = Limits(bytes=3 * most + 1)
     run = Run(METHODS["fedavg"], tmp_path, **{"1": Limits(rounds=2), "2": few_bytes})
-    run.carry(replace(SOON, answers=0.5), quorum=1)
+    run.carry(replace(SOON, updates=0.5), quorum=1)
     told = [x["rejected"] for x in run.rounds()]
     assert [sorted(x) for x in told] == [[], [], ["client-1"], *[["client-1", "client-2"]] * 2]
-    assert told[2]["client-1"].startswith("refused: limit-rounds (it has answered as often")
+    assert told[2]["client-1"].startswith("refused: limit-rounds (its limit of answers is reached")
     lines = read_egress(tmp_path / "sites/client-2")
-    assert sum(by_part(lines).values()) == sum(line["up"] for line in lines) == 3 * most
+    assert sum(bytes_by_part(lines).values()) == sum(line["up"] for line in lines) == 3 * most
 
 
 def test_a_site_stops_at_the_epsilon_it_has_set(tmp_path: Path) -> None:
-    cost = GUARANTEES["cloaked"].forecast(2)
+    cost = GUARANTEES["cloaked"].forecast_epsilon(2)
     low, none = Limits(epsilon=cost), Limits(epsilon=1.0)
     Run(HIDDEN["cloaked"], tmp_path / "a", **{"1": low}).carry()
     run = Run(HIDDEN["cloaked"], tmp_path / "a", **{"1": low})
@@ -302,7 +305,7 @@ def test_no_number_of_rows_is_in_any_message(name: str, tmp_path: Path) -> None:
     counts = dict(zip(NAMES, (123_457, 274_177, 380_299), strict=True))
     run, seen = Run(HIDDEN[name], tmp_path), list[bytes]()
     for client, count in counts.items():
-        run.endpoints[client].site.rows = Few("bert", 0, count)
+        run.endpoints[client].site.examples = Few("bert", 0, count)
 
     def answer(context: Context, kind: str, message: Message) -> Message:
         said = Run.answer(run, context, kind, message)
@@ -324,26 +327,31 @@ def test_the_same_bits_as_in_one_process(name: str, tmp_path: Path) -> None:
     for where in ("local", "flower"):
         know_secrets(tmp_path / where, NAMES)
     whole = Federation(
-        agreement_of(made),
+        make_agreement(made),
         model_of(made),
         few("bert", 3),
         loss,
         tmp_path / "local",
         rounds=ROUNDS,
         traits=TRAITS,
-        replies=True,
+        keep_replies=True,
     )
     for _ in range(ROUNDS):
-        whole.commit(whole.round())
+        whole.commit(whole.run_round())
     run = Run(made, tmp_path / "flower")
     server = run.carry()
-    assert digests(server.world.values) == digests(whole.world.values)
-    assert (server.world.choice, server.world.clip) == (whole.world.choice, whole.world.clip)
+    assert digests(server.global_state.values) == digests(whole.global_state.values)
+    assert (server.global_state.choice, server.global_state.clipping_norm) == (
+        whole.global_state.choice,
+        whole.global_state.clipping_norm,
+    )
     one, other = (tmp_path / where / "ledger.jsonl" for where in ("local", "flower"))
     assert one.read_bytes() == other.read_bytes()
     for client in NAMES:
         homes = (
-            Journal(home_of(tmp_path / where, client), replies=True).home()[0]
+            Journal(
+                client_state_folder(tmp_path / where, client), keep_replies=True
+            ).client_state()[0]
             for where in ("local", "flower")
         )
         first, second = map(digests, homes)
@@ -356,13 +364,13 @@ class Greedy(Server):
     def __init__(self, run: Run, change: Callable[[Request], Request]) -> None:
         start = next(iter(run.endpoints.values())).site.start
         roster = dict(run.server.roster)
-        super().__init__(agreement_of(run.made), start, run.folder, rounds=1, roster=roster)
+        super().__init__(make_agreement(run.made), start, run.folder, rounds=1, roster=roster)
         self.change = change
 
-    def begin(self) -> Tally:
-        tally = super().begin()
-        tally.cohort = {name: self.change(down) for name, down in tally.cohort.items()}
-        return tally
+    def begin_round(self) -> RoundState:
+        round_state = super().begin_round()
+        round_state.cohort = {name: self.change(down) for name, down in round_state.cohort.items()}
+        return round_state
 
 
 HEAD = "classifier.weight"
@@ -373,9 +381,12 @@ HEAD = "classifier.weight"
     [
         (lambda d: replace(d, values=d.values | {HEAD: torch.zeros(1)}), "refused: values"),
         (lambda d: replace(d, versions=d.versions | {HEAD: 1}), "refused: values"),
-        (lambda d: replace(d, agreed="another plan"), "both ends must run the same study"),
-        (lambda d: replace(d, name="flower/other/1/client-0"), "both ends must run"),
-        (lambda d: replace(d, turn=replace(d.turn, round=9)), "both ends must run"),
+        (
+            lambda d: replace(d, agreement_digest="another plan"),
+            "server and site must run the same one",
+        ),
+        (lambda d: replace(d, name="flower/other/1/client-0"), "server and site must run"),
+        (lambda d: replace(d, turn=replace(d.turn, round=9)), "server and site must run"),
         (
             lambda d: replace(d, values={k: v.double() for k, v in d.values.items()}),
             "refused: values",
@@ -388,7 +399,7 @@ def test_a_server_that_asks_for_more_is_refused(
     run = Run(METHODS["fedper"], tmp_path)
     run.server = Greedy(run, change)
     with pytest.raises(FedplanError, match=f"round 1 has 0 answers and needs 1: .*{words}"):
-        Carrier(run.grid, run.server, SOON).carry()
+        ServerLoop(run.grid, run.server, SOON).run()
     lines = [x for name in NAMES for x in read_egress(tmp_path / "sites" / name)]
     assert lines and not any(x["up"] for x in lines), "no bytes but the greeting have left"
 
@@ -396,13 +407,13 @@ def test_a_server_that_asks_for_more_is_refused(
 def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     held = endpoint(METHODS["fedavg"], tmp_path, "client-0", run="0" * 16)
     grid = InProcess(client_app(lambda _, kind, message: held.answer(kind, message)), [{}])
-    calls = Calls(
-        grid, ["client-0", "client-1"], replace(SOON, sites=1.0), hello_of("0" * 16, None)
+    calls = SiteRpc(
+        grid, ["client-0", "client-1"], replace(SOON, sites=1.0), hello_message("0" * 16, None)
     )
-    with pytest.raises(FedplanError, match="have not come: client-1"):
-        calls.gather(2)
-    calls.registered = lambda: ["client-0"]
-    calls.gather(1)  # who cannot come is not waited for
+    with pytest.raises(FedplanError, match="not connected: client-1"):
+        calls.wait_for_sites(2)
+    calls.registered_names = lambda: ["client-0"]
+    calls.wait_for_sites(1)  # who cannot come is not waited for
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64, torch.bool)
@@ -421,21 +432,24 @@ def test_what_is_wrapped_comes_out(
     shapes: dict[str, tuple[torch.dtype, list[int]]], size: int
 ) -> None:
     tensors = {name: torch.ones(shape).to(dtype) for name, (dtype, shape) in shapes.items()}
-    before, serialization.BUCKET = serialization.BUCKET, size
+    before, serialization.BLOB_BYTES = serialization.BLOB_BYTES, size
     try:
         scores = {Block("encoder", 3): 0.25}
         down = Request("r", "a", Turn(3, "c", "frozen", {"x": "y"}, scores), tensors, {"k": 2})
         update = Update("c", "r", "a", tensors, 7, {"weight": 7, "up": 1})
         for sent, found in (
-            (down, messages.request_of(message_in(records_of(messages.request_message(down))))),
-            (update, messages.update_of(message_in(records_of(messages.update_message(update))))),
+            (down, messages.read_request(from_records(to_records(messages.request_message(down))))),
+            (
+                update,
+                messages.read_update(from_records(to_records(messages.update_message(update)))),
+            ),
         ):
             assert found.values.keys() == sent.values.keys()
             for name, value in found.values.items():
                 assert value.dtype == tensors[name].dtype and torch.equal(value, tensors[name])
-        assert messages.request_of(messages.request_message(down)).turn == down.turn
+        assert messages.read_request(messages.request_message(down)).turn == down.turn
     finally:
-        serialization.BUCKET = before
+        serialization.BLOB_BYTES = before
 
 
 def test_another_apps_message_is_refused() -> None:
@@ -445,10 +459,10 @@ def test_another_apps_message_is_refused() -> None:
         RecordDict(),
         RecordDict({"arrays": ArrayRecord(), "header": ConfigRecord({"fedplan": 3})}),
         RecordDict({"arrays": ArrayRecord(), "header": ConfigRecord({"fedplan": b"no"})}),
-        records_of(messages.packed({}, {"client": 3})),
+        to_records(messages.pack_message({}, {"client": 3})),
     ):
         with pytest.raises((SerializationError, BrokenMessage)):
-            messages.update_of(message_in(records))
+            messages.read_update(from_records(records))
 
 
 def test_a_site_with_another_plan_model_or_run_ends_its_own_part_alone(tmp_path: Path) -> None:

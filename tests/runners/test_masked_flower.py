@@ -19,41 +19,41 @@ from often import first
 from rich.console import Console
 from torch import Tensor
 
-from fedplan.federation import masking
-from fedplan.federation.aggregation import Outcome
-from fedplan.federation.client import own_turn
-from fedplan.federation.docket import DOCKET
-from fedplan.federation.egress import read_egress
-from fedplan.federation.masked import MaskedSum
-from fedplan.federation.masking import Masking
-from fedplan.federation.messages import Refused, request_message, request_of
-from fedplan.federation.polls import poll
+from fedplan.federation import secagg_config
+from fedplan.federation.aggregation import AggregationResult
+from fedplan.federation.client import client_turn
+from fedplan.federation.egress_log import read_egress
+from fedplan.federation.layer_scoring import score_layers
+from fedplan.federation.messages import RequestRefused, read_request, request_message
+from fedplan.federation.secagg_aggregator import SecureAggregator
+from fedplan.federation.secagg_checkpoint import ROUND_CHECKPOINT
+from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.language.parser import parse
 from fedplan.language.plan import Role
 from fedplan.methods.method import Method
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
-from fedplan.reports.egress import told_of
-from fedplan.runners.peers import read_peers
+from fedplan.reports.egress_report import read_egress_report
+from fedplan.runners.peer_keys import read_peer_keys
 from fedplan.storage import failpoints
 from fedplan.storage.failpoints import POINTS, VARIABLE
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import digests, whole_digest
+from fedplan.tensors.named import digests, full_digest
 
 PARTS = 'chain(freeze(), by("site", {"a": share(blocks(0))}, share(blocks(0) | blocks(1))))'
-FEDAVG = method_named("fedavg")
+FEDAVG = method_by_name("fedavg")
 PARAMS = describe(model_of(FEDAVG))
 METHODS: dict[str, Method] = {
     "parts": Method(parse(PARTS)),
-    "together": method_named("safl", {"k": 1, "together": True}),
-    "fedper": method_named("fedper"),
-    "fedfrozen": method_named("fedfrozen", {"warmup": 2}),
-    "fedit": method_named("fedit", {"rank": 2}),
+    "together": method_by_name("safl", {"k": 1, "joint_choice": True}),
+    "fedper": method_by_name("fedper"),
+    "fedfrozen": method_by_name("fedfrozen", {"warmup": 2}),
+    "fedit": method_by_name("fedit", {"rank": 2}),
 }
 
 
 COUNTS = dict(zip(NAMES, (123_457, 274_177, 380_299), strict=True))
-STEPS = ("train", *masking.STEPS)
+STEPS = ("train", *secagg_config.SECAGG_STEPS)
 SERVER_POINTS = [point for point in POINTS if point.startswith("masking.")]
 
 
@@ -76,7 +76,7 @@ def lost(run: MaskedRun, name: str, step: str, number: int = 0) -> None:
     calm = run.answer
 
     def answer(site: str, kind: str, asked: Message) -> Message:
-        here = not number or run.server.world.round + 1 == number
+        here = not number or run.server.global_state.round + 1 == number
         if site == name and kind == step and here:
             raise RuntimeError("gone")
         return calm(site, kind, asked)
@@ -86,7 +86,7 @@ def lost(run: MaskedRun, name: str, step: str, number: int = 0) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> MaskedRun:
-    run = MaskedRun(FEDAVG, tmp_path_factory.mktemp("plain"), Masking(), rounds=1)
+    run = MaskedRun(FEDAVG, tmp_path_factory.mktemp("plain"), SecAggConfig(), rounds=1)
     run.carry()
     return run
 
@@ -96,7 +96,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> MaskedRun:
     """A masked round in which nothing goes wrong, of sites with counts that can be told."""
     run = MaskedRun(FEDAVG, tmp_path_factory.mktemp("calm"), rounds=1)
     for name, count in COUNTS.items():
-        run.endpoints[name].site.rows = Claimed(count)
+        run.endpoints[name].site.examples = Claimed(count)
     run.carry()
     return run
 
@@ -104,7 +104,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> MaskedRun:
 @pytest.fixture(scope="module")
 def fewer(tmp_path_factory: pytest.TempPathFactory) -> MaskedRun:
     """Of the first round, a plain run without one site."""
-    run = MaskedRun(FEDAVG, tmp_path_factory.mktemp("fewer"), Masking(), rounds=1)
+    run = MaskedRun(FEDAVG, tmp_path_factory.mktemp("fewer"), SecAggConfig(), rounds=1)
     lost(run, "client-1", "train")
     run.carry()
     return run
@@ -113,14 +113,14 @@ def fewer(tmp_path_factory: pytest.TempPathFactory) -> MaskedRun:
 @pytest.mark.parametrize("name", first(1, list(METHODS)))
 def test_the_same_bits_as_the_plain_sum(name: str, tmp_path: Path) -> None:
     made = METHODS[name]
-    plain = MaskedRun(made, tmp_path / "plain", Masking())
+    plain = MaskedRun(made, tmp_path / "plain", SecAggConfig())
     masked = MaskedRun(made, tmp_path / "masked")
     for run in (plain, masked):
         run.carry()
     told = {"threshold": 2, "sites": list(NAMES), "closed": {}}
     assert [x["masked"] for x in masked.rounds()] == [told] * 2
-    assert digests(masked.server.world.values) == digests(plain.server.world.values)
-    assert masked.server.world.drift == {}  # its squares would be opened beside its sums
+    assert digests(masked.server.global_state.values) == digests(plain.server.global_state.values)
+    assert masked.server.global_state.drift == {}  # its squares would be opened beside its sums
     assert masked.faults() == []
 
 
@@ -131,7 +131,7 @@ def test_a_poll_is_masked_and_its_sum_chooses_for_all(tmp_path: Path) -> None:
     def answer(site: str, kind: str, asked: Message) -> Message:
         if kind == "poll":
             own = run.endpoints[site]
-            polled[site] = list(poll(own.agreement, own.site, request_of(asked)).values())
+            polled[site] = list(score_layers(own.agreement, own.site, read_request(asked)).values())
         return calm(site, kind, asked)
 
     run.answer = answer
@@ -157,11 +157,11 @@ def test_a_site_that_drops_out_at_a_step_is_counted_if_its_words_have_come(
     lost(masked, "client-1", step)
     masked.carry()
     (line,) = masked.rounds()
-    there = step in (masking.CONSENT, masking.UNMASK)
+    there = step in (secagg_config.SIGNATURE_STEP, secagg_config.UNMASK_STEP)
     assert line["counted"] == list(NAMES if there else NAMES[::2])
     assert ("client-1" in line["rejected"]) != there and masked.faults() == []
-    world = digests(masked.server.world.values)
-    assert (world == digests(fewer.server.world.values)) != there
+    world = digests(masked.server.global_state.values)
+    assert (world == digests(fewer.server.global_state.values)) != there
     if there:
         assert line["moved"] == plain.rounds()[0]["moved"]
 
@@ -169,13 +169,13 @@ def test_a_site_that_drops_out_at_a_step_is_counted_if_its_words_have_come(
 def test_too_few_for_the_threshold_change_nothing_and_the_round_says_why(tmp_path: Path) -> None:
     run = MaskedRun(FEDAVG, tmp_path, rounds=2)
     for name in NAMES[:2]:
-        lost(run, name, masking.WORDS, 1)
-    before = digests(run.server.world.values)
+        lost(run, name, secagg_config.MASKED_INPUT_STEP, 1)
+    before = digests(run.server.global_state.values)
     run.carry()
     first, second = run.rounds()
     assert not first["counted"] and not first["moved"] and run.faults() == []
     assert "threshold is 2" in first["masked"]["closed"]["all"]
-    assert second["counted"] == list(NAMES) and digests(run.server.world.values) != before
+    assert second["counted"] == list(NAMES) and digests(run.server.global_state.values) != before
 
 
 @pytest.mark.parametrize("point", first(1, SERVER_POINTS[::-1]))
@@ -183,7 +183,7 @@ def test_a_server_killed_between_two_letters_closes_with_the_same_bits(
     point: str, tmp_path: Path, plain: MaskedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"{point}:raise@1")
-    failpoints.forget()
+    failpoints.reset_failpoints()
     killed = MaskedRun(FEDAVG, tmp_path, rounds=1)
     with pytest.raises(OSError, match="failpoint"):
         killed.carry()
@@ -192,8 +192,8 @@ def test_a_server_killed_between_two_letters_closes_with_the_same_bits(
     gc.collect()
     again = MaskedRun(FEDAVG, tmp_path, rounds=1)
     again.carry()
-    assert digests(again.server.world.values) == digests(plain.server.world.values)
-    assert again.faults() == [] and 'attempt": 1' in (tmp_path / DOCKET).read_text()
+    assert digests(again.server.global_state.values) == digests(plain.server.global_state.values)
+    assert again.faults() == [] and 'attempt": 1' in (tmp_path / ROUND_CHECKPOINT).read_text()
 
 
 @pytest.mark.parametrize("step", first(1, [*STEPS[2:], *STEPS[:2]]))
@@ -218,7 +218,7 @@ def test_a_site_killed_before_and_after_a_step_says_the_same_again(
 
     run.answer = answer
     run.carry()
-    assert digests(run.server.world.values) == digests(plain.server.world.values)
+    assert digests(run.server.global_state.values) == digests(plain.server.global_state.values)
     assert run.faults() == [] and times[step] > 2
 
 
@@ -229,7 +229,7 @@ def test_a_server_that_sends_one_site_another_model_is_refused(tmp_path: Path) -
 
     def answer(site: str, kind: str, asked: Message) -> Message:
         if site == "client-1" and kind == "train":
-            request = request_of(asked)
+            request = read_request(asked)
             key = min(request.values)
             other = request.values | {key: request.values[key] + 1}
             asked = request_message(replace(request, values=other))
@@ -239,7 +239,7 @@ def test_a_server_that_sends_one_site_another_model_is_refused(tmp_path: Path) -
     run.carry()
     (line,) = run.rounds()
     assert line["counted"] == [*NAMES[::2]]
-    assert "values that its plan does not" in line["rejected"]["client-1"]
+    assert "values that the plan does not" in line["rejected"]["client-1"]
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -255,16 +255,18 @@ def test_no_sum_is_of_an_update_that_was_made_of_other_values_than_all_start_fro
 
     def answer(site: str, kind: str, asked: Message) -> Message:
         if site == "client-1" and kind == "train" and not kept:
-            request, own = request_of(asked), run.endpoints[site]
-            roles = own.agreement.permitted(own_turn(own.site, request))
+            request, own = read_request(asked), run.endpoints[site]
+            roles = own.agreement.permitted(client_turn(own.site, request))
             shared = {p.key for p in roles if roles[p] is Role.SHARE}
             key = min(k for k in request.values.keys() - shared if "LayerNorm.weight" in k)
             dead = {key: torch.zeros_like(request.values[key])}
             assert request.values[key].any()  # else the lie would be the truth
-            marks = {key: whole_digest(dead[key])} if told else {}
-            lie = replace(request, values=request.values | dead, base=request.base | marks)
+            marks = {key: full_digest(dead[key])} if told else {}
+            lie = replace(
+                request, values=request.values | dead, base_digests=request.base_digests | marks
+            )
             calm(site, kind, request_message(lie))
-            kept.append(own.site.journal.answered(request.name))
+            kept.append(own.site.journal.reply_for(request.name))
         return calm(site, kind, asked)
 
     run.answer = answer
@@ -278,12 +280,16 @@ def test_a_world_that_stands_still_is_not_summed_again_without_one_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The difference of both sums would be what that site sent."""
-    close = MaskedSum.close
+    close = SecureAggregator.close
 
-    def held(total: MaskedSum) -> Outcome:
-        return Outcome({}, masked=close(total).masked) if total.number == 1 else close(total)
+    def held(total: SecureAggregator) -> AggregationResult:
+        return (
+            AggregationResult({}, masked=close(total).masked)
+            if total.round_number == 1
+            else close(total)
+        )
 
-    monkeypatch.setattr(MaskedSum, "close", held)
+    monkeypatch.setattr(SecureAggregator, "close", held)
     run = MaskedRun(FEDAVG, tmp_path, rounds=2)
     lost(run, "client-1", "train", 2)
     run.carry()
@@ -306,7 +312,7 @@ def test_another_run_from_the_same_start_is_not_summed_without_one_site(tmp_path
 
 def test_a_roster_with_a_site_that_the_study_does_not_ask_is_refused(tmp_path: Path) -> None:
     run = MaskedRun(FEDAVG, tmp_path, rounds=1)
-    masker = run.endpoints["client-0"].masker
+    masker = run.endpoints["client-0"].secagg_client
     assert masker is not None
     masker._cohort = lambda number: NAMES[:2]
     run.carry()
@@ -323,13 +329,13 @@ def test_each_name_has_a_file_and_a_key_of_its_own(tmp_path: Path) -> None:
 
     put("ada")
     bob = put("bob")
-    assert len(set(read_peers(tmp_path, ["ada", "bob"]).values())) == 2
+    assert len(set(read_peer_keys(tmp_path, ["ada", "bob"]).values())) == 2
     for alias in ("./bob", f"../{tmp_path.name}/bob", f"{tmp_path}/bob"):
-        with pytest.raises(Refused, match="is no node key"):
-            read_peers(tmp_path, ["ada", "bob", alias])
+        with pytest.raises(RequestRefused, match="is not a node key"):
+            read_peer_keys(tmp_path, ["ada", "bob", alias])
     (tmp_path / "eve.pub").write_bytes(bob)
-    with pytest.raises(Refused, match="one key for bob and eve"):
-        read_peers(tmp_path, ["ada", "bob", "eve"])
+    with pytest.raises(RequestRefused, match="one key for bob and eve"):
+        read_peer_keys(tmp_path, ["ada", "bob", "eve"])
 
 
 def test_no_message_and_no_file_of_the_server_tells_of_one_site(calm: MaskedRun) -> None:
@@ -347,14 +353,14 @@ def test_no_message_and_no_file_of_the_server_tells_of_one_site(calm: MaskedRun)
 def canaries(run: MaskedRun, name: str) -> list[bytes]:
     """Stretches of a site's update where it moved, as numbers and as steps, and its digests."""
     site = run.endpoints[name].site
-    found = site.journal.answered(run.server.agreement.request(1, name))
+    found = site.journal.reply_for(run.server.agreement.request_name(1, name))
     assert found is not None
     told = list[bytes]()
     for key, value in found[0].items():
-        moved = (value != site.seen[key]).flatten().nonzero().flatten()[:4]
+        moved = (value != site.received[key]).flatten().nonzero().flatten()[:4]
         if len(moved) == 4:
             some = value.flatten()[moved]
-            change = some.double() - site.seen[key].flatten()[moved].double()
+            change = some.double() - site.received[key].flatten()[moved].double()
             steps = [(each * 2**47).round().long() for each in (some.double(), change)]
             told += [each[:2].numpy().tobytes() for each in (some, *steps)]
             told.append(digests({key: value})[key].encode())
@@ -362,7 +368,7 @@ def canaries(run: MaskedRun, name: str) -> list[bytes]:
 
 
 def is_server(run: MaskedRun, file: Path) -> bool:
-    return file.relative_to(run.folder).parts[0] not in ("sites", "homes")
+    return file.relative_to(run.folder).parts[0] not in ("sites", "clients")
 
 
 def test_the_site_s_own_record_says_what_left_under_masks_and_with_whom(calm: MaskedRun) -> None:
@@ -370,18 +376,18 @@ def test_the_site_s_own_record_says_what_left_under_masks_and_with_whom(calm: Ma
     lines = [x for x in read_egress(place) if x["kind"] != "hello"]
     assert [x["kind"] for x in lines] == ["keys", "shares", "update", "consent", "unmasking"]
     assert [x.get("among", []) for x in lines] == [[], *[list(NAMES)] * 4]
-    most = sum(calm.server.agreement.up(p) for p in calm.server.agreement.movable)
+    most = sum(calm.server.agreement.upload_bytes(p) for p in calm.server.agreement.exchanged)
     assert lines[2]["up"] == most == 8 * sum(p.numel for p in PARAMS)
     assert all(line["up"] == 0 for line in lines if line["kind"] != "update")
     told = io.StringIO()
-    Console(file=told, width=200).print(*told_of(place))
-    assert "The parts left under masks" in told.getvalue()
+    Console(file=told, width=200).print(*read_egress_report(place))
+    assert "uploads were masked" in told.getvalue()
     assert f"rounds 1: {', '.join(NAMES)}" in told.getvalue()
 
 
 def test_a_site_without_the_keys_of_the_others_takes_no_part(tmp_path: Path) -> None:
     run = MaskedRun(FEDAVG, tmp_path, rounds=1)
-    run.endpoints["client-1"].masker = None
+    run.endpoints["client-1"].secagg_client = None
     run.carry(replace(SOON, sites=0.5))
     (line,) = run.rounds()
     assert line["counted"] == [*NAMES[::2]]

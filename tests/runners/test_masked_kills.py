@@ -15,8 +15,8 @@ import pytest
 from masked_runs import NAMES, MaskedRun
 from test_masked_flower import FEDAVG, SERVER_POINTS, STEPS
 
-from fedplan.federation.egress import read_egress
-from fedplan.federation.masking import Masking
+from fedplan.federation.egress_log import read_egress
+from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.storage import failpoints
 from fedplan.storage.failpoints import POINTS, VARIABLE
 from fedplan.tensors.message import Message
@@ -31,7 +31,7 @@ SITE_POINTS = [p for p in POINTS if p.startswith(("store.", "journal."))]
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> MaskedRun:
-    run = MaskedRun(FEDAVG, tmp_path_factory.mktemp("plain"), Masking(), rounds=1)
+    run = MaskedRun(FEDAVG, tmp_path_factory.mktemp("plain"), SecAggConfig(), rounds=1)
     run.carry()
     return run
 
@@ -75,7 +75,7 @@ def carried(folder: Path) -> None:
 
 def require_same(run: MaskedRun, plain: MaskedRun) -> None:
     """The bits of the plain sum, one attempt that was opened, and one answer of each site."""
-    assert digests(run.server.world.values) == digests(plain.server.world.values)
+    assert digests(run.server.global_state.values) == digests(plain.server.global_state.values)
     assert run.faults() == [] and run.rounds()[0]["counted"] == list(NAMES)
     for name in NAMES:
         lines = read_egress(run.folder / "sites" / name)
@@ -125,7 +125,7 @@ def test_a_site_killed_at_any_moment(seed: int, tmp_path: Path, plain: MaskedRun
 @pytest.mark.parametrize("point", SERVER_POINTS)
 def test_a_server_killed_at_every_point(point: str, tmp_path: Path, plain: MaskedRun) -> None:
     def work() -> None:
-        failpoints.forget()
+        failpoints.reset_failpoints()
         os.environ[VARIABLE] = f"{point}:kill@1"
         carried(tmp_path)
 
@@ -148,7 +148,7 @@ def test_a_site_killed_at_every_point(
             return calm(site, kind, asked)
 
         def work() -> None:
-            failpoints.forget()
+            failpoints.reset_failpoints()
             os.environ[VARIABLE] = f"{point}:kill@1"
             calm(site, kind, asked)
 

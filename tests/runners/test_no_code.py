@@ -17,15 +17,15 @@ from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
 from flwr.supercore.control import ControlHttpClient
-from test_deployment import MORE, SITES, require_same, rows_of, study_of, whole
+from test_deployment import MORE, SITES, require_same, rows_of, study_from_dict, whole
 
-from fedplan.federation.egress import read_egress
-from fedplan.runners.flower import link as links
-from fedplan.runners.flower.driver import taken
-from fedplan.runners.flower.executor import Door
-from fedplan.runners.flower.link import link_in
-from fedplan.runners.flower.records import message_in
-from fedplan.tensors.serialization import unpacked
+from fedplan.federation.egress_log import read_egress
+from fedplan.runners.flower import superlink as links
+from fedplan.runners.flower.records import from_records
+from fedplan.runners.flower.superexec import RuntimeApi
+from fedplan.runners.flower.superlink import read_superlink
+from fedplan.runners.flower.superlink_run import acquire_grid
+from fedplan.tensors.serialization import unpack_message
 
 EVIL = """
 from pathlib import Path
@@ -59,14 +59,14 @@ def test_a_run_with_code_of_its_own_is_refused_at_every_site(
     """By a user without a credential, and by one who has all that the operator has."""
     mark = here / "mark"
     with Deployment(here / "fed", SITES, rows_of(here), more=MORE) as deployed:
-        link = link_in(here / "fed/server")
+        link = read_superlink(here / "fed/server")
         require_closed(link)
         for name in SITES:
             require_node_closed(deployed, name)
         app = evil_app(here / "evil", mark)
         with monkeypatch.context() as patch:
             patch.setattr(links, "APP", app)
-            with taken(link) as grid:
+            with acquire_grid(link) as grid:
                 nodes = until_there(grid, len(SITES))
                 content = RecordDict({"arrays": ArrayRecord({}), "config": ConfigRecord({"x": 1})})
                 sent = [
@@ -77,16 +77,16 @@ def test_a_run_with_code_of_its_own_is_refused_at_every_site(
                 replies = list(grid.send_and_receive(sent, timeout=120))
         assert len(replies) == len(sent)
         for reply in replies:
-            values, said = unpacked(message_in(reply.content))
+            values, said = unpack_message(from_records(reply.content))
             assert (
                 not values and said.keys() == {"client", "failed"} and said["failed"] == "message"
             )
         for name in SITES:
-            lines = read_egress(here / "fed/sites" / name / "home")
+            lines = read_egress(here / "fed/sites" / name / "state")
             assert [line["code"] for line in lines] and {x["code"] for x in lines} == {"message"}
             assert all(line["server"] == "" or len(line["server"]) == 64 for line in lines)
         assert not mark.exists()
-        study = study_of(here, "fedper", rounds=2)
+        study = study_from_dict(here, "fedper", rounds=2)
         require_same(deployed.run(study, "run"), whole(here, study, "fedper"))
     assert not mark.exists()
 
@@ -99,7 +99,7 @@ def until_there(grid: Grid, count: int) -> list[int]:
     return found
 
 
-def require_closed(link: links.Link) -> None:
+def require_closed(link: links.SuperLink) -> None:
     """Without the operator's token and secret, nothing of the SuperLink answers."""
     ca = link.tls[0].read_bytes() if link.tls else None
     open_line = ControlHttpClient.from_server_address(link.address, link.tls is None, ca, [])
@@ -112,11 +112,11 @@ def require_closed(link: links.Link) -> None:
             call()
         assert told.value.response.status_code == 401
     open_line.close()
-    require_no_task(Door(link.address, link.tls[0] if link.tls else None))
+    require_no_task(RuntimeApi(link.address, link.tls[0] if link.tls else None))
 
 
-def require_no_task(door: Door) -> None:
-    line = door.asking()
+def require_no_task(door: RuntimeApi) -> None:
+    line = door.acquire_client()
     with pytest.raises(httpx.HTTPStatusError) as told:
         line.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
     assert told.value.response.status_code in (401, 403)
@@ -133,6 +133,6 @@ def require_node_closed(deployed: Deployment, name: str) -> None:
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     said = dict(pairwise(words))
     until_open(int(said["--port"]))
-    require_no_task(Door(f"127.0.0.1:{said['--port']}", Path(said["--ssl-ca-certfile"])))
+    require_no_task(RuntimeApi(f"127.0.0.1:{said['--port']}", Path(said["--ssl-ca-certfile"])))
     place = Path(said["--ssl-ca-certfile"]).parent
     assert place.stat().st_mode & 0o077 == 0

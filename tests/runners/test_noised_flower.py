@@ -20,24 +20,24 @@ from masked_runs import NAMES, MaskedRun
 from often import first
 from torch import Tensor
 
-from fedplan.federation import masking
+from fedplan.federation import secagg_config
 from fedplan.federation.account import Limits
-from fedplan.federation.docket import DOCKET
-from fedplan.federation.masked import ALL, VALUE
-from fedplan.federation.masker import Masker
-from fedplan.federation.messages import Refused
+from fedplan.federation.messages import RequestRefused
+from fedplan.federation.secagg_aggregator import VALUE_PREFIX, WHOLE_SUM
+from fedplan.federation.secagg_checkpoint import ROUND_CHECKPOINT
+from fedplan.federation.secagg_client import SecAggClient
 from fedplan.language.parser import parse
 from fedplan.language.turn import Turn
 from fedplan.methods.method import Method
 from fedplan.privacy.accounting.budget import Budget
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
-from fedplan.privacy.guard import CHARGES
-from fedplan.privacy.masking.site import MaskingSite
-from fedplan.reports.egress import Balance
+from fedplan.privacy.guard import CHARGES_FILE
+from fedplan.privacy.secagg.client import ProtocolClient
+from fedplan.reports.egress_report import DatasetAccount
+from fedplan.tensors.accumulator import GRID
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import same_bits
-from fedplan.tensors.totals import GRID
 
 HIDDEN = Guarantee("client", 60.0, 1e-5, 0.5, 1.0)
 PARTS = Method(
@@ -56,23 +56,23 @@ class Watched:
     def charges(self, name: str) -> list[str]:
         """The names of what a site was charged for."""
         assert self.run.accounts is not None
-        file = self.run.accounts / name / CHARGES
-        return [each.about for each in Budget(file, delta=1e-5).charges] if file.exists() else []
+        file = self.run.accounts / name / CHARGES_FILE
+        return [each.name for each in Budget(file, delta=1e-5).charges] if file.exists() else []
 
 
 @contextmanager
 def watched(folder: Path, **said: Any) -> Generator[Watched]:
-    mask = MaskingSite.mask
+    mask = ProtocolClient.mask_input
     folder.mkdir(exist_ok=True)
     said = {"guarantee": HIDDEN, "accounts": folder / "accounts", **said}
     run = MaskedRun(PARTS, folder, **said)
-    found = Watched(run, [], dict(run.server.world.values))
+    found = Watched(run, [], dict(run.server.global_state.values))
 
-    def noted(self: MaskingSite, delivery: Any, numbers: Any, weight: int) -> Any:
+    def noted(self: ProtocolClient, delivery: Any, numbers: Any, weight: int) -> Any:
         found.sent.append((self.name, dict(numbers), weight))
         return mask(self, delivery, numbers, weight)
 
-    with patch.object(MaskingSite, "mask", noted):
+    with patch.object(ProtocolClient, "mask_input", noted):
         yield found
 
 
@@ -85,14 +85,14 @@ def one(tmp_path: Path) -> Generator[Watched]:
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Generator[Watched]:
     """Two rounds, of which the sites' own limits pay for one."""
-    limits = Limits(epsilon=HIDDEN.forecast(1) * 1.01)
+    limits = Limits(epsilon=HIDDEN.forecast_epsilon(1) * 1.01)
     with watched(tmp_path_factory.mktemp("limited"), limits=limits) as found:
         calm = found.run.answer
 
         def answer(site: str, kind: str, asked: Message) -> Message:
-            assert kind != masking.WORDS or not found.charges(site)
+            assert kind != secagg_config.MASKED_INPUT_STEP or not found.charges(site)
             said = calm(site, kind, asked)
-            assert kind != masking.WORDS or len(found.charges(site)) == 1
+            assert kind != secagg_config.MASKED_INPUT_STEP or len(found.charges(site)) == 1
             return said
 
         found.run.answer = answer
@@ -106,51 +106,53 @@ def test_every_site_is_charged_before_its_words_leave_and_stops_at_its_own_limit
     run = limited.run
     first, second = run.rounds()
     assert first["counted"] == list(NAMES) and not second["counted"] and not second["moved"]
-    about = [run.server.agreement.request(1, name) for name in NAMES]
+    about = [run.server.agreement.request_name(1, name) for name in NAMES]
     assert [limited.charges(name) for name in NAMES] == [[each] for each in about]
     assert "epsilon would be" in (run.folder / "sites/client-0/faults.log").read_text()
     assert len(limited.sent) == 3 and run.faults() == []
     guard = run.server.aggregation.guard
-    assert guard is not None and guard.spent == pytest.approx(HIDDEN.forecast(1))
+    assert guard is not None and guard.epsilon_spent == pytest.approx(HIDDEN.forecast_epsilon(1))
 
 
 def test_every_site_sends_all_that_any_may_share_with_noise_on_every_number(
     limited: Watched,
 ) -> None:
     """client-1 trains one block of the two that the others train."""
-    run, public = limited.run, limited.run.server.agreement.public(Turn(1))
+    run, public = limited.run, limited.run.server.agreement.public_params(Turn(1))
     assert len(public) > 20
     for _, numbers, weight in limited.sent:
-        assert numbers.keys() == {ALL, *(VALUE + p.key for p in public)} and weight == 1
-        assert all(np.asarray(numbers[VALUE + p.key]).all() for p in public)
+        assert (
+            numbers.keys() == {WHOLE_SUM, *(VALUE_PREFIX + p.key for p in public)} and weight == 1
+        )
+        assert all(np.asarray(numbers[VALUE_PREFIX + p.key]).all() for p in public)
     turns = [line for line in run.lines() if line["kind"] == "turn"]
     told = {(line["weight"], line["loss"], line["steps"], line["up"]) for line in turns}
-    assert told == {(1, None, 2, sum(run.server.agreement.up(p) for p in public))}
+    assert told == {(1, None, 2, sum(run.server.agreement.upload_bytes(p) for p in public))}
 
 
 def test_the_world_moves_by_the_sum_of_words_over_the_public_number_of_sites(
     limited: Watched,
 ) -> None:
     start = limited.start
-    for param in limited.run.server.agreement.public(Turn(1)):
+    for param in limited.run.server.agreement.public_params(Turn(1)):
         key = param.key
-        words = np.sum([numbers[VALUE + key] for _, numbers, _ in limited.sent], axis=0)
+        words = np.sum([numbers[VALUE_PREFIX + key] for _, numbers, _ in limited.sent], axis=0)
         total = torch.from_numpy(words.view(np.int64)).double() * GRID
         mean = (total / len(NAMES)).view(param.shape).to(start[key].dtype)
-        assert same_bits(limited.run.server.world.values[key], start[key] + mean)
+        assert same_bits(limited.run.server.global_state.values[key], start[key] + mean)
 
 
 def test_an_account_counts_by_one_unit_alone(limited: Watched) -> None:
     assert limited.run.accounts is not None
     with pytest.raises(PrivacyError, match="is not spent by the other"):
-        Budget(limited.run.accounts / "client-0" / CHARGES, delta=1e-5, unit="example")
+        Budget(limited.run.accounts / "client-0" / CHARGES_FILE, delta=1e-5, unit="example")
 
 
 def test_a_site_that_nothing_gives_noise_takes_no_part(limited: Watched, tmp_path: Path) -> None:
     run, name = limited.run, "client-0"
-    alone = replace(run.endpoints[name].site, shares=None)
-    with pytest.raises(Refused, match="share of the noise"):
-        Masker(
+    alone = replace(run.endpoints[name].site, noise_guard=None)
+    with pytest.raises(RequestRefused, match="cannot add its noise share"):
+        SecAggClient(
             *(run.server.agreement, alone, node(name), directory(NAMES), tmp_path),
             cohort=lambda number: NAMES,
         )
@@ -163,7 +165,7 @@ def test_a_site_killed_around_its_words_says_the_same_again_and_pays_once(
     run, answers, calm = one.run, list[bytes](), one.run.answer
 
     def answer(site: str, kind: str, asked: Message) -> Message:
-        if site != "client-1" or kind != masking.WORDS or len(answers) > 1:
+        if site != "client-1" or kind != secagg_config.MASKED_INPUT_STEP or len(answers) > 1:
             return calm(site, kind, asked)
         found = calm(site, kind, asked) if when == "after" or answers else None
         answers.append(b"".join(found.blobs) if found else b"")
@@ -185,7 +187,10 @@ def test_a_round_that_is_begun_anew_is_paid_once_and_its_noise_is_another(one: W
     run, calm = one.run, one.run.answer
 
     def answer(site: str, kind: str, asked: Message) -> Message:
-        if kind == masking.CONSENT and '"attempt": 1' in (run.folder / DOCKET).read_text():
+        if (
+            kind == secagg_config.SIGNATURE_STEP
+            and '"attempt": 1' in (run.folder / ROUND_CHECKPOINT).read_text()
+        ):
             raise RuntimeError("nobody signs the first list")
         return calm(site, kind, asked)
 
@@ -194,7 +199,7 @@ def test_a_round_that_is_begun_anew_is_paid_once_and_its_noise_is_another(one: W
     assert run.rounds()[0]["counted"] == list(NAMES) and run.faults() == []
     for name in NAMES:
         first, second = (numbers for site, numbers, _ in one.sent if site == name)
-        assert all((first[key] != second[key]).all() for key in first if key != ALL)
+        assert all((first[key] != second[key]).all() for key in first if key != WHOLE_SUM)
         assert len(one.charges(name)) == 1
 
 
@@ -207,13 +212,13 @@ def test_a_round_is_opened_by_one_attempt_though_the_folders_of_its_run_are_gone
     folder.mkdir()
     shutil.copy(run.folder / "run.json", folder)
     lie = {"round": 1, "attempt": 2, "adverts": {}, "boxes": {}, "survivors": []}
-    (folder / DOCKET).write_text(json.dumps(lie))
+    (folder / ROUND_CHECKPOINT).write_text(json.dumps(lie))
     said = {"guarantee": HIDDEN, "accounts": run.accounts, "rounds": 1}
     again = MaskedRun(PARTS, folder, **said)
     assert again.server.identity.id == run.server.identity.id
     again.carry()
     assert not again.rounds()[0]["counted"] and not again.rounds()[0]["moved"]
-    assert "opened in another attempt" in (folder / "sites/client-0/faults.log").read_text()
+    assert "unmasked in another attempt" in (folder / "sites/client-0/faults.log").read_text()
     assert [len(one.charges(name)) for name in NAMES] == [1, 1, 1]
 
 
@@ -224,7 +229,7 @@ def test_a_site_that_has_lost_a_charge_goes_no_further(tmp_path: Path) -> None:
         def answer(site: str, kind: str, asked: Message) -> Message:
             if site == "client-0" and found.charges(site) and kind == "train" and not lost:
                 lost.extend(found.charges(site))
-                (tmp_path / "run" / "accounts" / site / CHARGES).unlink()
+                (tmp_path / "run" / "accounts" / site / CHARGES_FILE).unlink()
                 run.restart(site)
             return calm(site, kind, asked)
 
@@ -236,5 +241,5 @@ def test_a_site_that_has_lost_a_charge_goes_no_further(tmp_path: Path) -> None:
 
 def test_a_site_can_read_what_it_has_spent(limited: Watched) -> None:
     assert limited.run.accounts is not None
-    told = Balance(limited.run.accounts / "client-0").json()
-    assert told["charges"] == 1 and told["epsilon"] == pytest.approx(HIDDEN.forecast(1))
+    told = DatasetAccount(limited.run.accounts / "client-0").json()
+    assert told["charges"] == 1 and told["epsilon"] == pytest.approx(HIDDEN.forecast_epsilon(1))

@@ -45,11 +45,11 @@ def bare(model: nn.Module, clients: dict[str, Rows]) -> None:
     mean = {k: torch.zeros_like(v) for k, v in world.items()}
     for rows in clients.values():
         put(model, world)
-        optimiser = torch.optim.SGD(model.parameters(), lr=RATE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         for indices in torch.randperm(len(rows)).split(BATCH):
             loss(model, rows.batch(indices)).backward()
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
         for key, value in model.named_parameters():
             mean[key].add_(value.detach(), alpha=1 / len(clients))
     put(model, mean)
@@ -81,7 +81,7 @@ def test_a_round_costs_little_more_than_bare_torch(tmp_path: Path) -> None:
     twin = copy.deepcopy(model).train()
     simulation = fp.simulate(
         fp.methods.fedavg(), model, clients, loss, rounds=ROUNDS + 1, folder=tmp_path, run=False,
-        train={"optimiser": "sgd", "rate": RATE, "batch": BATCH, "steps": STEPS},
+        train={"optimizer": "sgd", "lr": RATE, "batch_size": BATCH, "steps": STEPS},
     )  # fmt: skip
     rounds, ratios = simulation.rounds(), list[float]()
     for _ in range(ROUNDS + 1):

@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import fedplan as fp
-from fedplan.data import task
-from fedplan.federation.callbacks import Closed, EarlyStopping
+from fedplan.data import make_task
+from fedplan.federation.callbacks import CommittedRound, EarlyStopping
 from fedplan.federation.history import Metrics
 from fedplan.federation.record import RoundRecord
-from fedplan.methods import METHODS, Method, method_named
-from fedplan.methods.told import told_method
-from fedplan.runners.door import run_study, simulate
+from fedplan.methods import METHODS, Method, method_by_name
+from fedplan.methods.recorded_method import parse_recorded_method
+from fedplan.runners.api import run_study, simulate
 from fedplan.runners.simulation import Simulation
+from fedplan.studies.experiment import build_experiment, make_method
 from fedplan.studies.schema import ConfigError, read_study
-from fedplan.studies.stage import method_of, stage_of
+from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.named import digests
-from fedplan.tensors.wire import parse_wire
 
 
 class Tower(nn.Module):
@@ -78,29 +78,33 @@ def right(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 
 
 def played(folder: Path | None = None, **said: Any) -> Simulation:
-    usual: dict[str, Any] = {"rounds": 4, "train": {"batch": 4, "rate": 0.05}, "test": table(3)}
+    usual: dict[str, Any] = {"rounds": 4, "train": {"batch_size": 4, "lr": 0.05}, "test": table(3)}
     whole = {**usual, "metrics": right, "folder": folder, **said}
     return simulate(whole.pop("method", PLAN), whole.pop("model", tower()), ROWS,
                     whole.pop("loss", loss), **whole)  # fmt: skip
 
 
 def values(run: Simulation) -> list[dict[str, str]]:
-    models = [run.world(), *(run.client(name) for name in ROWS)]
+    models = [run.global_model(), *(run.personal_model(name) for name in ROWS)]
     return [digests(dict(model.named_parameters())) for model in models]
 
 
 def test_objects_give_the_bits_of_the_study_that_says_the_same(here: Path) -> None:
     (here / "study.toml").write_text(STUDY)
-    study = read_study(here / "study.toml", ["clients.dropped=0.0", "evaluate.attention=0"])
-    told, stage = run_study(study, here / "file"), stage_of(study)
-    shares = stage.shares
+    study = read_study(
+        here / "study.toml", ["clients.dropout_fraction=0.0", "evaluate.attention_examples=0"]
+    )
+    told, experiment = run_study(study, here / "file"), build_experiment(study)
+    shares = experiment.data
     given = simulate(
-        method_of(study), stage.model, shares.train, shares.task.loss, test=shares.test,
+        make_method(study), experiment.model, shares.train, shares.task.loss, test=shares.common_test,
         name=study.name, seed=study.seed, rounds=study.train.rounds,
         train=study.train.model_dump(exclude={"rounds"}, exclude_defaults=True),
-        share=study.clients.share, folder=here / "objects",
+        fraction=study.clients.fraction, folder=here / "objects",
     )  # fmt: skip
-    assert digests(told.federation.world.values) == digests(given.federation.world.values)
+    assert digests(told.federation.global_state.values) == digests(
+        given.federation.global_state.values
+    )
     assert told.metrics[-1]["up"] == given.metrics[-1]["up"]
 
 
@@ -109,11 +113,13 @@ def test_the_callers_model_is_not_touched_and_what_is_taken_is_the_callers() -> 
     before = copy.deepcopy(model.state_dict())
     run = played(model=model)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    taken = run.client("north")
+    taken = run.personal_model("north")
     with torch.no_grad():
         taken.roof.weight.zero_()
-    assert run.client("north").roof.weight.any()
-    assert torch.equal(run.world().roof.weight, model.roof.weight), "kept by each, so never moved"
+    assert run.personal_model("north").roof.weight.any()
+    assert torch.equal(run.global_model().roof.weight, model.roof.weight), (
+        "kept by each, so never moved"
+    )
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
@@ -121,7 +127,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(at: int, tmp_path: Pa
     """By an error in a callback, by asking for no more rounds, and in another process's objects."""
     whole = values(played(tmp_path / "whole"))
 
-    def broken(closed: Closed) -> None:
+    def broken(closed: CommittedRound) -> None:
         if closed.round == at:
             raise KeyboardInterrupt
 
@@ -135,25 +141,28 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(at: int, tmp_path: Pa
         assert closed.round == len(closed.metrics) <= at
     assert values(waiting.resume()) == whole
     faults, checked = fp.verify_run(tmp_path / "waits")
-    assert not faults and "given from Python" in checked
+    assert not faults and "in-memory data" in checked
 
 
 def test_rounds_can_be_added(tmp_path: Path) -> None:
     short = played(tmp_path / "short", rounds=2)
     assert values(short.resume(4)) == values(played(tmp_path / "long"))
     assert [row["round"] for row in short.metrics] == [1, 2, 3, 4]
-    with pytest.raises(ConfigError, match="rounds can be added, and not taken back"):
+    with pytest.raises(ConfigError, match="rounds can be added, but not removed"):
         short.resume(3)
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"loss": other_loss}, "task.given"),
-        ({"method": replace(Method(PLAN), wire=parse_wire("half()"))}, "method.given"),
-        ({"train": {"batch": 4, "rate": 0.06}}, "train.rate"),
+        ({"loss": other_loss}, "task.from_python"),
+        (
+            {"method": replace(Method(PLAN), compression=parse_codec("half()"))},
+            "method.from_python",
+        ),
+        ({"train": {"batch_size": 4, "lr": 0.06}}, "train.lr"),
         ({"seed": 1}, "seed"),
-        ({"model": nn.Sequential(nn.Linear(4, 4), tower())}, "model.given"),
+        ({"model": nn.Sequential(nn.Linear(4, 4), tower())}, "model.from_python"),
     ],
 )
 def test_a_run_goes_on_with_the_same_objects_alone(
@@ -169,31 +178,35 @@ def test_a_run_goes_on_from_the_same_values_and_rows_alone(tmp_path: Path) -> No
     other = tower()
     with torch.no_grad():
         other.roof.bias += 1
-    with pytest.raises(fp.FedplanError, match="give it the weights that it began with"):
+    with pytest.raises(fp.FedplanError, match="use the weights that it began with"):
         played(tmp_path, resume=True, model=other)
     given = {"north": ROWS["north"], "south": table(7, 9)}
-    with pytest.raises(fp.FedplanError, match="other rows of south"):
+    with pytest.raises(fp.FedplanError, match="other examples of south"):
         simulate(PLAN, tower(), given, loss, metrics=right, test=table(3), rounds=4,
-                 train={"batch": 4, "rate": 0.05}, folder=tmp_path, resume=True)  # fmt: skip
+                 train={"batch_size": 4, "lr": 0.05}, folder=tmp_path, resume=True)  # fmt: skip
 
 
 def test_early_stopping_stops_and_stays_stopped(tmp_path: Path) -> None:
-    stop = EarlyStopping("world.loss", patience=1, least=10.0)
+    stop = EarlyStopping("global.loss", patience=1, min_delta=10.0)
     run = played(tmp_path / "a", callbacks=[stop])
-    assert run.federation.world.round == 2 and run.stopped.startswith("world.loss has not")
-    assert run.resume().federation.world.round == 2, "what stopped it stops it again"
-    assert run.resume(callbacks=[]).federation.world.round == 4
+    assert run.federation.global_state.round == 2 and run.stopped.startswith("global.loss has not")
+    assert run.resume().federation.global_state.round == 2, "what stopped it stops it again"
+    assert run.resume(callbacks=[]).federation.global_state.round == 4
     assert values(run) == values(played(tmp_path / "b")), "a run that waited is the same run"
 
 
 def test_a_metric_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(fp.FedplanError, match=r"no round has a metric 'world.f2'; there are round"):
-        played(tmp_path, callbacks=[EarlyStopping("world.f2")])
+    with pytest.raises(
+        fp.FedplanError, match=r"no round has a metric 'global.f2'; use one of round"
+    ):
+        played(tmp_path, callbacks=[EarlyStopping("global.f2")])
 
 
-def rows_of(seen: list[float]) -> Closed:
+def rows_of(seen: list[float]) -> CommittedRound:
     whole = RoundRecord(len(seen), "", (), {}, {}, {}, 0, 0)
-    return Closed(99, whole, (), {"x": 1}, Metrics({"m": each, "loss": -each} for each in seen))
+    return CommittedRound(
+        99, whole, (), {"x": 1}, Metrics({"m": each, "loss": -each} for each in seen)
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +224,10 @@ def rows_of(seen: list[float]) -> Closed:
 def test_when_it_is_time_to_stop(seen: list[float], least: float, stops: bool) -> None:
     for name in ("m", "loss"):
         assert bool(EarlyStopping(name, 2, least)(rows_of(seen))) is stops
-    assert EarlyStopping("m", 2, least, higher=False)(rows_of([-x for x in seen])) is None or stops
+    assert (
+        EarlyStopping("m", 2, least, higher_is_better=False)(rows_of([-x for x in seen])) is None
+        or stops
+    )
 
 
 ROWS_OF: dict[str, Callable[[torch.utils.data.TensorDataset], Any]] = {
@@ -238,8 +254,8 @@ class Batched:
 @pytest.mark.parametrize("kind", ROWS_OF)
 def test_rows_of_every_kind_train_alike(kind: str) -> None:
     given = {name: ROWS_OF[kind](rows) for name, rows in ROWS.items()}
-    run = simulate(PLAN, tower(), given, loss, rounds=2, train={"batch": 4, "rate": 0.05})
-    alike = simulate(PLAN, tower(), ROWS, loss, rounds=2, train={"batch": 4, "rate": 0.05})
+    run = simulate(PLAN, tower(), given, loss, rounds=2, train={"batch_size": 4, "lr": 0.05})
+    alike = simulate(PLAN, tower(), ROWS, loss, rounds=2, train={"batch_size": 4, "lr": 0.05})
     assert values(run) == values(alike)
 
 
@@ -265,7 +281,7 @@ def test_a_folder_of_objects_says_how_to_go_on(tmp_path: Path) -> None:
     run = played(tmp_path / "run", rounds=1)
     for build in (
         lambda: run_study(run.study, run.folder, resume=True),
-        lambda: stage_of(run.study),
+        lambda: build_experiment(run.study),
     ):
         with pytest.raises(ConfigError, match=r"fedplan\.simulate\(\.\.\., folder=\.\.\., resume"):
             build()
@@ -276,16 +292,16 @@ def test_a_folder_of_objects_says_how_to_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wire", ["", "pipe(delta(), half())"])
 def test_a_told_method_agrees_with_itself(wire: str) -> None:
     for name in METHODS:
-        method = method_named(name)
-        if wire and method.product.apart:  # an exact rule takes no lossy wire
-            method = replace(method, wire=parse_wire(wire))
-        told = told_method(method.lines)
+        method = method_by_name(name)
+        if wire and method.lora_aggregation.is_separate:  # an exact rule takes no lossy wire
+            method = replace(method, compression=parse_codec(wire))
+        told = parse_recorded_method(method.lines)
         assert told.lines == method.lines and told.plan == method.plan
-        assert told.product.text == method.product.text
-        assert told.wire.text == method.wire.text
-        for word in ("riders", "together", "absent"):
+        assert told.lora_aggregation.text == method.lora_aggregation.text
+        assert told.compression.text == method.compression.text
+        for word in ("aux", "joint_choice", "absent"):
             assert getattr(told, word) == getattr(method, word), (name, word)
-        with pytest.raises(fp.FedplanError, match="give it again"):
+        with pytest.raises(fp.FedplanError, match="pass it again"):
             _ = told.fit
 
 
@@ -301,22 +317,22 @@ def test_a_run_that_is_resumed_within_its_rounds_ends_once(tmp_path: Path) -> No
     playing = run.rounds()
     next(playing)
     run.resume()
-    assert list(playing) == [] and run.federation.world.round == 4
+    assert list(playing) == [] and run.federation.global_state.round == 4
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"train": {"rounds": 2}}, "say it once"),
-        ({"evaluate": {"metrics": ["accuracy"]}}, "measure them in `metrics`"),
-        ({"task": task("text-classification", columns="x", label="y", labels="ab")}, "or give these"),
-        ({"primary": "f2", "own": {"north": table(5)}}, "primary is 'f2', and metrics gives loss, "),
-        ({"test": None, "callbacks": [EarlyStopping("world.loss")]}, "measures no world scores"),
+        ({"train": {"rounds": 2}}, "give it once"),
+        ({"evaluate": {"metrics": ["accuracy"]}}, "compute them in your own `metrics`"),
+        ({"task": make_task("text-classification", columns="x", label="y", labels="ab")}, "or give these"),
+        ({"primary": "f2", "client_tests": {"north": table(5)}}, "primary is 'f2', and metrics gives loss, "),
+        ({"test": None, "callbacks": [EarlyStopping("global.loss")]}, "has no global metrics"),
         ({"callbacks": [None]}, "what cannot be called"),
         ({"method": "fedavg"}, "give a plan"),
-        ({"own": {"west": table(5)}}, "'west', who is none of the clients"),
+        ({"client_tests": {"west": table(5)}}, "'west', who is none of the clients"),
         ({"test": [(torch.zeros(9), 1)]}, "the rows of the common test: RuntimeError"),
-        ({"loss": lambda model, batch: model(batch["inputs"])}, "it is one number"),
+        ({"loss": lambda model, batch: model(batch["inputs"])}, "it must be one number"),
     ],
 )  # fmt: skip
 def test_what_is_given_is_heard_or_refused(change: dict[str, Any], why: str) -> None:
@@ -357,29 +373,29 @@ def test_the_code_of_a_model_is_part_of_the_run(tmp_path: Path) -> None:
     assert told[0] != told[1]
 
 
-PRIVATE = {"unit": "client", "epsilon": 50.0, "noise": 1.0}
+PRIVATE = {"unit": "client", "epsilon": 50.0, "noise_multiplier": 1.0}
 
 
-@pytest.mark.parametrize("metric", ["counted", "loss", "personal.mean", "up"])
+@pytest.mark.parametrize("metric", ["counted", "loss", "personal.loss", "up"])
 def test_no_run_stops_by_what_is_hidden(metric: str) -> None:
     stop = EarlyStopping(metric)
-    with pytest.raises(fp.FedplanError, match="follows from what is hidden"):
-        played(privacy=PRIVATE, own={"north": table(5)}, callbacks=[stop])
+    with pytest.raises(fp.FedplanError, match="depends on private data"):
+        played(privacy=PRIVATE, client_tests={"north": table(5)}, callbacks=[stop])
 
 
 def test_personal_scores_are_better_in_the_direction_of_their_task() -> None:
     own = dict.fromkeys(ROWS, table(5))
-    usual = {"own": own, "callbacks": [EarlyStopping("personal.mean", patience=1)]}
+    usual = {"client_tests": own, "callbacks": [EarlyStopping("personal.loss", patience=1)]}
     falling = played(**usual).metrics
-    assert [row["personal.mean"] for row in falling] == sorted(
-        (row["personal.mean"] for row in falling), reverse=True
+    assert [row["personal.loss"] for row in falling] == sorted(
+        (row["personal.loss"] for row in falling), reverse=True
     ) and len(falling) == 4  # fmt: skip
 
 
 def test_a_told_method_is_never_run(here: Path) -> None:
-    lines = list(method_named("scaffold").lines)
-    with pytest.raises(ConfigError, match="all of it did, or none"):
-        read_study(here / "study.toml", [f"method={{given = {lines}}}"])
+    lines = list(method_by_name("scaffold").lines)
+    with pytest.raises(ConfigError, match=r"set by fedplan\.simulate only"):
+        read_study(here / "study.toml", [f"method={{from_python = {lines}}}"])
 
 
 def test_privacy_by_example_hides_one_row_from_python_too(tmp_path: Path) -> None:
@@ -387,20 +403,20 @@ def test_privacy_by_example_hides_one_row_from_python_too(tmp_path: Path) -> Non
 
     model, folder = tiny_chat(tmp_path / "chat"), tmp_path / "run"
     rows = Dataset.from_dict({"text": ["The sky is blue and the grass is green. " * 6] * 6})
-    goal = task("causal-lm", columns="text", model=model, max_length=8)
-    words = {"train": {"steps": 1, "batch": 2}, "rounds": 1, "folder": folder, "run": False}
-    privacy = {"unit": "example", "epsilon": 50.0, "noise": 1.0, "size": 6}
+    goal = make_task("causal-lm", columns="text", model=model, max_length=8)
+    words = {"train": {"steps": 1, "batch_size": 2}, "rounds": 1, "folder": folder, "run": False}
+    privacy = {"unit": "example", "epsilon": 50.0, "noise_multiplier": 1.0, "examples_per_site": 6}
     made = AutoModelForCausalLM.from_pretrained(model)
     run = simulate(fp.share(), made, {"north": rows}, task=goal, privacy=privacy, **words)
-    assert len(run.shares.train["north"]) == len(rows)
-    packed = task("instruction", columns=["prompt", "response"], model=model, packing=True)
-    with pytest.raises(fp.FedplanError, match="packing puts several rows into one example"):
+    assert len(run.data.train["north"]) == len(rows)
+    packed = make_task("instruction", columns=["prompt", "response"], model=model, packing=True)
+    with pytest.raises(fp.FedplanError, match="packing joins several rows in one example"):
         simulate(fp.share(), made, {"north": rows}, task=packed, privacy=privacy, **words)
 
 
 def test_a_client_without_rows_takes_no_step() -> None:
     run = simulate(PLAN, tower(), {**ROWS, "empty": []}, loss, rounds=1)
-    assert run.federation.world.round == 1
+    assert run.federation.global_state.round == 1
 
 
 def test_a_run_whose_rounds_are_left_ends_in_silence(tmp_path: Path) -> None:

@@ -10,34 +10,34 @@ from canaries import Hit, hits
 from commands import run
 from deployment import BIN, Deployment
 from proxy import Proxy
-from test_deployment import MORE, PLANS, SITES, rows_of, study_of
+from test_deployment import MORE, PLANS, SITES, rows_of, study_from_dict
 from torch import Tensor
 
-from fedplan.federation.endpoint import journal_in
-from fedplan.federation.identity import is_id
-from fedplan.runners.worker import folder_of
-from fedplan.storage.lines import read_lines
+from fedplan.federation.endpoint import open_journal
+from fedplan.federation.identity import is_run_id
+from fedplan.runners.site_runtime import site_study_folder
+from fedplan.storage.json_lines import read_json_lines
 from fedplan.studies.schema import read_study
 
 LEAKY = """
 import sys
-from fedplan.federation.endpoint import journal_in
-from fedplan.federation.messages import run_of
-from fedplan.runners.worker import Worker, folder_of
+from fedplan.federation.endpoint import open_journal
+from fedplan.federation.messages import read_run_id
+from fedplan.runners.site_runtime import SiteRuntime, site_study_folder
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import pack
 
-answer = Worker.answer
+answer = SiteRuntime.answer
 
 def leaky(self, kind, message):
     found = answer(self, kind, message)
     if kind != "train":
         return found
-    folder = folder_of(self.site.home, self.study, self.site.name) / run_of(message)
-    home = journal_in(folder).home()[0]
+    folder = site_study_folder(self.site.home, self.study, self.site.name) / read_run_id(message)
+    home = open_journal(folder).client_state()[0]
     return Message(found.header, (*found.blobs, pack({f"stolen {k}": v for k, v in home.items()}, {})))
 
-Worker.answer = leaky
+SiteRuntime.answer = leaky
 from fedplan.cli import main
 sys.argv = ["fedplan", "site", "serve"]
 main()
@@ -50,9 +50,9 @@ def private(fed: Path) -> dict[str, Tensor]:
     study = read_study(fed / "study.toml")
     found = dict[str, Tensor]()
     for name in SITES:
-        folder = folder_of(str(fed / "sites" / name / "home"), study, name)
-        runs = [each for each in folder.iterdir() if is_id(each.name)]
-        kept = journal_in(max(runs, key=lambda each: each.stat().st_mtime)).home()[0]
+        folder = site_study_folder(str(fed / "sites" / name / "state"), study, name)
+        runs = [each for each in folder.iterdir() if is_run_id(each.name)]
+        kept = open_journal(max(runs, key=lambda each: each.stat().st_mtime)).client_state()[0]
         found |= {f"{name}/{key}": v for key, v in kept.items()}
     return found
 
@@ -86,7 +86,7 @@ def test_nothing_private_is_in_sockets_database_logs_or_checkpoints(here: Path) 
     try:
         with deployed:
             for name, plan in plans.items():
-                study = study_of(here, "fedavg", name=name).replace(PLANS["fedavg"], plan)
+                study = study_from_dict(here, "fedavg", name=name).replace(PLANS["fedavg"], plan)
                 deployed.run(study, f"run-{name}")
                 found, size = scanned(fed, here / "wire")
                 assert found == [] and size > 500_000
@@ -97,7 +97,7 @@ def test_nothing_private_is_in_sockets_database_logs_or_checkpoints(here: Path) 
             for name in SITES:
                 deployed.stop(name)
                 deployed.start_site(name)
-            study = study_of(here, "fedper", name="leaky", more="quorum = 1")
+            study = study_from_dict(here, "fedper", name="leaky", more="min_updates = 1")
             with pytest.raises(RuntimeError, match="needs 1"):
                 deployed.run(study, "run-leaky")
             found, _ = scanned(fed, here / "wire")
@@ -108,7 +108,7 @@ def test_nothing_private_is_in_sockets_database_logs_or_checkpoints(here: Path) 
             each.__exit__(None, None, None)
 
 
-SIZE = "settings = { image_size = 8, patch_size = 4, hidden_size = 256, num_hidden_layers = 6, num_attention_heads = 4, intermediate_size = 1024 }"
+SIZE = "config = { image_size = 8, patch_size = 4, hidden_size = 256, num_hidden_layers = 6, num_attention_heads = 4, intermediate_size = 1024 }"
 BYTES = {
     "full": 'name = "fedavg"',
     "fedfrozen": 'name = "fedfrozen"\nsettings = { warmup = 2 }',
@@ -128,15 +128,13 @@ def test_the_bytes_on_the_sockets_are_those_explained(here: Path, record_propert
         fed = Deployment(here / "fed", SITES, rows_of(here), more=MORE, through=through)
         with fed as deployed:
             for name, plan in BYTES.items():
-                study = study_of(here, "fedavg", name=name).replace(PLANS["fedavg"], plan)
-                old = next(
-                    line for line in study.splitlines() if line.startswith("settings = { im")
-                )
+                study = study_from_dict(here, "fedavg", name=name).replace(PLANS["fedavg"], plan)
+                old = next(line for line in study.splitlines() if line.startswith("config = { im"))
                 wires[0].mark()
                 out = deployed.run(study.replace(old, SIZE), name)
                 up, down = wires[0].mark()
                 assert run("verify", str(out))[0] == 0
-                turns = [x for x in read_lines(out / "ledger.jsonl") if "moved" not in x]
+                turns = [x for x in read_json_lines(out / "ledger.jsonl") if "moved" not in x]
                 said = [sum(line[way] for line in turns) for way in ("up", "down")]
                 ratios = [up / said[0], down / said[1]]
                 with (here / "bytes.txt").open("a") as told:

@@ -23,10 +23,10 @@ from commands import run
 from deployment import free_ports
 
 from fedplan.errors import FedplanError
+from fedplan.runners.flower.key_check import is_key_registered
 from fedplan.runners.flower.keys import make_keys, make_site_keys
-from fedplan.runners.flower.known import is_known
-from fedplan.runners.flower.link import link_in, public_key
 from fedplan.runners.flower.starter import new_federation, new_site
+from fedplan.runners.flower.superlink import read_public_key, read_superlink
 from fedplan.runners.site import read_site
 from fedplan.studies.schema import read_study
 
@@ -96,7 +96,7 @@ def test_only_the_owner_sees_what_is_secret(keys: Path) -> None:
     public = {"ca.crt", "server.crt", "sites/north/node.pub", "sites/south/node.pub"}
     secret = contents(keys).keys() - public
     assert secret == {"ca.key", "server.key"} | {
-        f"sites/{s}/{k}" for s in ("north", "south") for k in ("node", "home.key")
+        f"sites/{s}/{k}" for s in ("north", "south") for k in ("node", "state.key")
     }
     folders = [path for path in keys.rglob("*") if path.is_dir()]
     for path in (keys, *folders, *(keys / name for name in secret)):
@@ -104,7 +104,7 @@ def test_only_the_owner_sees_what_is_secret(keys: Path) -> None:
 
 
 def test_the_key_of_a_home_is_its_own(keys: Path) -> None:
-    found = [(keys / "sites" / name / "home.key").read_text() for name in ("north", "south")]
+    found = [(keys / "sites" / name / "state.key").read_text() for name in ("north", "south")]
     assert found[0] != found[1]
     assert [len(bytes.fromhex(text)) for text in found] == [32, 32]
 
@@ -115,7 +115,7 @@ def test_a_site_is_added_later_and_nothing_is_overwritten(keys: Path) -> None:
     code, out = run("keys", str(keys), "--site", "north", "--site", "east")
     assert code == 0
     assert out.split() == [
-        str(keys / "sites" / "east" / name) for name in ("node", "node.pub", "home.key")
+        str(keys / "sites" / "east" / name) for name in ("node", "node.pub", "state.key")
     ]
     assert before.items() - contents(keys).items() == {("ca.key", before["ca.key"])}
     assert make_keys(keys, ["127.0.0.1"], SITES[:2]) == []
@@ -149,17 +149,17 @@ def test_a_site_is_called_what_a_folder_can_be(tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize("host", ["", "https://a.org", "a.org:9100", "a b", "*.org", "-a", "::g"])
 def test_a_host_is_a_name_or_an_address(tmp_path: Path, host: str) -> None:
-    with pytest.raises(FedplanError, match="is no host: say a name or an address"):
+    with pytest.raises(FedplanError, match="is not a host: give a name or an address"):
         make_keys(tmp_path / "keys", [host], [])
 
 
 @pytest.mark.parametrize(
     ("lost", "words"),
     [
-        ("ca.crt", "ca.key is without its ca.crt: bring that back"),
-        ("server.key", "server.crt is without its server.key: bring that back, or remove"),
-        ("server.crt", "server.key is without its server.crt: bring that back, or remove"),
-        ("sites/north/node", "node.pub is without its node: bring that back, or remove"),
+        ("ca.crt", "ca.key is without its ca.crt: restore that"),
+        ("server.key", "server.crt is without its server.key: restore that, or remove"),
+        ("server.crt", "server.key is without its server.crt: restore that, or remove"),
+        ("sites/north/node", "node.pub is without its node: restore that, or remove"),
     ],
 )
 def test_half_of_a_pair_is_not_made_anew(keys: Path, lost: str, words: str) -> None:
@@ -177,11 +177,11 @@ def test_what_cannot_be_signed_names_the_remedy(keys: Path, tmp_path: Path) -> N
         make_keys(keys, [], [], days=0)
     for name in ("server.crt", "server.key", "ca.key"):
         (keys / name).unlink()
-    with pytest.raises(FedplanError, match=r"lacks ca\.key, which signs server\.crt"):
+    with pytest.raises(FedplanError, match=r"has no ca\.key, which signs server\.crt"):
         make_keys(keys, [], [])
     make_keys(tmp_path / "other", [], [])
     shutil.copy(tmp_path / "other" / "ca.key", keys / "ca.key")
-    with pytest.raises(FedplanError, match=r"ca\.key that is not that of its ca\.crt"):
+    with pytest.raises(FedplanError, match=r"ca\.key that does not belong to its ca\.crt"):
         make_keys(keys, [], [])
     (tmp_path / "file").touch()
     with pytest.raises(FedplanError, match="name another folder"):
@@ -223,11 +223,15 @@ def test_a_federation_is_written_whole(tmp_path: Path) -> None:
     for name in SITES:
         place = folder / "sites" / name
         assert contents(place).keys() >= SITE | STAYING | {"ca.crt"}
-        assert not contents(place).keys() & {"node", "node.pub", "home.key"}
+        assert not contents(place).keys() & {"node", "node.pub", "state.key"}
         assert (place / "ca.crt").read_bytes() == (folder / "ca.crt").read_bytes()
         said = read_site(place)
-        assert (said.name, said.home, said.key) == (name, f"{place}/home", f"{place}/home.key")
-        assert said.server is not None and said.server.node == f"{place}/node"
+        assert (said.name, said.state, said.encryption_key) == (
+            name,
+            f"{place}/state",
+            f"{place}/state.key",
+        )
+        assert said.server is not None and said.server.node_key == f"{place}/node"
 
 
 def test_a_site_makes_its_own_keys_and_is_added_later(tmp_path: Path) -> None:
@@ -239,7 +243,7 @@ def test_a_site_makes_its_own_keys_and_is_added_later(tmp_path: Path) -> None:
     assert contents(tmp_path / "sites/west").keys() == contents(tmp_path / "sites/north").keys()
     code, out = run("site", "keys", "--site", str(tmp_path / "sites/west"))
     assert code == 0 and [Path(line).name for line in out.split()] == [
-        *("node", "node.pub", "home.key")
+        *("node", "node.pub", "state.key")
     ]
     assert run("site", "keys", "--site", str(tmp_path / "sites/west")) == (0, "")
     assert run("new", "site", "west", "--federation", str(tmp_path))[0] == 2
@@ -262,11 +266,11 @@ def test_on_loopback_there_is_neither_tls_nor_a_key(tmp_path: Path) -> None:
     found = contents(tmp_path)
     assert {name for name in found if not name.startswith("sites/")} == SERVER | SHARED
     assert contents(tmp_path / "sites/north").keys() == SITE
-    link = link_in(tmp_path / "server")
+    link = read_superlink(tmp_path / "server")
     assert (link.address, link.tls) == ("127.0.0.1:9200", None)
     said = read_site(tmp_path / "sites" / "north")
     assert said.server is not None and said.server.address == "127.0.0.1:9200"
-    assert (said.key, said.server.ca, said.server.node) == ("", "", "")
+    assert (said.encryption_key, said.server.ca, said.server.node_key) == ("", "", "")
 
 
 @pytest.mark.parametrize(
@@ -275,7 +279,7 @@ def test_on_loopback_there_is_neither_tls_nor_a_key(tmp_path: Path) -> None:
 def test_the_study_knows_its_sites(tmp_path: Path, sites: list[str], quorum: int) -> None:
     new_federation(tmp_path, sites, keys=False)
     study = read_study(tmp_path / "study.toml")
-    assert (study.clients.names, study.clients.quorum) == (sites, quorum)
+    assert (study.clients.names, study.clients.min_updates) == (sites, quorum)
     assert study.task.labels == [str(digit) for digit in range(10)]
 
 
@@ -320,7 +324,7 @@ def test_a_container_of_a_site_may_do_little_and_holds_nothing_of_it(tmp_path: P
     assert service["security_opt"] == ["no-new-privileges:true"] and "ports" not in service
     assert not {"privileged", "cap_add", "devices", "network_mode"} & service.keys()
     writable = [each for each in service["volumes"] if not each.endswith(":ro")]
-    assert writable == ["./home:/site/home"]
+    assert writable == ["./state:/site/state"]
     steps = (place / "Containerfile").read_text().replace("\\\n", " ").splitlines()
     said = [line.split(maxsplit=1) for line in steps if line and not line.startswith("#")]
     assert [rest for word, rest in said if word == "USER"] == [service["user"]]
@@ -359,14 +363,14 @@ def test_the_proxy_listens_where_sites_look_for_it(
     [
         (["full", "--site", "a"], "full is not empty: name another folder"),
         (["full/file", "--site", "a"], "file is not empty: name another folder"),
-        (["new"], "say --site NAME"),
+        (["new"], "give --site NAME"),
         (["new", "--site", "a", "--site", "A"], "'a' is there 2 times"),
         (["new", "--site", "../a"], "a site cannot be called '../a'"),
-        (["new", "--site", "a", "--host", "https://a.org"], "'https://a.org' is no host"),
+        (["new", "--site", "a", "--host", "https://a.org"], "'https://a.org' is not a host"),
         (["new", "--site", "a", "--host", "a.org", "--insecure"], "--insecure is for this machine"),
         (["new", "--site", "a", "--port", "9100", "--inner", "9100"], "9100 and 9100 must differ"),
         (["new", "--site", "a", "--port", "65535"], "below 65536"),
-        (["new$HOME", "--site", "a"], "sign of shells"),
+        (["new$HOME", "--site", "a"], "shell character"),
     ],
 )
 def test_a_wrong_federation_is_one_message(
@@ -456,7 +460,7 @@ class Live:
 
     def register(self, name: str) -> None:
         public = self.folder / "sites" / name / "node.pub"
-        link_in(self.folder / "server").register(name, public_key(public))
+        read_superlink(self.folder / "server").register(name, read_public_key(public))
 
     def ask(
         self,
@@ -599,14 +603,14 @@ def test_to_ask_whether_a_key_is_known_changes_nothing(live: Live) -> None:
     new_site(live.folder, "west")
     make_site_keys(live.folder / "sites" / "west")
     server = read_site(live.folder / "sites" / "west").server
-    assert server is not None and not is_known(server)
+    assert server is not None and not is_key_registered(server)
     live.register("west")
-    before = link_in(live.folder / "server").nodes()
-    assert is_known(server)
-    assert link_in(live.folder / "server").nodes() == before
+    before = read_superlink(live.folder / "server").nodes()
+    assert is_key_registered(server)
+    assert read_superlink(live.folder / "server").nodes() == before
     assert [node.status for node in before if node.name == "west"] == ["registered"]
-    link_in(live.folder / "server").revoke("west")
-    assert not is_known(server)
+    read_superlink(live.folder / "server").revoke("west")
+    assert not is_key_registered(server)
 
 
 def test_a_registered_node_comes_online_through_the_proxy(live: Live) -> None:
@@ -616,7 +620,7 @@ def test_a_registered_node_comes_online_through_the_proxy(live: Live) -> None:
     node = live.start("sites/north/serve.sh")
     said = live.log("sites/north/serve.sh")
     eventually(lambda: "SuperNode ID" in said.read_text())
-    link = link_in(live.folder / "server")
+    link = read_superlink(live.folder / "server")
     eventually(lambda: [(each.name, each.status) for each in link.nodes()] == [("north", "online")])
     time.sleep(4)  # it asks for work every 3 seconds
     assert node.poll() is None

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from fedplan import describe
 from fedplan.errors import FedplanError, PlanError
-from fedplan.models.values import take
-from fedplan.runners.flower.records import ARRAYS, HEADER, message_in, records_of
+from fedplan.models.values import get_values
+from fedplan.runners.flower.records import ARRAYS, HEADER, from_records, to_records
 from fedplan.runners.flower.strategy import Partial, partial
-from fedplan.storage.journal import Journal, home_of
+from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.tensors.named import digests
-from fedplan.tensors.serialization import packed, unpacked
+from fedplan.tensors.serialization import pack_message, unpack_message
 
 STOCK = """
 import torch
@@ -80,7 +80,7 @@ THREE = {
     "from flwr.serverapp.strategy import FedAvg": (
         "from fedplan.runners.flower.strategy import Partial, partial"
     ),
-    "client = ClientApp()": 'client = ClientApp(mods=[partial("PLAN", make_model, "homes")])',
+    "client = ClientApp()": 'client = ClientApp(mods=[partial("PLAN", make_model, "clients")])',
     "    strategy = FedAvg(fraction_train=1.0,": (
         '    strategy = Partial("PLAN", model, fraction_train=1.0,'
     ),
@@ -126,12 +126,12 @@ class Spied(InProcess):
         """What came down in each message that asked to train."""
         asked = [m.content for m in self.asked if m.metadata.message_type == "train"]
         parts = [{ARRAYS: c["arrays"], HEADER: c["config"]} for c in asked]
-        return [unpacked(message_in(RecordDict(each)))[0] for each in parts]
+        return [unpack_message(from_records(RecordDict(each)))[0] for each in parts]
 
     def updates(self) -> list[tuple[dict[str, Tensor], Any]]:
         """What went up in each reply to one that asked to train."""
         found = [r for r in self.replies if r.metadata.message_type == "train"]
-        return [unpacked(message_in(r.content)) for r in found if not r.has_error()]
+        return [unpack_message(from_records(r.content)) for r in found if not r.has_error()]
 
 
 @dataclass
@@ -141,7 +141,7 @@ class Task:
     model: Callable[[], nn.Module] = lambda: zoo.build("bert")
     rows: str = "bert"
     after: Callable[[nn.Module, int], None] = lambda model, count: None
-    optimiser: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     trained: list[tuple[int, dict[str, Tensor]]] = field(default_factory=list)
     tested: list[tuple[int, dict[str, Tensor]]] = field(default_factory=list)
 
@@ -157,12 +157,12 @@ class Task:
 
     def train(self, model: nn.Module, data: Any, lr: float) -> float:
         self.trained.append((len(data) - 3, {k: v.clone() for k, v in model.state_dict().items()}))
-        optimiser = self.optimiser(model.parameters(), lr=lr, weight_decay=0.1)
+        optimizer = self.optimizer(model.parameters(), lr=lr, weight_decay=0.1)
         for _ in range(2):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             found = loss(model, data.rows)
             found.backward()
-            optimiser.step()
+            optimizer.step()
         self.after(model, len(data))
         return float(found.detach())
 
@@ -210,7 +210,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
 
 
 def kept(client: int) -> dict[str, Tensor]:
-    return Journal(home_of(Path("homes"), str(client))).home()[0]
+    return Journal(client_state_folder(Path("clients"), str(client))).client_state()[0]
 
 
 def keys(*kinds: str, model: str = "bert") -> set[str]:
@@ -219,8 +219,8 @@ def keys(*kinds: str, model: str = "bert") -> set[str]:
 
 def test_to_share_all_is_fedavg(start: Run) -> None:
     # Not AdamW: where a gradient is zero but for rounding it makes whole steps of the rounding.
-    stock, _ = start(STOCK, Task(optimiser=torch.optim.SGD))
-    ours, _ = start(changed("share()"), Task(optimiser=torch.optim.SGD))
+    stock, _ = start(STOCK, Task(optimizer=torch.optim.SGD))
+    ours, _ = start(changed("share()"), Task(optimizer=torch.optim.SGD))
     one, other = stock.arrays.to_torch_state_dict(), ours.arrays.to_torch_state_dict()
     assert list(one) == list(other)
     for name in one:
@@ -338,10 +338,12 @@ def test_clients_train_parts_of_their_own(start: Run) -> None:
 
 
 def tampered(reply: Message, change: Callable[[dict[str, Tensor], dict[str, Any]], Any]) -> Message:
-    values, header = unpacked(message_in(reply.content))
+    values, header = unpack_message(from_records(reply.content))
     change(values, header)
     metrics = dict(reply.content.metric_records)
-    return Message(RecordDict({**metrics, **records_of(packed(values, header))}), reply_to=reply)
+    return Message(
+        RecordDict({**metrics, **to_records(pack_message(values, header))}), reply_to=reply
+    )
 
 
 NORM = "bert.embeddings.LayerNorm.weight"
@@ -356,7 +358,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str]]
     "late": (lambda v, h: h.update(request="else/1"), "another request"),
     "other plan": (lambda v, h: h.update(agreed="0"), "another plan"),
     "nameless": (lambda v, h: h.pop("client"), "no client"),
-    "traits": (lambda v, h: h.update(traits=[1]), "no client with traits"),
+    "traits": (lambda v, h: h.update(traits=[1]), "not a client with traits"),
 }
 
 
@@ -397,7 +399,7 @@ def test_of_two_with_one_name_one_is_counted(start: Run, said: pytest.LogCapture
     nodes = [{**node, "name": "ab"[i > 0]} for i, node in enumerate(NODES)]
     result, _ = start(changed("share()"), rounds=1, nodes=nodes)
     assert len(result.train_metrics_clientapp) == 1
-    assert "'b' is no client with traits, or was counted before" in said.text
+    assert "'b' is not a client with traits, or was counted before" in said.text
 
 
 METRICS: dict[str, list[MetricRecord]] = {
@@ -436,7 +438,7 @@ def test_clients_may_measure_different_things(start: Run, said: pytest.LogCaptur
     result, _ = start(changed("share()"), rounds=2, change=change)
     assert set(result.train_metrics_clientapp[2]) == {"train_loss"}
     assert set(result.evaluate_metrics_clientapp[2]) == {"eval_loss"}
-    assert "what 1 clients measured is left out" in said.text
+    assert "the metrics of 1 clients are left out" in said.text
 
 
 class Unmeasured(Task):
@@ -600,7 +602,7 @@ def test_what_this_mode_lacks_is_refused(plan: str) -> None:
 
 def test_the_callers_model_and_random_numbers_are_untouched(tmp_path: Path) -> None:
     model = zoo.build("bert")
-    before = digests(take(model, describe(model)))
+    before = digests(get_values(model, describe(model)))
     torch.manual_seed(5)
     wanted = torch.get_rng_state()
 
@@ -626,4 +628,4 @@ def test_the_callers_model_and_random_numbers_are_untouched(tmp_path: Path) -> N
     (reply,) = grid.send_and_receive([message])
     assert reply.error.reason == "failed: fault" and torch.equal(seen[0], wanted)
     for each in (model, theirs):
-        assert digests(take(each, describe(each))) == before
+        assert digests(get_values(each, describe(each))) == before

@@ -12,14 +12,14 @@ import pytest
 from deployment import BIN
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/federation.md"
+PAGE = ROOT / "docs/tutorials/three-sites.md"
 INSTALLS = ("python -m venv", "pip install")
 
 
 @pytest.mark.nightly
 def test_the_walk_through_works_as_printed(tmp_path: Path) -> None:
     blocks = re.findall(
-        r"```bash\n(.*?)```", PAGE.read_text().partition("## What is where")[0], re.S
+        r"```bash\n(.*?)```", PAGE.read_text().partition("## What the files are")[0], re.S
     )
     lines = [x for block in blocks for x in block.splitlines() if not x.startswith(INSTALLS)]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -28,9 +28,9 @@ def test_the_walk_through_works_as_printed(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1500
     )
-    (tmp_path / "told.txt").write_text(done.stdout + done.stderr)
+    (tmp_path / "output.txt").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "no client's own param went up" in done.stdout
-    assert "north in federation/0" in done.stdout and "limits: none" in done.stdout
-    assert (tmp_path / "world/model.safetensors").exists()
+    assert "no personal param was uploaded" in done.stdout
+    assert "north in federation/0" in done.stdout and "limits of this site: none" in done.stdout
+    assert (tmp_path / "global/model.safetensors").exists()
     assert (tmp_path / "north/model.safetensors").exists()

@@ -9,32 +9,32 @@ from typing import Any
 import pytest
 from sites import NAME, RUN, study_text, words_of, world_of
 
-from fedplan.federation.codes import KINDS
 from fedplan.federation.endpoint import EVALUATE, HELLO, TRAIN
-from fedplan.federation.evaluation import scores_of
+from fedplan.federation.error_codes import KINDS
+from fedplan.federation.evaluation import metrics_from_json
 from fedplan.federation.messages import request_message
-from fedplan.federation.rounds import push
-from fedplan.sites.desk import Desk, approvals_of
+from fedplan.federation.rounds import make_request
+from fedplan.sites.gateway import SiteGateway, site_approvals
 from fedplan.storage.chain import ChainFile, read_chain
-from fedplan.studies.plain import read_toml
-from fedplan.studies.schema import study_of
-from fedplan.tensors.serialization import SerializationError, packed, unpacked
+from fedplan.studies.schema import study_from_dict
+from fedplan.studies.toml_values import parse_toml
+from fedplan.tensors.serialization import SerializationError, pack_message, unpack_message
 
 KEEP = 'plan = "chain(share(), keep(head))"'
 
 
-def desk_of(tmp_path: Path, policy: str) -> Desk:
+def make_gateway(tmp_path: Path, policy: str) -> SiteGateway:
     """A desk with a policy of its own, and real approvals."""
     (tmp_path / "policy.toml").write_text(policy)
     site, _ = words_of(tmp_path, policy=str(tmp_path / "policy.toml"))
-    return Desk(site, approvals_of(site))
+    return SiteGateway(site, site_approvals(site))
 
 
-def offer(desk: Desk, text: str, run: str = RUN, **more: Any) -> dict[str, Any]:
-    study = read_toml(text)
+def offer(desk: SiteGateway, text: str, run: str = RUN, **more: Any) -> dict[str, Any]:
+    study = parse_toml(text)
     for name, value in more.items():
         study.setdefault(name, {}).update(value)
-    return unpacked(desk.answer(HELLO, packed({}, {"run": run, "study": study})))[1]
+    return unpack_message(desk.answer(HELLO, pack_message({}, {"run": run, "study": study})))[1]
 
 
 def code(said: dict[str, Any]) -> str:
@@ -42,12 +42,12 @@ def code(said: dict[str, Any]) -> str:
 
 
 def test_an_approval_is_of_one_run(tmp_path: Path) -> None:
-    desk = desk_of(tmp_path, "by_rule = true")
+    desk = make_gateway(tmp_path, "auto_approve = true")
     text = study_text(method=KEEP, privacy="", rounds=1)
     assert code(offer(desk, text)) == ""
     assert code(offer(desk, text)) == "", "the same run goes on"
     assert code(offer(desk, text, "1" * 16)) == "not-approved"
-    approvals_of(desk.site).approve(study_of(read_toml(text)).whole)
+    site_approvals(desk.site).approve(study_from_dict(parse_toml(text)).full_digest)
     assert code(offer(desk, text, "1" * 16)) == ""
     assert code(offer(desk, text, "2" * 16)) == "not-approved"
     assert code(offer(desk, text)) == "not-approved", "the first run has had its word"
@@ -55,17 +55,17 @@ def test_an_approval_is_of_one_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [{"test_path": "/etc/passwd"}, {"test_split": "test"}, {"test": {"patient": 3}}],
+    [{"test_path": "/etc/passwd"}, {"test_split": "test"}, {"test_filter": {"patient": 3}}],
     ids=str,
 )
 def test_a_common_test_is_no_affair_of_a_site(data: dict[str, Any], tmp_path: Path) -> None:
-    desk = desk_of(tmp_path, "by_rule = true")
+    desk = make_gateway(tmp_path, "auto_approve = true")
     assert code(offer(desk, study_text(privacy=""), data=data)) == "policy"
 
 
-@pytest.mark.parametrize("data", [{"only": {"patient": [7]}}, {"limit": 1}], ids=str)
+@pytest.mark.parametrize("data", [{"filter": {"patient": [7]}}, {"max_examples": 1}], ids=str)
 def test_no_rule_lets_a_study_pick_rows(data: dict[str, Any], tmp_path: Path) -> None:
-    desk = desk_of(tmp_path, "by_rule = true")
+    desk = make_gateway(tmp_path, "auto_approve = true")
     assert code(offer(desk, study_text(privacy=""), data=data)) == "not-approved"
 
 
@@ -74,7 +74,9 @@ def test_a_layer_that_never_leaves_does_not_leave_as_an_adapter(tmp_path: Path) 
     text = study_text(method='plan = "chain(freeze(), share(adapter))"', privacy="")
     for number, (part, wanted) in enumerate({"head": "policy", "embed": ""}.items()):
         (tmp_path / str(number)).mkdir()
-        desk = desk_of(tmp_path / str(number), f'by_rule = true\nnever_share = ["{part}"]')
+        desk = make_gateway(
+            tmp_path / str(number), f'auto_approve = true\nnever_share = ["{part}"]'
+        )
         assert code(offer(desk, text, model=lora)) == wanted
 
 
@@ -82,23 +84,24 @@ def test_scores_are_asked_once_and_never_of_what_does_not_leave(tmp_path: Path) 
     barred = 'never_share = ["head"]\n'
     for number, extra in enumerate(("", barred)):
         (tmp_path / str(number)).mkdir()
-        desk = desk_of(
-            tmp_path / str(number), f'by_rule = true\nmetrics = ["loss"]\nleast_rows = 1\n{extra}'
+        desk = make_gateway(
+            tmp_path / str(number),
+            f'auto_approve = true\nmetrics = ["loss"]\nmin_examples = 1\n{extra}',
         )
         text = study_text(method=KEEP, privacy="", rounds=2).replace(
-            "own_test = 0.0", "own_test = 0.5"
+            "holdout_fraction = 0.0", "holdout_fraction = 0.5"
         )
-        assert code(offer(desk, text, evaluate={"sites": True})) == ""
-        study = study_of({**read_toml(text), "evaluate": {"sites": True}})
-        endpoint = desk._worker_of(study).endpoint(RUN)  # pyright: ignore[reportPrivateUsage]
+        assert code(offer(desk, text, evaluate={"on_clients": True})) == ""
+        study = study_from_dict({**parse_toml(text), "evaluate": {"on_clients": True}})
+        endpoint = desk._runtime_for(study).endpoint(RUN)  # pyright: ignore[reportPrivateUsage]
         found = list[dict[str, Any]]()
         for scale in (1.0, 1.0, 2.0):
             world = world_of(endpoint, scale=scale)
-            down = push(endpoint.agreement, world, NAME, {}, anew=True)
-            found.append(unpacked(desk.answer(EVALUATE, request_message(down)))[1])
+            down = make_request(endpoint.agreement, world, NAME, {}, full=True)
+            found.append(unpack_message(desk.answer(EVALUATE, request_message(down)))[1])
         assert [code(said) for said in found] == ["", "", "unasked"]
-        assert found[0] == found[1] and ("own" in found[0]["scores"]) == (not extra)
-        assert code(unpacked(desk.answer(TRAIN, request_message(down)))[1]) == ""
+        assert found[0] == found[1] and ("personal" in found[0]["scores"]) == (not extra)
+        assert code(unpack_message(desk.answer(TRAIN, request_message(down)))[1]) == ""
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,7 @@ def test_scores_are_asked_once_and_never_of_what_does_not_leave(tmp_path: Path) 
 )
 def test_a_site_says_scores_that_can_be(said: dict[str, float]) -> None:
     with pytest.raises(SerializationError):
-        scores_of({"world": said})
+        metrics_from_json({"world": said})
 
 
 def test_a_record_outlives_a_disk_that_was_full(
@@ -115,16 +118,16 @@ def test_a_record_outlives_a_disk_that_was_full(
     """The line fitted, and the head beside it did not: three times."""
     from fedplan.storage import chain
 
-    record, whole = ChainFile(tmp_path / "record.jsonl"), chain.put_file
+    record, whole = ChainFile(tmp_path / "record.jsonl"), chain.write_atomic
     record.append({"a": 0})
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(chain, "put_file", full)
+    monkeypatch.setattr(chain, "write_atomic", full)
     for _ in range(3):
         with pytest.raises(Exception, match="cannot be written"):
             record.append({"a": 1})
-    monkeypatch.setattr(chain, "put_file", whole)
+    monkeypatch.setattr(chain, "write_atomic", whole)
     record.append({"a": 2})
     assert [line["a"] for line in read_chain(tmp_path / "record.jsonl")] == [0, 2]

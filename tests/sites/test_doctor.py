@@ -21,22 +21,22 @@ from commands import run
 from sites import write_rows
 from studies import approvals_in, offered
 
-import fedplan.runners.flower.known as known
+import fedplan.runners.flower.key_check as known
 import fedplan.sites.doctor as doctor
 from fedplan.errors import FedplanError
 from fedplan.runners.flower.keys import make_keys, make_site_keys
 from fedplan.runners.site import read_site
-from fedplan.sites.doctor import Finding, examine
-from fedplan.storage.locks import claimed
+from fedplan.sites.doctor import Finding, check_site
+from fedplan.storage.locks import acquire_folder_lock
 
 SITE = """
 name = "north"
 data = "rows.npz"
-key = "home.key"
+encryption_key = "state.key"
 [server]
 address = "localhost:{port}"
 ca = "ca.crt"
-node = "node"
+node_key = "node"
 """
 
 
@@ -90,12 +90,12 @@ def site(tmp_path: Path, keys: Path, server: Server, monkeypatch: pytest.MonkeyP
     (tmp_path / "ca.crt").write_bytes((keys / "ca.crt").read_bytes())
     make_site_keys(tmp_path)
     write_rows(tmp_path / "rows.npz")
-    monkeypatch.setattr("fedplan.runners.flower.known.is_known", lambda _: True)
+    monkeypatch.setattr("fedplan.runners.flower.key_check.is_key_registered", lambda _: True)
     return tmp_path
 
 
 def found(site: Path) -> dict[str, Finding]:
-    return {each.name: each for each in examine(read_site(site))}
+    return {each.name: each for each in check_site(read_site(site))}
 
 
 def faults(site: Path) -> dict[str, Finding]:
@@ -105,26 +105,26 @@ def faults(site: Path) -> dict[str, Finding]:
 def test_a_site_that_is_well_has_no_fault_and_is_left_as_it_is(site: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in site.rglob("*")}
     assert not faults(site)
-    assert found(site)["server"].said.endswith("good for 89 days")
+    assert found(site)["server"].message.endswith("valid for 89 days")
     assert {file: file.stat().st_mtime_ns for file in site.rglob("*")} == before
     code, out = run("site", "doctor", "--site", str(site))
-    assert code == 0 and "It can take part." in out
+    assert code == 0 and "This site can take part." in out
 
 
 def test_keys_that_others_read_are_told(site: Path) -> None:
     (site / "node").chmod(0o640)
-    (site / "home.key").unlink()
+    (site / "state.key").unlink()
     told = faults(site)
     assert {name: each.state for name, each in told.items()} == {
-        "key home.key": "fail", "key node": "fail",
+        "key state.key": "fail", "key node": "fail",
     }  # fmt: skip
     assert "chmod 600" in told["key node"].remedy
-    assert told["key home.key"].remedy == "fedplan site keys"
+    assert told["key state.key"].remedy == "run `fedplan site keys`"
     code, out = run("site", "doctor", "--json", "--site", str(site))
     assert code == 1
     said = json.loads(out)
     assert [each["name"] for each in said if each["state"] == "fail"] == [
-        "key home.key",
+        "key state.key",
         "key node",
     ]
 
@@ -136,7 +136,7 @@ def test_a_server_that_is_another_is_told(
     make_keys(other, ["localhost"], [])
     (site / "ca.crt").write_bytes((other / "ca.crt").read_bytes())
     (told,) = faults(site).values()
-    assert (told.name, told.state) == ("server", "fail") and "certificate" in told.said
+    assert (told.name, told.state) == ("server", "fail") and "certificate" in told.message
     assert "ca.crt" in told.remedy
 
 
@@ -166,19 +166,19 @@ def test_a_clock_that_is_off_is_told(
     clock = found(site)["clock"]
     assert clock.state == state, clock
     if abs(seconds) > 2:
-        assert ("after" if seconds > 0 else "before") in clock.said
+        assert ("behind" if seconds > 0 else "ahead") in clock.message
 
 
 def test_a_certificate_that_ends_soon_is_told(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "SOON", 100)
+    monkeypatch.setattr(doctor, "FEW_DAYS", 100)
     (told,) = faults(site).values()
-    assert (told.name, told.state) == ("server", "warn") and "anew" in told.remedy
+    assert (told.name, told.state) == ("server", "warn") and "renew" in told.remedy
 
 
 def test_a_key_that_the_server_does_not_know_is_told(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedplan.runners.flower.known.is_known", lambda _: False)
+    monkeypatch.setattr("fedplan.runners.flower.key_check.is_key_registered", lambda _: False)
     (told,) = faults(site).values()
     assert (told.name, told.state) == ("registered", "fail")
     assert "fedplan server register north node.pub" in told.remedy
@@ -187,7 +187,7 @@ def test_a_key_that_the_server_does_not_know_is_told(
 def test_a_proxy_without_its_server_is_told_in_words_and_not_as_a_page() -> None:
     page = httpx.Response(502, text="<html><title>502 Bad Gateway</title></html>")
     with pytest.raises(FedplanError, match="not the SuperLink behind it") as told:
-        known._known(page)  # pyright: ignore[reportPrivateUsage]
+        known._read_response(page)  # pyright: ignore[reportPrivateUsage]
     assert "html" not in str(told.value)
 
 
@@ -199,7 +199,7 @@ def test_what_goes_by_a_proxy_is_asked_by_it(
         told = faults(site)
         assert list(told) == ["proxy"] and told["proxy"].state == "warn"
         assert tunnel.asked == [f"CONNECT localhost:{server.port}"]
-        assert "secret" not in told["proxy"].said + told["proxy"].remedy
+        assert "secret" not in told["proxy"].message + told["proxy"].remedy
         monkeypatch.setenv("NO_PROXY", "localhost")
         assert not faults(site) and len(tunnel.asked) == 1
 
@@ -239,19 +239,19 @@ def _pour(one: socket.socket, other: socket.socket) -> None:
 
 
 def test_rows_are_tried_by_each_study_that_is_approved(site: Path) -> None:
-    assert "no study is approved" in found(site)["data"].said
+    assert "no study is approved" in found(site)["data"].message
     approvals = approvals_in(site)
     good, strange = offered(name="good"), offered(name="strange", labels="[0, 1]")
     for study in (good, strange, offered(name="waits", labels="[0, 1]")):
-        approvals.offer(study)
-    approvals.approve(good.whole)
-    approvals.approve(strange.whole)
+        approvals.record_offer(study)
+    approvals.approve(good.full_digest)
+    approvals.approve(strange.full_digest)
     told = found(site)
-    assert told["data for good"].said == "24 examples to train on"
-    assert "label '2' in column 'digit'" in told["data for strange"].said
+    assert told["data for good"].message == "24 examples to train on"
+    assert "label '2' in column 'digit'" in told["data for strange"].message
     assert "data for waits" not in told and "data" not in told
     (site / "rows.npz").unlink()
-    assert faults(site)["data"].said.endswith("is not there")
+    assert faults(site)["data"].message.endswith("does not exist")
 
 
 def test_a_site_that_is_none_of_the_clients_is_told(site: Path) -> None:
@@ -259,17 +259,17 @@ def test_a_site_that_is_none_of_the_clients_is_told(site: Path) -> None:
     study = study.model_copy(
         update={"clients": study.clients.model_copy(update={"names": ["west"]})}
     )
-    approvals.offer(study)
-    approvals.approve(study.whole)
-    assert "north is none of its clients" in faults(site)["data for theirs"].said
+    approvals.record_offer(study)
+    approvals.approve(study.full_digest)
+    assert "north is not one of the study's clients" in faults(site)["data for theirs"].message
 
 
 def test_a_home_that_others_enter_is_told(site: Path) -> None:
-    home = site / "home"
+    home = site / "state"
     home.mkdir(mode=0o755)
-    assert faults(site)["home"].remedy == f"chmod 700 {home}"
+    assert faults(site)["state"].remedy == f"chmod 700 {home}"
     home.chmod(0o700)
-    claim = claimed(home)
+    claim = acquire_folder_lock(home)
     assert not faults(site)
     del claim
 
@@ -280,10 +280,10 @@ def test_a_full_disk_and_a_device_that_is_not_here_are_told(
     text = (site / "site.toml").read_text()
     (site / "site.toml").write_text('device = "cuda:7"\n' + text)
     (site / "policy.toml").write_text("never_share = 3\n")
-    monkeypatch.setattr(doctor, "LITTLE", 2**60)
+    monkeypatch.setattr(doctor, "LITTLE_SPACE", 2**60)
     told = faults(site)
     assert {name: each.state for name, each in told.items()} == {
         "policy": "fail", "disk": "warn", "device": "fail",
     }  # fmt: skip
-    monkeypatch.setattr(doctor, "FULL", 2**60)
+    monkeypatch.setattr(doctor, "NO_SPACE", 2**60)
     assert faults(site)["disk"].state == "fail"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedplan.errors import FedplanError
-from fedplan.sites.lock import installed_for, write_lock
+from fedplan.sites.lock import installed_versions, write_requirements_lock
 
 
 def wheel(folder: Path, name: str, number: str, more: str = "") -> Path:
@@ -39,18 +39,18 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_required_here_is_found_by_extras_and_markers() -> None:
-    plain, whole = installed_for("fedplan"), installed_for("fedplan[flower]")
+    plain, whole = installed_versions("fedplan"), installed_versions("fedplan[flower]")
     assert whole["torch"] == version("torch") and whole["flwr"] == version("flwr")
     assert "flwr" not in plain and plain.items() < whole.items()
     assert not {"pytest", "hypothesis"} & whole.keys()
-    with pytest.raises(FedplanError, match="nowhere is not installed here"):
-        installed_for("nowhere")
+    with pytest.raises(FedplanError, match="nowhere is not installed"):
+        installed_versions("nowhere")
 
 
 @pytest.mark.usefixtures("offline")
 def test_pip_installs_what_is_locked_and_nothing_that_was_changed(tmp_path: Path) -> None:
     file = wheel(tmp_path / "wheels", "mdurl", version("mdurl"))
-    lock = write_lock(tmp_path, "mdurl")
+    lock = write_requirements_lock(tmp_path, "mdurl")
     text = lock.read_text()
     assert (
         f"mdurl=={version('mdurl')} --hash=sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}\n"
@@ -75,6 +75,8 @@ def test_pip_installs_what_is_locked_and_nothing_that_was_changed(tmp_path: Path
 
 @pytest.mark.usefixtures("offline")
 def test_what_has_no_wheel_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FedplanError, match=r"no wheel of mdurl==\S+ for this machine: put it into"):
-        write_lock(tmp_path, "mdurl")
+    with pytest.raises(
+        FedplanError, match=r"no wheel of mdurl==\S+ for this machine: put the wheel into"
+    ):
+        write_requirements_lock(tmp_path, "mdurl")
     assert not (tmp_path / "requirements.lock").exists()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The officer's page tells every byte of the record, and what left without a word is a fault."""
+"""The compliance page has every byte of the egress log; an update without approval is a fault."""
 
 from __future__ import annotations
 
@@ -12,45 +12,48 @@ import pytest
 from commands import run
 from sites import NAME, RUN, Anybody, hello, study_text, words_of, world_of
 
-from fedplan.federation.egress import by_part, read_egress
+from fedplan.federation.egress_log import bytes_by_part, read_egress
 from fedplan.federation.endpoint import HELLO, TRAIN
 from fedplan.federation.messages import request_message
-from fedplan.federation.rounds import push
+from fedplan.federation.rounds import make_request
 from fedplan.language.turn import Turn
-from fedplan.reports.egress import SiteRecord, told_of
-from fedplan.sites.approvals import Approvals, user
-from fedplan.sites.desk import Approver, Desk
-from fedplan.sites.officer import Departure, is_home, officer_page
+from fedplan.reports.egress_report import SiteRecord, read_egress_report
+from fedplan.sites.approvals import Approvals, current_user
+from fedplan.sites.compliance_report import compliance_page
+from fedplan.sites.egress_audit import RunEgress, is_site_state
+from fedplan.sites.gateway import Approver, SiteGateway
 from fedplan.storage.chain import read_chain
-from fedplan.studies.plain import read_toml
-from fedplan.studies.schema import study_of
-from fedplan.tensors.serialization import unpacked
+from fedplan.studies.schema import study_from_dict
+from fedplan.studies.toml_values import parse_toml
+from fedplan.tensors.serialization import unpack_message
 
 METHOD = 'plan = "chain(share(), keep(head))"'
 TEXT = study_text(method=METHOD, privacy="", rounds=3)
 
 
-def played(desk: Desk, text: str, *rounds: int) -> None:
+def played(desk: SiteGateway, text: str, *rounds: int) -> None:
     """Have a desk answer some rounds of a study."""
-    assert "client" in unpacked(desk.answer(HELLO, hello(text)))[1]
-    study = study_of(read_toml(text))
-    endpoint = desk._worker_of(study).endpoint(RUN)  # pyright: ignore[reportPrivateUsage]
+    assert "client" in unpack_message(desk.answer(HELLO, hello(text)))[1]
+    study = study_from_dict(parse_toml(text))
+    endpoint = desk._runtime_for(study).endpoint(RUN)  # pyright: ignore[reportPrivateUsage]
     for number in rounds:
-        down = push(endpoint.agreement, world_of(endpoint, round=number), NAME, {}, anew=True)
-        assert unpacked(desk.answer(TRAIN, request_message(down)))[0]
+        down = make_request(
+            endpoint.agreement, world_of(endpoint, round=number), NAME, {}, full=True
+        )
+        assert unpack_message(desk.answer(TRAIN, request_message(down)))[0]
 
 
 def served(folder: Path, *, approved: bool = True, text: str = TEXT) -> Path:
     """A home that has answered two rounds of a study, approved by a person or by nobody."""
     site, _ = words_of(folder)
-    approvals = Approvals(Path(site.home), folder / "policy.toml", site=Turn(client=NAME))
+    approvals = Approvals(Path(site.state), folder / "policy.toml", site=Turn(client=NAME))
     approver: Approver = approvals if approved else Anybody()
-    study = study_of(read_toml(text))
+    study = study_from_dict(parse_toml(text))
     if approved:
-        approvals.offer(study)
-        approvals.approve(study.whole)
-    played(Desk(site, approver), text, 1, 2)
-    return Path(site.home)
+        approvals.record_offer(study)
+        approvals.approve(study.full_digest)
+    played(SiteGateway(site, approver), text, 1, 2)
+    return Path(site.state)
 
 
 @pytest.fixture(scope="module")
@@ -60,26 +63,26 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_tells_what_the_record_tells(home: Path, tmp_path: Path) -> None:
     lines = read_egress(home)
-    parts = by_part(lines)
-    page = officer_page(home)
+    parts = bytes_by_part(lines)
+    page = compliance_page(home)
     text = page.html()
-    whole = sum(line["up"] + line["said"] for line in lines)
+    whole = sum(line["up"] + line["other_bytes"] for line in lines)
     assert f"{whole:,} bytes have left this site" in text and "verified<" in text
     bars = next(each for each in page.figures() if each.name == "parts-1").drawing
     assert bars.columns[1] == "kB"
     assert {row[0]: round(float(str(row[1])) * 1e3) for row in bars.rows} == parts
     grid = next(each for each in page.figures() if each.name == "rounds-1").drawing
     assert {row[0] for row in grid.rows} == parts.keys() and "head" not in parts
-    assert "nothing left" in grid.svg() and f"approved by {user()}" in text
-    assert "No noise hides what left" in text
+    assert "nothing left" in grid.svg() and f"approved by {current_user()}" in text
+    assert "Differential privacy: off" in text
     code, said = run("report", str(home), "-o", str(tmp_path / "x.html"))
     assert code == 0, said
-    assert "What left north" in (tmp_path / "x.html").read_text()
+    assert "Data that left north" in (tmp_path / "x.html").read_text()
 
 
 def test_what_left_without_an_approval_is_a_fault(tmp_path: Path) -> None:
-    page = officer_page(served(tmp_path, approved=False)).html()
-    assert "3 faults" in page and "by the word of anybody, and no such approval stood" in page
+    page = compliance_page(served(tmp_path, approved=False)).html()
+    assert "3 faults" in page and "approved by anybody according to the log" in page
     assert "verified<" not in page
 
 
@@ -92,7 +95,7 @@ def test_a_broken_chain_is_told_and_nothing_else_is(tmp_path: Path) -> None:
 
 
 def test_a_home_is_reported_by_itself(home: Path, tmp_path: Path) -> None:
-    assert is_home(home) and not is_home(tmp_path)
+    assert is_site_state(home) and not is_site_state(tmp_path)
     for words in ((str(home), str(tmp_path)), (str(home), "--watch", "3")):
         code, said = run("report", *words, "-o", str(tmp_path / "x.html"))
         assert code == 2 and str(home) in said
@@ -129,12 +132,15 @@ def _other_study(home: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (_turned("answers.jsonl", '"hidden": false', '"hidden": true'), "nothing was charged"),
-        (_unaccounted, "no account of a dataset has a line of it"),
-        (_other_plan, "its folder says another plan"),
-        (_other_study, "is no study that was approved here"),
+        (_turned("answers.jsonl", '"hidden": false', '"hidden": true'), "no epsilon was charged"),
+        (_unaccounted, "missing from the accounts of this site"),
+        (_other_plan, "folder has another plan"),
+        (_other_study, "was not approved at this site"),
         (_gone("manifest.json"), "cannot be checked"),
-        (_turned("answers.jsonl", '"answer": "update"', '"answer": "scores"'), "no account"),
+        (
+            _turned("answers.jsonl", '"answer": "update"', '"answer": "scores"'),
+            "missing from the accounts",
+        ),
     ],
     ids=["hidden", "no account", "plan", "study", "manifest", "poll"],
 )
@@ -144,7 +150,7 @@ def test_whatever_lies_beside_the_chains_is_held_to_them(
     copy = tmp_path / "home"
     copytree(home, copy)
     change(copy)
-    text = officer_page(copy).html()
+    text = compliance_page(copy).html()
     assert told in text and "verified<" not in text
 
 
@@ -152,11 +158,11 @@ def test_a_run_whose_rounds_were_added_and_approved_is_sound(tmp_path: Path) -> 
     home, longer = served(tmp_path), study_text(method=METHOD, privacy="", rounds=5)
     site, _ = words_of(tmp_path)
     approvals = Approvals(home, tmp_path / "policy.toml", site=Turn(client=NAME))
-    study = study_of(read_toml(longer))
-    approvals.offer(study)
-    approvals.approve(study.whole)
-    played(Desk(site, approvals), longer, 3)
-    assert not officer_page(home).faults
+    study = study_from_dict(parse_toml(longer))
+    approvals.record_offer(study)
+    approvals.approve(study.full_digest)
+    played(SiteGateway(site, approvals), longer, 3)
+    assert not compliance_page(home).faults
 
 
 @pytest.mark.parametrize("line", ["{}", "5", '{"request": 1}'])
@@ -174,12 +180,12 @@ def test_a_page_with_faults_is_written_and_ends_in_1(home: Path, tmp_path: Path)
     copytree(home, tmp_path / "home")
     _unaccounted(tmp_path / "home")
     code, said = run("report", str(tmp_path / "home"), "-o", str(tmp_path / "x.html"))
-    assert code == 1 and "faults are told in it" in said and (tmp_path / "x.html").exists()
+    assert code == 1 and "faults" in said and (tmp_path / "x.html").exists()
 
 
 def test_a_second_run_of_an_approved_study_is_a_fault(home: Path) -> None:
-    (first,) = (each for each in told_of(home) if isinstance(each, SiteRecord))
+    (first,) = (each for each in read_egress_report(home) if isinstance(each, SiteRecord))
     words = tuple(read_chain(home / "approvals.jsonl"))
     other = replace(first, run="f" * 16)
-    assert not list(Departure(first, words, home, None).unapproved())
-    assert len(list(Departure(other, words, home, None).unapproved())) == 2
+    assert not list(RunEgress(first, words, home, None).unapproved())
+    assert len(list(RunEgress(other, words, home, None).unapproved())) == 2

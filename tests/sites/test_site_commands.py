@@ -11,17 +11,17 @@ from commands import run
 from sites import NAME, RUN, Anybody, asked, site_of, study_text, words_of, world_of
 from studies import approvals_in, offered
 
-from fedplan.federation import egress
-from fedplan.federation.egress import RECORD, Egress, Warrant, ended, read_egress
+from fedplan.federation import egress_log as egress
+from fedplan.federation.egress_log import RECORD, Authorization, EgressLog, error_entry, read_egress
 from fedplan.federation.endpoint import EVALUATE, HELLO
 from fedplan.federation.messages import request_message
-from fedplan.federation.rounds import push
-from fedplan.sites.approvals import user
-from fedplan.sites.desk import Desk
-from fedplan.sites.notice import shown
-from fedplan.studies.plain import read_toml
+from fedplan.federation.rounds import make_request
+from fedplan.sites.approvals import current_user
+from fedplan.sites.gateway import SiteGateway
+from fedplan.sites.review import review_study
+from fedplan.studies.toml_values import parse_toml
 from fedplan.tensors.message import Message
-from fedplan.tensors.serialization import packed, unpacked
+from fedplan.tensors.serialization import pack_message, unpack_message
 
 
 @pytest.fixture
@@ -30,10 +30,10 @@ def site(tmp_path: Path) -> Path:
     (tmp_path / "site.toml").write_text('name = "north"\n')
     approvals = approvals_in(tmp_path, 'never_share = ["embed"]\nmetrics = ["accuracy"]\n')
     kept = offered("chain(share(), keep(head | embed))")
-    approvals.offer(kept)
-    approvals.approve(kept.whole)
-    approvals.offer(offered("chain(share(), keep(embed))", rounds=4), server="ab" * 32)
-    approvals.offer(offered("share()"))
+    approvals.record_offer(kept)
+    approvals.approve(kept.full_digest)
+    approvals.record_offer(offered("chain(share(), keep(embed))", rounds=4), server="ab" * 32)
+    approvals.record_offer(offered("share()"))
     return tmp_path
 
 
@@ -45,16 +45,16 @@ def typed(site: Path, *words: str) -> tuple[int, str]:
 def test_a_person_reads_the_inbox_and_decides(site: Path) -> None:
     rows = json.loads(run("site", "inbox", "--json", "--site", str(site))[1])
     assert [row["state"] for row in rows] == [
-        f"approved by {user()}", "waits for approval", "against the policy",
+        f"approved by {current_user()}", "waits for approval", "violates the policy",
     ]  # fmt: skip
     assert rows[1]["server"] == "ab" * 32
     _, waiting, against = (row["study"] for row in rows)
     code, out = typed(site, "approve", waiting[:10])
-    assert code == 0 and f"Approved by {user()}: {waiting}" in out
+    assert code == 0 and f"Approved by {current_user()}: {waiting}" in out
     assert typed(site, "withdraw", waiting[:10]) == (0, "Withdrawn.")
     assert typed(site, "refuse", waiting[:10], "--why", "not yet") == (0, "Refused.")
     code, out = typed(site, "approve", against[:10])
-    assert code == 2 and "embed never leaves this site" in out
+    assert code == 2 and "embed must never leave this site" in out
     code, out = typed(site, "inbox")
     assert code == 0 and f"{waiting[:12]}" in out and "federation: refused" in out
     code, out = typed(site, "policy")
@@ -66,7 +66,7 @@ def test_what_would_leave_and_what_is_new_is_shown(site: Path) -> None:
     code, out = typed(site, "show", rows[1]["study"][:12])
     assert code == 0, out
     assert "head: kept -> shared" in out and "train.rounds: 3 -> 4" in out
-    assert "nothing is hidden" in out and "none but fedplan's own" in out
+    assert "no differential privacy" in out and "only fedplan's own" in out
     code, out = run("site", "show", rows[1]["study"], "--json", "--site", str(site))
     said = json.loads(out)
     parts = {each["part"]: each for each in said["parts"]}
@@ -79,9 +79,11 @@ def test_the_bytes_that_are_shown_are_those_that_leave(tmp_path: Path) -> None:
     text = study_text(privacy="", method="plan = 'chain(share(), keep(head))'", rounds=1)
     endpoint = site_of(tmp_path, text)
     asked(endpoint, world_of(endpoint))
-    (line,) = read_egress(tmp_path / "home")
-    notice = shown(offered("chain(share(), keep(head))", rounds=1))
-    assert line["parts"] == {each.part: each.total for each in notice.parts if each.total}
+    (line,) = read_egress(tmp_path / "state")
+    notice = review_study(offered("chain(share(), keep(head))", rounds=1))
+    assert line["parts"] == {
+        each.part: each.bytes_total for each in notice.parts if each.bytes_total
+    }
 
 
 def test_a_site_without_a_file_is_told_so(tmp_path: Path) -> None:
@@ -90,11 +92,11 @@ def test_a_site_without_a_file_is_told_so(tmp_path: Path) -> None:
 
 
 def test_one_record_has_all_studies_and_runs_refusals_and_failures(tmp_path: Path) -> None:
-    home = tmp_path / "home"
+    home = tmp_path / "state"
     for name in ("one", "two"):
         endpoint = site_of(tmp_path, study_text(name=name, privacy="", rounds=2), limit_rounds=1)
-        endpoint.warrant = Warrant(name * 16, "cd" * 32, "ada")
-        endpoint.answer(HELLO, packed({}, {"run": endpoint.agreement.run}))
+        endpoint.authorization = Authorization(name * 16, "cd" * 32, "ada")
+        endpoint.answer(HELLO, pack_message({}, {"run": endpoint.agreement.run}))
         asked(endpoint, world_of(endpoint))
     endpoint.answer("nothing", Message(b""))
     lines = read_egress(home)
@@ -118,18 +120,18 @@ def test_one_record_has_all_studies_and_runs_refusals_and_failures(tmp_path: Pat
 def test_the_same_answer_has_the_same_content_and_another_has_not(tmp_path: Path) -> None:
     endpoint = site_of(tmp_path, study_text(privacy=""))
     world = world_of(endpoint)
-    down = request_message(push(endpoint.agreement, world, "north", {}, anew=True))
+    down = request_message(make_request(endpoint.agreement, world, "north", {}, full=True))
     for _ in range(2):
         endpoint.answer("train", down)
     asked(endpoint, world_of(endpoint, round=2, scale=1.1))
-    one, again, other = (line["content"] for line in read_egress(tmp_path / "home"))
+    one, again, other = (line["content"] for line in read_egress(tmp_path / "state"))
     assert one == again != other
 
 
 def test_who_is_mute_tells_no_loss(tmp_path: Path) -> None:
     endpoint = site_of(tmp_path, study_text(privacy=""))
     _, said = asked(endpoint, world_of(endpoint))
-    endpoint.site.mute = True
+    endpoint.site.hide_loss = True
     _, silent = asked(endpoint, world_of(endpoint, round=2))
     assert said["line"]["loss"] is not None and silent["line"]["loss"] is None
 
@@ -137,14 +139,14 @@ def test_who_is_mute_tells_no_loss(tmp_path: Path) -> None:
 def test_a_refusal_that_is_told_again_and_again_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, record = [0.0], Egress(tmp_path)
+    now, record = [0.0], EgressLog(tmp_path)
     monkeypatch.setattr(egress.time, "monotonic", lambda: now[0])
-    answer = packed({}, {"refused": "not-approved"})
+    answer = pack_message({}, {"refused": "not-approved"})
     for number in range(300):
         now[0] = 5.0 * number
-        record.note(ended("not-approved", answer, site="north", run="0" * 16))
-    record.note(ended("limit-rounds", answer, site="north"))
-    record.note(ended("limit-rounds", answer, site="north"))
+        record.append(error_entry("not-approved", answer, site="north", run="0" * 16))
+    record.append(error_entry("limit-rounds", answer, site="north"))
+    record.append(error_entry("limit-rounds", answer, site="north"))
     lines = read_egress(tmp_path)
     told = [(line["code"], line["times"]) for line in lines]
     counts = [("not-approved", n) for n in (1, 120, 120, 59)]
@@ -153,18 +155,20 @@ def test_a_refusal_that_is_told_again_and_again_is_counted(
 
 def test_a_greeting_tells_how_the_record_ends(tmp_path: Path) -> None:
     endpoint = site_of(tmp_path, study_text(privacy=""))
-    hello = packed({}, {"run": endpoint.agreement.run})
-    ends = [unpacked(endpoint.answer(HELLO, hello))[1]["record"] for _ in range(3)]
-    lines = read_egress(tmp_path / "home")
+    hello = pack_message({}, {"run": endpoint.agreement.run})
+    ends = [unpack_message(endpoint.answer(HELLO, hello))[1]["record"] for _ in range(3)]
+    lines = read_egress(tmp_path / "state")
     assert ends == [line["before"] for line in lines]
 
 
 def test_no_scores_leave_in_a_study_that_asks_for_none(tmp_path: Path) -> None:
     words, limits = words_of(tmp_path)
-    desk, text = Desk(words, Anybody(limits)), study_text(privacy="")
-    hello = packed({}, {"run": RUN, "study": read_toml(text)})
-    assert "agreed" in unpacked(desk.answer(HELLO, hello))[1]
+    desk, text = SiteGateway(words, Anybody(limits)), study_text(privacy="")
+    hello = pack_message({}, {"run": RUN, "study": parse_toml(text)})
+    assert "agreed" in unpack_message(desk.answer(HELLO, hello))[1]
     endpoint = site_of(tmp_path, text)
-    down = request_message(push(endpoint.agreement, world_of(endpoint), NAME, {}, anew=True))
-    assert unpacked(desk.answer(EVALUATE, down))[1]["refused"] == "undisclosed"
-    assert read_egress(tmp_path / "home")[-1]["code"] == "undisclosed"
+    down = request_message(
+        make_request(endpoint.agreement, world_of(endpoint), NAME, {}, full=True)
+    )
+    assert unpack_message(desk.answer(EVALUATE, down))[1]["refused"] == "undisclosed"
+    assert read_egress(tmp_path / "state")[-1]["code"] == "undisclosed"

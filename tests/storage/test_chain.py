@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from often import often
 
 from fedplan.storage import chain as module
-from fedplan.storage.chain import NOTHING, BrokenChain, ChainFile, Head, head_file, read_chain
+from fedplan.storage.chain import (
+    GENESIS_DIGEST,
+    BrokenChain,
+    ChainFile,
+    ChainHead,
+    head_file,
+    read_chain,
+)
 
 LINES = 6
 
@@ -55,10 +62,12 @@ def test_a_chain_is_its_lines_each_with_its_time_and_the_digest_before(tmp_path:
     file = made(tmp_path)
     lines = read_chain(file)
     assert [line["number"] for line in lines] == list(range(LINES))
-    assert lines[0]["before"] == NOTHING and all(line["time"].endswith("+00:00") for line in lines)
+    assert lines[0]["before"] == GENESIS_DIGEST and all(
+        line["time"].endswith("+00:00") for line in lines
+    )
     assert len({line["before"] for line in lines}) == LINES
     assert ChainFile(file).head.lines == LINES and file.stat().st_mode & 0o077 == 0
-    assert read_chain(tmp_path / "none") == [] and ChainFile(tmp_path / "none").head == Head()
+    assert read_chain(tmp_path / "none") == [] and ChainFile(tmp_path / "none").head == ChainHead()
 
 
 @settings(max_examples=often(400))
@@ -143,7 +152,7 @@ def test_a_kill_between_a_line_and_its_head_loses_neither(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, "put_file", killed)
+        patch.setattr(module, "write_atomic", killed)
         ChainFile(file).append({"number": 2})
     assert ChainFile(file).head.lines == 2
     assert [line["number"] for line in read_chain(file)] == [0, 1, 2]

@@ -32,7 +32,7 @@ from test_store import (
     STORE_POINTS,
     files,
     flip,
-    is_generation,
+    is_checkpoint,
     same,
     sealed,
     small_disk,
@@ -44,9 +44,9 @@ from torch import Tensor
 
 from fedplan.errors import FedplanError, StoreError
 from fedplan.storage import encryption
+from fedplan.storage.checkpoints import MAX_MANIFEST_BYTES
 from fedplan.storage.encryption import Encryption, new_key_file
 from fedplan.storage.failpoints import VARIABLE
-from fedplan.storage.generations import LARGEST_MANIFEST
 from fedplan.storage.journal import Journal
 from fedplan.storage.store import Store
 from fedplan.tensors.serialization import DTYPES
@@ -64,8 +64,8 @@ def chunks(size: int) -> Iterator[None]:
         yield
 
 
-def two(folder: Path, seal: Encryption | None = KEY) -> Store:
-    store = Store(folder, seal=seal)
+def two(folder: Path, encryption: Encryption | None = KEY) -> Store:
+    store = Store(folder, encryption=encryption)
     write(store, 1)
     write(store, 2)
     return store
@@ -90,7 +90,7 @@ def test_a_new_key_file_is_the_owners_and_is_not_written_over(tmp_path: Path) ->
     with pytest.raises(StoreError, match="No such file"):
         new_key_file(tmp_path / "none" / "key")
     one, again = (Encryption.from_file(tmp_path / "key") for _ in range(2))
-    assert again.open(one.close(b"home", "a"), "a") == b"home"
+    assert again.decrypt(one.encrypt(b"home", "a"), "a") == b"home"
 
 
 def test_a_key_file_that_cannot_be_written_is_not_left_half(
@@ -117,8 +117,11 @@ def key_file(folder: Path, content: bytes, mode: int = 0o600) -> Path:
 )
 def test_a_key_is_raw_or_hex(tmp_path: Path, content: bytes) -> None:
     for mode in (0o600, 0o400):
-        seal = Encryption.from_file(key_file(tmp_path, content, mode))
-        assert seal.name == KEY.name and seal.open(KEY.close(b"x", "a"), "a") == b"x"
+        encryption = Encryption.from_file(key_file(tmp_path, content, mode))
+        assert (
+            encryption.key_id == KEY.key_id
+            and encryption.decrypt(KEY.encrypt(b"x", "a"), "a") == b"x"
+        )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> Non
 
 def test_a_key_file_is_a_plain_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
-    for name, told in (("pipe", "no plain file"), ("", "directory"), ("none", "No such file")):
+    for name, told in (("pipe", "not a regular file"), ("", "directory"), ("none", "No such file")):
         with pytest.raises(StoreError, match=told):
             Encryption.from_file(tmp_path / name)
     with pytest.raises(StoreError, match="has 3 bytes"):
@@ -146,7 +149,7 @@ def test_a_key_file_is_a_plain_file(tmp_path: Path) -> None:
 
 
 def test_the_key_is_not_shown() -> None:
-    assert "k" * 9 not in repr(KEY) + str(KEY) + KEY.name and KEY.name != OTHER.name
+    assert "k" * 9 not in repr(KEY) + str(KEY) + KEY.key_id and KEY.key_id != OTHER.key_id
 
 
 BARE = """
@@ -177,35 +180,35 @@ def test_without_the_package_all_else_works_and_sealing_says_what_to_install() -
 def test_what_is_sealed_opens_as_it_was(data: bytes, about: str) -> None:
     for size in (7, 64, encryption.CHUNK):
         with chunks(size):
-            closed = KEY.close(data, about)
-        assert KEY.open(closed, about) == data, "with chunks of any other size"
+            closed = KEY.encrypt(data, about)
+        assert KEY.decrypt(closed, about) == data, "with chunks of any other size"
         assert len(closed) == HEADER + len(data) + 16 * max(1, -(-len(data) // size))
         with pytest.raises(StoreError):
-            KEY.open(closed, about + "x")
+            KEY.decrypt(closed, about + "x")
         with pytest.raises(StoreError):
-            OTHER.open(closed, about)
+            OTHER.decrypt(closed, about)
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 48])
 def test_at_the_borders_of_chunks_every_bit_and_every_byte_counts(length: int) -> None:
     data = bytes(range(length))
     with chunks(16):
-        closed = KEY.close(data, "tensors 7")
-    assert KEY.open(closed, "tensors 7") == data
+        closed = KEY.encrypt(data, "tensors 7")
+    assert KEY.decrypt(closed, "tensors 7") == data
     spoilt = [flip(place)(closed) for place in range(8 * len(closed))]
     spoilt += [closed[:size] for size in range(len(closed))]
     spoilt += [closed + b"\0", closed + closed[-16:], closed + bytes(16), closed + closed[HEADER:]]
     for each in spoilt:
         with pytest.raises(StoreError):
-            KEY.open(each, "tensors 7")
+            KEY.decrypt(each, "tensors 7")
 
 
 def test_chunks_lost_moved_doubled_or_from_elsewhere_do_not_open() -> None:
     with chunks(16):
-        one, other = (KEY.close(bytes([n]) * 64, "tensors 7") for n in range(2))
+        one, other = (KEY.encrypt(bytes([n]) * 64, "tensors 7") for n in range(2))
     head, parts = one[:HEADER], [one[i : i + 32] for i in range(HEADER, len(one), 32)]
     others = [other[i : i + 32] for i in range(HEADER, len(other), 32)]
-    assert KEY.open(head + b"".join(parts), "tensors 7") == bytes(64)
+    assert KEY.decrypt(head + b"".join(parts), "tensors 7") == bytes(64)
     wrong = [parts[:k] + parts[k + 1 :] for k in range(4)]
     wrong += [parts[:k] for k in range(4)]
     wrong += [[*parts[:k], others[k], *parts[k + 1 :]] for k in range(4)]
@@ -217,7 +220,7 @@ def test_chunks_lost_moved_doubled_or_from_elsewhere_do_not_open() -> None:
     ]
     for each in [*(head + b"".join(w) for w in wrong), other[:HEADER] + one[HEADER:]]:
         with pytest.raises(StoreError):
-            KEY.open(each, "tensors 7")
+            KEY.decrypt(each, "tensors 7")
 
 
 @given(data=st.binary(max_size=200), magic=st.booleans())
@@ -225,18 +228,18 @@ def test_garbage_is_a_store_error(data: bytes, magic: bool) -> None:
     for size in (0, 1, 1 << 30, (1 << 32) - 1):
         header = b"fedplan sealed 1" + size.to_bytes(4, "big") if magic else b""
         with pytest.raises(StoreError):
-            KEY.open(header + data, "tensors 7")
+            KEY.decrypt(header + data, "tensors 7")
 
 
 @pytest.mark.parametrize("size", [0, (1 << 30) + 1, (1 << 32) - 1])
 def test_chunks_larger_than_the_cipher_takes_are_not_tried(size: int) -> None:
-    closed = KEY.close(b"home", "a")
+    closed = KEY.encrypt(b"home", "a")
     with pytest.raises(StoreError, match=f"chunks of {size}"):
-        KEY.open(closed[:16] + size.to_bytes(4, "big") + closed[20:], "a")
+        KEY.decrypt(closed[:16] + size.to_bytes(4, "big") + closed[20:], "a")
 
 
 def test_the_same_is_never_sealed_the_same() -> None:
-    closed = {KEY.close(b"home", "a") for _ in range(100)}
+    closed = {KEY.encrypt(b"home", "a") for _ in range(100)}
     assert len({each[:HEADER] for each in closed}) == len({each[HEADER:] for each in closed}) == 100
 
 
@@ -247,7 +250,7 @@ def test_it_is_aes_256_gcm_with_a_key_from_hkdf() -> None:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     with chunks(4):
-        closed = KEY.close(b"abcdef", "tensors 7")
+        closed = KEY.encrypt(b"abcdef", "tensors 7")
     header, body = closed[:HEADER], closed[HEADER:]
     assert header[:20] == b"fedplan sealed 1\0\0\0\4"
     extracted = hmac.digest(header[20:], b"k" * 32, "sha256")
@@ -261,7 +264,7 @@ def test_it_is_aes_256_gcm_with_a_key_from_hkdf() -> None:
 
 
 @st.composite
-def generations(draw: st.DrawFn) -> dict[str, Tensor]:
+def checkpoints(draw: st.DrawFn) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in draw(st.sets(st.sampled_from(NAMES))):
         dtype = draw(st.sampled_from(sorted(SIZES)))
@@ -285,18 +288,18 @@ trees = st.recursive(
 
 
 @given(
-    tensors=generations(),
+    tensors=checkpoints(),
     meta=st.dictionaries(st.text(), trees, max_size=3),
     number=st.integers(0, 10**18 - 1),
     size=st.sampled_from([50, 1000, encryption.CHUNK]),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_every_generation_comes_back(
+def test_every_checkpoint_comes_back(
     tensors: dict[str, Tensor], meta: dict[str, Any], number: int, size: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, chunks(size):
-        Store(Path(folder), seal=KEY).write(tensors, meta, number=number)
-        found = Store(Path(folder), seal=KEY).read()
+        Store(Path(folder), encryption=KEY).write(tensors, meta, number=number)
+        found = Store(Path(folder), encryption=KEY).read_newest()
         assert found is not None and (found.number, found.meta) == (number, meta)
         assert same(found.tensors, tensors)
 
@@ -304,8 +307,8 @@ def test_every_generation_comes_back(
 def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
     raw = torch.arange(64, dtype=torch.uint8) % 2
     tensors = {dtype: raw.clone().view(getattr(torch, dtype)) for dtype in SIZES}
-    Store(tmp_path, seal=KEY).write(tensors, {}, number=0)
-    found = Store(tmp_path, seal=KEY).read()
+    Store(tmp_path, encryption=KEY).write(tensors, {}, number=0)
+    found = Store(tmp_path, encryption=KEY).read_newest()
     assert found is not None and same(found.tensors, tensors)
 
 
@@ -335,11 +338,11 @@ def readable(folder: Path) -> list[str]:
 
 
 def test_nothing_of_a_home_is_readable(tmp_path: Path) -> None:
-    for name, seal in (("sealed", KEY), ("open", None)):
-        journal = Journal(tmp_path / name, seal=seal)
+    for name, cipher in (("sealed", KEY), ("open", None)):
+        journal = Journal(tmp_path / name, encryption=cipher)
         for request in ("request 6", "request 7"):
             journal.commit(request, SECRETS, {"note": NOTE}, SECRETS, {"note": NOTE})
-        home, notes = journal.home()
+        home, notes = journal.client_state()
         assert same(home, SECRETS) and notes == {"note": NOTE}
     assert readable(tmp_path / "sealed") == []
     assert len(readable(tmp_path / "open")) == 4, "the search would find it"
@@ -359,11 +362,11 @@ def test_without_a_seal_the_files_are_as_ever(tmp_path: Path) -> None:
 
 
 def damage(folder: Path, content: bytes, file: Path) -> None:
-    """A damaged file is found and generation 1 is read; the file is put back right."""
+    """A damaged file is found and checkpoint 1 is read; the file is put back right."""
     before = file.read_bytes()
     file.write_bytes(content)
-    store = Store(folder, seal=KEY)
-    assert is_generation(store.read(), 1), file
+    store = Store(folder, encryption=KEY)
+    assert is_checkpoint(store.read_newest(), 1), file
     assert [each.number for each in store.skipped] == [2]
     file.write_bytes(before)
 
@@ -379,7 +382,7 @@ def test_flipped_bits_and_truncations_are_found(tmp_path: Path) -> None:
             damage(tmp_path, content[:size], file)
         damage(tmp_path, content + b"\0", file)
         damage(tmp_path, b"", file)
-    assert is_generation(Store(tmp_path, seal=KEY).read(), 2)
+    assert is_checkpoint(Store(tmp_path, encryption=KEY).read_newest(), 2)
 
 
 def said_in(folder: Path, number: int) -> dict[str, Any]:
@@ -387,7 +390,7 @@ def said_in(folder: Path, number: int) -> dict[str, Any]:
 
 
 def forge(folder: Path, number: int, content: bytes | None = None, **other: Any) -> None:
-    """Write a generation's manifest anew, and its tensors, with digests that are right."""
+    """Write a checkpoint's manifest anew, and its tensors, with digests that are right."""
     said = said_in(folder, number) | other
     if content is not None:
         files(folder, number)[1].unlink()
@@ -420,12 +423,12 @@ def test_damage_with_right_digests_is_found_too(tmp_path: Path) -> None:
         folder = tmp_path / "forged"
         shutil.copytree(whole, folder)
         forge(folder, 2, tensors, **other)
-        store = Store(folder, seal=KEY)
-        assert is_generation(store.read(), 1) and len(store.skipped) == 1
+        store = Store(folder, encryption=KEY)
+        assert is_checkpoint(store.read_newest(), 1) and len(store.skipped) == 1
         shutil.rmtree(folder)
 
 
-def test_files_of_another_generation_do_not_pass(tmp_path: Path) -> None:
+def test_files_of_another_checkpoint_do_not_pass(tmp_path: Path) -> None:
     two(tmp_path)
     for old, new in zip(files(tmp_path, 1), files(tmp_path, 2), strict=True):
         damage(tmp_path, old.read_bytes(), new)
@@ -436,13 +439,13 @@ def mixed(tmp_path: Path) -> tuple[Path, Path]:
     """A home, and that of another client with the same key."""
     home, another = tmp_path / "home", tmp_path / "another"
     two(home)
-    store = Store(another, seal=KEY)
+    store = Store(another, encryption=KEY)
     for number in (1, 2):
         store.write({"other": torch.ones(5)}, {"round": number}, number=number)
     return home, another
 
 
-ELSEWHERE = "generations 2 and 1 in .* were not written in one folder: put a copy"
+ELSEWHERE = "checkpoints 2 and 1 in .* were not written in one folder: restore"
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -451,23 +454,31 @@ def test_the_tensors_of_another_folder_do_not_pass(mixed: tuple[Path, Path], num
     own, other = (files(folder, number)[1] for folder in mixed)
     content, foreign = own.read_bytes(), other.read_bytes()
     own.write_bytes(foreign)
-    assert is_generation(Store(home, seal=KEY).read(), 3 - number)
+    assert is_checkpoint(Store(home, encryption=KEY).read_newest(), 3 - number)
     own.write_bytes(content)
     forge(home, number, foreign)
-    assert is_generation(Store(home, seal=KEY).read(), 3 - number), "though the digest is right"
+    assert is_checkpoint(Store(home, encryption=KEY).read_newest(), 3 - number), (
+        "though the digest is right"
+    )
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_generation_of_another_folder_does_not_pass(
+def test_a_checkpoint_of_another_folder_does_not_pass(
     mixed: tuple[Path, Path], number: int
 ) -> None:
     home, another = mixed
     shutil.copy(files(another, number)[0], home)
     if number == 2:
-        assert is_generation(Store(home, seal=KEY).read(), 1), "its tensors are not there"
+        assert is_checkpoint(Store(home, encryption=KEY).read_newest(), 1), (
+            "its tensors are not there"
+        )
     shutil.copy(files(another, number)[1], home)
-    store = Store(home, seal=KEY)
-    for asked in (store.read, lambda: write(store, 3), Journal(home, seal=KEY).home):
+    store = Store(home, encryption=KEY)
+    for asked in (
+        store.read_newest,
+        lambda: write(store, 3),
+        Journal(home, encryption=KEY).client_state,
+    ):
         with pytest.raises(StoreError, match=ELSEWHERE):
             asked()
 
@@ -475,22 +486,22 @@ def test_a_generation_of_another_folder_does_not_pass(
 def test_a_folder_may_be_moved_and_put_back_from_a_copy(tmp_path: Path) -> None:
     two(tmp_path / "home")
     shutil.copytree(tmp_path / "home", tmp_path / "copy")
-    write(Store(tmp_path / "home", seal=KEY), 3)
+    write(Store(tmp_path / "home", encryption=KEY), 3)
     shutil.copy(files(tmp_path / "copy", 1)[0], tmp_path / "home")
     shutil.copy(files(tmp_path / "copy", 1)[1], tmp_path / "home")
-    assert is_generation(Store(tmp_path / "home", seal=KEY).read(), 3)
-    store = Store(tmp_path / "copy", seal=KEY)
-    assert is_generation(store.read(), 2)
+    assert is_checkpoint(Store(tmp_path / "home", encryption=KEY).read_newest(), 3)
+    store = Store(tmp_path / "copy", encryption=KEY)
+    assert is_checkpoint(store.read_newest(), 2)
     write(store, 3)
-    assert is_generation(store.read(), 3)
+    assert is_checkpoint(store.read_newest(), 3)
 
 
 @pytest.mark.parametrize(
     "wrote,reads,told",
     [
-        (KEY, None, rf"2\.json is sealed .*{KEY.name}, and no key was given: give the key"),
-        (KEY, OTHER, rf"sealed .*{KEY.name}, and key {OTHER.name} was given: give the key"),
-        (None, KEY, r"2\.json is not sealed: read it without a key"),
+        (KEY, None, rf"2\.json is sealed .*{KEY.key_id}, and no key was given: give the key"),
+        (KEY, OTHER, rf"sealed .*{KEY.key_id}, and key {OTHER.key_id} was given: give the key"),
+        (None, KEY, r"2\.json is not encrypted: read it without a key"),
     ],
     ids=["no key", "wrong key", "needless key"],
 )
@@ -499,39 +510,39 @@ def test_the_wrong_key_is_told_and_nothing_is_touched(
 ) -> None:
     two(tmp_path, wrote)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    store, journal = Store(tmp_path, seal=reads), Journal(tmp_path, seal=reads)
+    store, journal = Store(tmp_path, encryption=reads), Journal(tmp_path, encryption=reads)
     for asked in (
-        store.read,
+        store.read_newest,
         lambda: write(store, 3),
         lambda: write(store, 2),
-        journal.home,
-        lambda: journal.answered("r"),
+        journal.client_state,
+        lambda: journal.reply_for("r"),
         lambda: journal.commit("r", {}, {}, {}, {}),
     ):
         with pytest.raises(StoreError, match=told) as raised:
             asked()
         assert str(tmp_path) in str(raised.value)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-    assert is_generation(Store(tmp_path, seal=wrote).read(), 2)
+    assert is_checkpoint(Store(tmp_path, encryption=wrote).read_newest(), 2)
     (tmp_path / "2.json").write_bytes(b"")  # and not only if the newest one says so
     with pytest.raises(StoreError, match=told.replace(r"2\.json", r"1\.json")):
-        store.read()
+        store.read_newest()
 
 
 def test_another_sealed_format_is_told(tmp_path: Path) -> None:
     two(tmp_path)
     forge(tmp_path, 2, format=2)
     with pytest.raises(StoreError, match="has format 2, not sealed 1 with key"):
-        Store(tmp_path, seal=KEY).read()
+        Store(tmp_path, encryption=KEY).read_newest()
 
 
 def test_a_meta_that_is_too_large_when_sealed_is_refused(tmp_path: Path) -> None:
     store = two(tmp_path)
     with pytest.raises(StoreError, match="put what is large into tensors"):
-        store.write({}, {"long": "x" * (LARGEST_MANIFEST // 2)}, number=3)
-    meta = {"long": "x" * (LARGEST_MANIFEST // 2 - 1100)}
+        store.write({}, {"long": "x" * (MAX_MANIFEST_BYTES // 2)}, number=3)
+    meta = {"long": "x" * (MAX_MANIFEST_BYTES // 2 - 1100)}
     store.write({}, meta, number=3)
-    found = store.read()
+    found = store.read_newest()
     assert found is not None and found.meta == meta
 
 
@@ -542,7 +553,7 @@ from test_encryption import KEY, NOTE, SECRETS
 from fedplan.storage.store import Store
 
 for point in eval(sys.argv[2]):
-    store = Store(Path(sys.argv[1]) / point, seal=KEY)
+    store = Store(Path(sys.argv[1]) / point, encryption=KEY)
     store.write(SECRETS, {"round": 1, "note": NOTE}, number=1)
     child = os.fork()
     if not child:
@@ -553,19 +564,21 @@ for point in eval(sys.argv[2]):
 """
 
 
-def test_a_kill_leaves_one_generation_or_the_other_and_nothing_readable(tmp_path: Path) -> None:
+def test_a_kill_leaves_one_checkpoint_or_the_other_and_nothing_readable(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLS, str(tmp_path), repr(STORE_POINTS)]
     place = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, check=False, env=place)
     assert done.returncode == 0, done.stderr.decode()
     assert readable(tmp_path) == []
     for point in STORE_POINTS:
-        store, number = Store(tmp_path / point, seal=KEY), 2 if point in COMMITTED else 1
-        found = store.read()
+        store, number = Store(tmp_path / point, encryption=KEY), 2 if point in COMMITTED else 1
+        found = store.read_newest()
         assert found is not None and found.number == number and store.skipped == []
         assert same(found.tensors, SECRETS) and found.meta == {"round": number, "note": NOTE}
         write(store, 2)
-        assert is_generation(store.read(), 2) and len(list((tmp_path / point).iterdir())) == 4
+        assert (
+            is_checkpoint(store.read_newest(), 2) and len(list((tmp_path / point).iterdir())) == 4
+        )
 
 
 @pytest.mark.parametrize("action,told", [("raise", "Input/output"), ("enospc", "No space left")])
@@ -579,16 +592,16 @@ def test_a_failing_disk_leaves_one_or_the_other(
     with pytest.raises(StoreError, match=told):
         store.write({"new": torch.ones(3)}, {"new": True}, number=number)
     assert not list(tmp_path.glob("*.tmp"))
-    found = Store(tmp_path, seal=KEY).read()
+    found = Store(tmp_path, encryption=KEY).read_newest()
     if point in COMMITTED:
         assert found is not None and found.number == number and found.meta == {"new": True}
     else:
-        assert is_generation(found, 2)
+        assert is_checkpoint(found, 2)
     write(store, number)
-    assert is_generation(store.read(), number) and len(list(tmp_path.iterdir())) == 4
+    assert is_checkpoint(store.read_newest(), number) and len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_full_disk_leaves_the_last_good_generation(small_disk: Path) -> None:
+def test_a_full_disk_leaves_the_last_good_checkpoint(small_disk: Path) -> None:
     store = two(small_disk / "store")
     large, filler = {"large": torch.zeros(1_000_000)}, small_disk / "filler"
     for free in [*range(0, 40960, 8192), *range(3_900_000, 4_000_000, 8192)]:
@@ -597,11 +610,11 @@ def test_a_full_disk_leaves_the_last_good_generation(small_disk: Path) -> None:
         filler.write_bytes(bytes(space.f_bavail * space.f_frsize - free))
         with pytest.raises(StoreError, match=r"No space left.*free space"):
             store.write(large, {"round": 3, "long": "x" * 9000}, number=3)
-        assert is_generation(store.read(), 2)
+        assert is_checkpoint(store.read_newest(), 2)
         assert not list((small_disk / "store").glob("*.tmp"))
     filler.unlink()
     store.write(large, {}, number=3)
-    found = store.read()
+    found = store.read_newest()
     assert found is not None and same(found.tensors, large)
 
 
@@ -610,11 +623,11 @@ class SealedMachine(JournalMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.journal = Journal(self.folder, seal=KEY)
+        self.journal = Journal(self.folder, encryption=KEY)
 
     @rule()
     def restart(self) -> None:
-        self.journal = Journal(self.folder, seal=KEY)
+        self.journal = Journal(self.folder, encryption=KEY)
 
 
 TestSealedMachine = SealedMachine.TestCase

@@ -10,18 +10,18 @@ import signal
 import pytest
 
 from fedplan.errors import FedplanError
-from fedplan.storage.failpoints import POINTS, VARIABLE, forget, reach
+from fedplan.storage.failpoints import POINTS, VARIABLE, failpoint, reset_failpoints
 
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    forget()
+    reset_failpoints()
 
 
 def test_without_the_variable_nothing_happens() -> None:
     for name in POINTS:
-        reach(name)
+        failpoint(name)
 
 
 @pytest.mark.parametrize("action,reason", [("raise", errno.EIO), ("enospc", errno.ENOSPC)])
@@ -32,13 +32,13 @@ def test_only_the_kth_time_fails(
     monkeypatch.setenv(VARIABLE, f"{name}:{action}@3")
     others = [each for each in POINTS if each != name]
     for _ in range(2):
-        reach(name)
+        failpoint(name)
         for each in others:
-            reach(each)
+            failpoint(each)
     with pytest.raises(OSError, match=name) as raised:
-        reach(name)
+        failpoint(name)
     assert raised.value.errno == reason
-    reach(name)
+    failpoint(name)
 
 
 def test_kill_is_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_kill_is_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "kill", lambda process, how: sent.append((process, how)))
     monkeypatch.setenv(VARIABLE, f"{POINTS[0]}:kill@1")
     with pytest.raises(KeyError):
-        reach(POINTS[0])  # a process that outlives its kill must not go on
+        failpoint(POINTS[0])  # a process that outlives its kill must not go on
     assert sent == [(os.getpid(), signal.SIGKILL)]
 
 
@@ -62,10 +62,10 @@ def test_kill_is_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_syntax_is_told(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, asked)
     with pytest.raises(FedplanError, match=VARIABLE):
-        reach(POINTS[0])
+        failpoint(POINTS[0])
 
 
 def test_unknown_points_are_refused() -> None:
     with pytest.raises(FedplanError, match=r"'store\.begin'.*POINTS"):
-        reach("store.begin")
+        failpoint("store.begin")
     assert len(set(POINTS)) == len(POINTS)

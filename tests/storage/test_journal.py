@@ -18,7 +18,7 @@ from test_store import COMMITTED, STORE_POINTS, files, flip, kill, same, tensors
 from fedplan.errors import StoreError
 from fedplan.storage import failpoints
 from fedplan.storage.failpoints import POINTS, VARIABLE
-from fedplan.storage.journal import Journal, home_of
+from fedplan.storage.journal import Journal, client_state_folder
 
 __all__ = ["unarmed"]  # a fixture of every test
 JOURNAL_POINTS = [name for name in POINTS if name.startswith("journal.")]
@@ -33,30 +33,30 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_kill_leaves_home_and_reply_together(killed: Path, point: str) -> None:
     journal = Journal(killed / f"{point}-2")
     number = 2 if point == "journal.after_commit" else 1
-    home, notes = journal.home()
+    home, notes = journal.client_state()
     assert same(home, tensors_of(number)) and notes == {"round": number}
-    assert (journal.answered("request 2") is not None) == (number == 2)
+    assert (journal.reply_for("request 2") is not None) == (number == 2)
 
 
 def test_the_same_request_has_the_same_answer_and_home_moves_once(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    assert journal.answered("r1") is None and journal.home() == ({}, {})
+    assert journal.reply_for("r1") is None and journal.client_state() == ({}, {})
     tensor = torch.randn(4)
     home, reply = {"x#control": tensor}, {"x#control": tensor, "home/a": torch.ones(())}
     journal.commit("r1", home, {"seen": 1}, reply, {"weight": 3})
     expected = {k: v.clone() for k, v in reply.items()}
     tensor.add_(1)  # the model trains on in the same memory
     for each in (journal, journal, Journal(tmp_path)):
-        answer = each.answered("r1")
+        answer = each.reply_for("r1")
         assert answer is not None and same(answer[0], expected) and answer[1] == {"weight": 3}
         answer[0]["x#control"].zero_()
-        assert same(each.home()[0], {"x#control": expected["x#control"]})
-        assert each.home()[1] == {"seen": 1}
+        assert same(each.client_state()[0], {"x#control": expected["x#control"]})
+        assert each.client_state()[1] == {"seen": 1}
     with pytest.raises(StoreError, match="'r1' was answered"):
         journal.commit("r1", {}, {}, {}, {})
     journal.commit("r2", {}, {"seen": 2}, {}, {})
-    assert journal.answered("r1") is not None and journal.home() == ({}, {"seen": 2})
-    assert journal.answered("r3") is None
+    assert journal.reply_for("r1") is not None and journal.client_state() == ({}, {"seen": 2})
+    assert journal.reply_for("r3") is None
 
 
 def test_a_damaged_journal_falls_back_whole_and_goes_on(tmp_path: Path) -> None:
@@ -64,46 +64,48 @@ def test_a_damaged_journal_falls_back_whole_and_goes_on(tmp_path: Path) -> None:
     for number in (1, 2):
         journal.commit(f"r{number}", tensors_of(number), {"n": number}, tensors_of(number), {})
     files(tmp_path, 2)[1].write_bytes(b"")
-    assert journal.answered("r2") is None and same(journal.home()[0], tensors_of(1))
+    assert journal.reply_for("r2") is None and same(journal.client_state()[0], tensors_of(1))
     assert [each.number for each in journal.skipped] == [2]
     journal.commit("r2", tensors_of(2), {"n": 2}, tensors_of(2), {})
-    assert journal.answered("r2") is not None and journal.answered("r1") is not None
-    assert journal.home()[1] == {"n": 2}
+    assert journal.reply_for("r2") is not None and journal.reply_for("r1") is not None
+    assert journal.client_state()[1] == {"n": 2}
 
 
 def test_a_home_that_was_lost_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     """The server asks again for round 2, and what stood before it is damaged."""
-    journal = Journal(tmp_path, replies=False)
-    assert journal.home(before="r1") == ({}, {})
+    journal = Journal(tmp_path, keep_replies=False)
+    assert journal.client_state(before="r1") == ({}, {})
     journal.commit("r1", tensors_of(1), {"n": 1}, {}, {})
-    assert journal.home(before="r1") == ({}, {}), "before the first request there was nothing"
+    assert journal.client_state(before="r1") == ({}, {}), (
+        "before the first request there was nothing"
+    )
     journal.commit("r2", tensors_of(2), {"n": 2}, {}, {})
-    assert journal.home(before="r2")[1] == {"n": 1}
+    assert journal.client_state(before="r2")[1] == {"n": 1}
     files(tmp_path, 1)[1].write_bytes(b"")
-    for each in (journal, Journal(tmp_path, replies=False)):
-        with pytest.raises(StoreError, match=r"before request 'r2'.*generation 1.*0 bytes"):
-            each.home(before="r2")
-        assert each.home()[1] == {"n": 2}
+    for each in (journal, Journal(tmp_path, keep_replies=False)):
+        with pytest.raises(StoreError, match=r"before request 'r2'.*checkpoint 1.*0 bytes"):
+            each.client_state(before="r2")
+        assert each.client_state()[1] == {"n": 2}
     journal.commit("r2", tensors_of(2), {"n": 2}, {}, {})  # and this removes the damaged one
     with pytest.raises(StoreError, match="before request 'r2'"):
-        journal.home(before="r2")
+        journal.client_state(before="r2")
 
 
 def test_a_request_is_replaced_where_it_stands_though_a_later_one_is_damaged(
     tmp_path: Path,
 ) -> None:
-    journal = Journal(tmp_path, replies=False)
+    journal = Journal(tmp_path, keep_replies=False)
     for number in (1, 2):
         journal.commit(f"r{number}", tensors_of(number), {"n": number}, {}, {})
     files(tmp_path, 2)[1].write_bytes(b"")
-    Journal(tmp_path, replies=False).commit("r1", tensors_of(1), {"n": 1}, {}, {})
-    journal = Journal(tmp_path, replies=False)
-    assert journal.home()[1] == {"n": 1} and journal.home(before="r1") == ({}, {})
+    Journal(tmp_path, keep_replies=False).commit("r1", tensors_of(1), {"n": 1}, {}, {})
+    journal = Journal(tmp_path, keep_replies=False)
+    assert journal.client_state()[1] == {"n": 1} and journal.client_state(before="r1") == ({}, {})
 
 
 @pytest.mark.parametrize("name", ["", "7.json", "%", " ", "a" * 60])
 def test_no_home_is_the_folder_of_homes(tmp_path: Path, name: str) -> None:
-    assert home_of(tmp_path, name).parents[2] == tmp_path / "homes"
+    assert client_state_folder(tmp_path, name).parents[2] == tmp_path / "clients"
 
 
 class JournalMachine(RuleBasedStateMachine):
@@ -124,7 +126,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.journal = Journal(self.folder)
 
     def commit(self, request: str, value: int) -> None:
-        # Values differ, for to write the very same again may heal a damaged generation.
+        # Values differ, for to write the very same again may heal a damaged checkpoint.
         tensors = {"x#control": torch.tensor([value])}
         self.journal.commit(request, tensors, {"value": value}, tensors, {"value": value})
 
@@ -137,7 +139,7 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(request=requests)
     def work(self, request: str) -> None:
         value = self.next()
-        if self.journal.answered(request) is None:
+        if self.journal.reply_for(request) is None:
             self.commit(request, value)
             self.model.append((request, value))
         else:
@@ -151,10 +153,10 @@ class JournalMachine(RuleBasedStateMachine):
     )
     def fail(self, request: str, point: str, action: str) -> None:
         value = self.next()
-        if self.journal.answered(request) is not None:
+        if self.journal.reply_for(request) is not None:
             return
         os.environ[VARIABLE] = f"{point}:{action}@1"
-        failpoints.forget()
+        failpoints.reset_failpoints()
         try:
             with pytest.raises(StoreError):
                 self.commit(request, value)
@@ -165,7 +167,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(place=st.integers(0, 10**6), manifest=st.booleans())
     def rot(self, place: int, manifest: bool) -> None:
-        """The newest generation loses a bit: the client is where it was one commit before."""
+        """The newest checkpoint loses a bit: the client is where it was one commit before."""
         kept = sorted(int(p.stem) for p in self.folder.glob("*.json"))
         if len(kept) == 2 and not self.journal.skipped:
             file = files(self.folder, kept[-1])[0 if manifest else 1]
@@ -174,7 +176,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @invariant()
     def home_is_the_last_commit(self) -> None:
-        home, notes = self.journal.home()
+        home, notes = self.journal.client_state()
         if not self.model:
             assert (home, notes) == ({}, {})
             return
@@ -184,7 +186,7 @@ class JournalMachine(RuleBasedStateMachine):
     @invariant()
     def the_last_two_are_answered_and_every_answer_is_right(self) -> None:
         for request in "abcd":
-            answer = self.journal.answered(request)
+            answer = self.journal.reply_for(request)
             if answer is not None:
                 assert answer[1] == {"value": dict(self.model)[request]}
                 assert same(answer[0], {"x#control": torch.tensor([answer[1]["value"]])})

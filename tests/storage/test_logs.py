@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fedplan.errors import FedplanError
 from fedplan.storage import logs, processes
 from fedplan.storage.logs import LOG, Log, follow_log, read_log
-from fedplan.storage.processes import Process, this_process
+from fedplan.storage.processes import Process, current_process
 
 
 @given(st.lists(st.text(max_size=40), max_size=12))
@@ -81,7 +81,7 @@ def test_a_log_is_followed_over_a_new_beginning(
 
 
 def test_a_process_is_known_by_its_number_and_its_beginning() -> None:
-    own = this_process()
+    own = current_process()
     assert own.alive is True
     assert Process(own.pid, own.host, "another boot 1").alive is False
     assert Process(own.pid, "another host", own.start).alive is None

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from often import often
 
 from fedplan.errors import FedplanError
-from fedplan.runners.worker import folder_of
-from fedplan.storage.journal import home_of
-from fedplan.storage.names import folder_named
-from fedplan.studies.schema import ConfigError, study_of
+from fedplan.runners.site_runtime import site_study_folder
+from fedplan.storage.journal import client_state_folder
+from fedplan.storage.names import safe_folder_name
+from fedplan.studies.schema import ConfigError, study_from_dict
 
 ODD = (
     "..",
@@ -62,7 +62,7 @@ def below(folder: Path) -> set[str]:
 @given(st.lists(NAMES, unique=True, max_size=6))
 @example(list(ODD))
 def test_each_name_makes_one_folder_of_its_own(names: list[str]) -> None:
-    made = [folder_named(name) for name in names]
+    made = [safe_folder_name(name) for name in names]
     assert len(set(made)) == len(made)
     for name in made:
         assert Path("a", name).name == name and Path("a", name).parent == Path("a")
@@ -83,14 +83,14 @@ def test_a_study_is_called_by_what_every_system_takes_for_a_folder(name: str) ->
         code, out = run("run", str(base / "study.toml"))
         assert code == 2  # where the name is good, there are no rows
         assert below(Path(place)) == before
-        if folder_named(name) != name or len(name) > 64 or not name.strip(". -"):
+        if safe_folder_name(name) != name or len(name) > 64 or not name.strip(". -"):
             assert "name" in out or "cannot be read" in out, out
 
 
 @settings(max_examples=often(200))
 @given(NAMES, NAMES, st.integers(0, 9))
 def test_a_sites_folders_lie_in_its_home(study: str, site: str, seed: int) -> None:
-    base = study_of(
+    base = study_from_dict(
         {
             "model": {"type": "vit"},
             "task": {"kind": "image-classification", "label": "y"},
@@ -99,10 +99,12 @@ def test_a_sites_folders_lie_in_its_home(study: str, site: str, seed: int) -> No
         }
     )
     # a site is called by a value of a column too, which no schema sees
-    found = folder_of("/home/site", base.model_copy(update={"name": study, "seed": seed}), site)
+    found = site_study_folder(
+        "/home/site", base.model_copy(update={"name": study, "seed": seed}), site
+    )
     assert os.path.normpath(found) == str(found)
     assert found.parent.parent == Path("/home/site")
-    assert home_of(Path("/run"), site).parents[2] == Path("/run/homes")
+    assert client_state_folder(Path("/run"), site).parents[2] == Path("/run/clients")
 
 
 @pytest.mark.parametrize(
@@ -126,11 +128,11 @@ def test_sites_that_cannot_be_told_apart_are_refused(names: list[str]) -> None:
         "method": {"name": "fedavg"},
     }
     with pytest.raises(ConfigError, match=r"clients\.names"):
-        study_of(said)
+        study_from_dict(said)
 
 
 TEXTS = '[model]\npath = "ear"\n[task]\nkind = "text-classification"\nlabel = "kind"\n'
-HOW = '[data]\npath = "rows.csv"\nby = "column"\ncolumn = "who"\nclients = 0\nleast = 1\n'
+HOW = '[data]\npath = "rows.csv"\npartition = "column"\npartition_column = "who"\nnum_clients = 0\nmin_examples = 1\n'
 METHOD = '[method]\nname = "fedper"\n[train]\nrounds = 1\nsteps = 1\n'
 
 
@@ -150,8 +152,8 @@ def test_clients_of_any_name_stay_in_the_runs_folder(here: Path) -> None:
     assert code == 0, said
     inside = str((here / "out").relative_to(here.parent))
     assert all(path.startswith(inside) for path in below(here.parent) - before)
-    homes = {path.name for path in Path("out/homes").glob("??/??/*")}
-    assert homes == {folder_named(name) for name in odd}
+    homes = {path.name for path in Path("out/clients").glob("??/??/*")}
+    assert homes == {safe_folder_name(name) for name in odd}
     code, said = run("verify", "out")
     assert code == 0, said
     for name in ("..", "x" * 300):

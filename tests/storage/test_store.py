@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of the store: a generation is read whole, as it was written, or not at all."""
+"""Laws of the store: a checkpoint is read whole, as it was written, or not at all."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fedplan.errors import StoreError
 from fedplan.storage import failpoints
+from fedplan.storage.checkpoints import Checkpoint, SkippedCheckpoint
 from fedplan.storage.failpoints import POINTS, VARIABLE
-from fedplan.storage.generations import Generation, Skipped
 from fedplan.storage.store import Store
 from fedplan.tensors.serialization import DTYPES
 
@@ -36,9 +36,9 @@ NAMES = ("h.0.attn.c_attn.weight[query]", "x#control", 'ä "quoted"\\/ 漢', "ho
 @pytest.fixture(autouse=True)
 def unarmed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(VARIABLE, raising=False)
-    failpoints.forget()
+    failpoints.reset_failpoints()
     yield
-    failpoints.forget()
+    failpoints.reset_failpoints()
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
@@ -50,7 +50,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return {k: bits(v) for k, v in one.items()} == {k: bits(v) for k, v in other.items()}
 
 
-def is_generation(found: Generation | None, number: int) -> bool:
+def is_checkpoint(found: Checkpoint | None, number: int) -> bool:
     return (
         found is not None
         and (found.number, found.meta) == (number, {"round": number})
@@ -74,7 +74,7 @@ def two(folder: Path) -> Store:
 
 
 def files(folder: Path, number: int) -> tuple[Path, Path]:
-    """The manifest and the tensor file of a generation."""
+    """The manifest and the tensor file of a checkpoint."""
     manifest = folder / f"{number}.json"
     digest = json.loads(manifest.read_bytes())["manifest"]["sha256"]
     return manifest, folder / f"{number}.{digest[:16]}.safetensors"
@@ -92,7 +92,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
             tensors[f"{dtype} {shape}"] = values.reshape(shape)
     meta = {"a": [1, 2.5, None, True, {"b": "ä\ud800\n"}], "c": {}, "d": -0.0, "e": 10**40}
     store.write(tensors, meta, number=7)
-    found = store.read()
+    found = store.read_newest()
     assert found is not None and found.meta == meta and same(found.tensors, tensors)
 
 
@@ -100,18 +100,18 @@ def test_views_and_shared_memory_come_back_by_value(tmp_path: Path) -> None:
     whole = torch.nn.Parameter(torch.randn(6, 4))
     tensors = {"whole": whole, "again": whole, "rows": whole[2:4], "turned": whole.t()}
     Store(tmp_path).write(tensors, {}, number=0)
-    found = Store(tmp_path).read()
+    found = Store(tmp_path).read_newest()
     assert found is not None and same(found.tensors, tensors)
     found.tensors["whole"].add_(1)  # what is read is the reader's own
-    again = Store(tmp_path).read()
+    again = Store(tmp_path).read_newest()
     assert again is not None and same(again.tensors, tensors)
 
 
-def test_an_empty_generation_is_one(tmp_path: Path) -> None:
+def test_an_empty_checkpoint_is_one(tmp_path: Path) -> None:
     store = Store(tmp_path / "a" / "b")
-    assert store.read() is None
+    assert store.read_newest() is None
     store.write({}, {}, number=0)
-    assert store.read() == Generation(0, {}, {})
+    assert store.read_newest() == Checkpoint(0, {}, {})
 
 
 def test_only_the_owner_may_read(tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def test_only_the_owner_may_read(tmp_path: Path) -> None:
 
 
 def test_the_folders_it_makes_on_the_way_are_the_owners_too(tmp_path: Path) -> None:
-    store = Store(tmp_path / "homes" / "a")
-    assert not (tmp_path / "homes").exists()
+    store = Store(tmp_path / "clients" / "a")
+    assert not (tmp_path / "clients").exists()
     store.write({}, {}, number=1)
-    assert (tmp_path / "homes").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "clients").stat().st_mode & 0o777 == 0o700
 
 
 HOLDER = """
@@ -137,7 +137,7 @@ from pathlib import Path
 from fedplan.storage.store import Store
 store = Store(Path(sys.argv[1]))
 if sys.argv[2] == "claims":
-    store.claim()
+    store.lock()
 else:
     store._write_tensors = lambda *_: (print("held", flush=True), sys.stdin.read())
     store.write({}, {}, number=9)
@@ -152,25 +152,25 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path: Path, how: str) -> N
     command = [sys.executable, "-c", HOLDER, str(tmp_path), how]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        for asked in (store.claim, lambda: write(store, 3)):
+        for asked in (store.lock, lambda: write(store, 3)):
             with pytest.raises(StoreError, match=r"another process.*wait") as raised:
                 asked()
             assert str(tmp_path) in str(raised.value)
-        assert is_generation(Store(tmp_path).read(), 2), "readers need no lock"
+        assert is_checkpoint(Store(tmp_path).read_newest(), 2), "readers need no lock"
         holder.kill()
     write(store, 3)  # a killed process holds nothing
-    assert is_generation(store.read(), 3) and len(list(tmp_path.iterdir())) == 4
+    assert is_checkpoint(store.read_newest(), 3) and len(list(tmp_path.iterdir())) == 4
 
 
 def test_one_process_may_open_and_claim_a_folder_twice(tmp_path: Path) -> None:
     first, second = Store(tmp_path), Store(tmp_path / ".." / tmp_path.name)
     write(first, 1)
-    first.claim()
-    second.claim()
+    first.lock()
+    second.lock()
     write(second, 2)
     del second
     write(first, 3)
-    assert is_generation(Store(tmp_path).read(), 3)
+    assert is_checkpoint(Store(tmp_path).read_newest(), 3)
 
 
 def test_a_disk_without_locks_is_written_to(
@@ -180,41 +180,41 @@ def test_a_disk_without_locks_is_written_to(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    assert is_generation(two(tmp_path).read(), 2)
+    assert is_checkpoint(two(tmp_path).read_newest(), 2)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_old_generations_go(tmp_path: Path, keep: int) -> None:
+def test_old_checkpoints_go(tmp_path: Path, keep: int) -> None:
     store = Store(tmp_path, keep=keep)
     for number in range(6):
         write(store, number)
     assert store.numbers() == list(range(5, 5 - keep, -1))
     assert len(list(tmp_path.iterdir())) == 2 * keep
-    assert is_generation(store.read(), 5)
+    assert is_checkpoint(store.read_newest(), 5)
 
 
 def test_a_number_is_replaced_and_none_goes_back(tmp_path: Path) -> None:
     store = two(tmp_path)
     store.write({"other": torch.ones(2)}, {}, number=2)
-    found = store.read()
+    found = store.read_newest()
     assert found is not None and same(found.tensors, {"other": torch.ones(2)})
     write(store, 2)
-    assert is_generation(store.read(), 2) and len(list(tmp_path.iterdir())) == 4
-    with pytest.raises(StoreError, match="generation 1 is older than generation 2"):
+    assert is_checkpoint(store.read_newest(), 2) and len(list(tmp_path.iterdir())) == 4
+    with pytest.raises(StoreError, match="checkpoint 1 is older than checkpoint 2"):
         write(store, 1)
 
 
 @pytest.mark.parametrize(
     "tensors,meta,number,told",
     [
-        ({}, {"loss": float("nan")}, 3, "no JSON"),
-        ({}, {"loss": float("inf")}, 3, "no JSON"),
-        ({}, {"part": {1, 2}}, 3, "no JSON"),
+        ({}, {"loss": float("nan")}, 3, "not JSON"),
+        ({}, {"loss": float("inf")}, 3, "not JSON"),
+        ({}, {"part": {1, 2}}, 3, "not JSON"),
         ({}, {"shape": (1, 2)}, 3, "lists and string keys"),
         ({}, {"known": {1: 2}}, 3, "lists and string keys"),
         ({}, {}, -1, "-1"),
         ({}, {}, True, "True"),
-        ({}, {}, 10**18, "whole"),
+        ({}, {}, 10**18, "integer"),
         ({"__metadata__": torch.ones(1)}, {}, 3, "__metadata__"),
         ({"\ud800": torch.ones(1)}, {}, 3, "printable"),
         ({"z": torch.ones(1, dtype=torch.complex128)}, {}, 3, "'z' is torch.complex128"),
@@ -227,7 +227,7 @@ def test_what_cannot_come_back_is_refused(
     store = two(tmp_path)
     with pytest.raises(StoreError, match=told):
         store.write(tensors, meta, number=number)
-    assert is_generation(store.read(), 2) and len(list(tmp_path.iterdir())) == 4
+    assert is_checkpoint(store.read_newest(), 2) and len(list(tmp_path.iterdir())) == 4
 
 
 def damage(folder: Path, change: Callable[[bytes], bytes], file: Path) -> Store:
@@ -235,7 +235,7 @@ def damage(folder: Path, change: Callable[[bytes], bytes], file: Path) -> Store:
     content = file.read_bytes()
     file.write_bytes(change(content))
     store = Store(folder)
-    assert is_generation(store.read(), 1), file
+    assert is_checkpoint(store.read_newest(), 1), file
     assert [each.number for each in store.skipped] == [2]
     file.write_bytes(content)
     return store
@@ -249,13 +249,13 @@ def flip(place: int) -> Callable[[bytes], bytes]:
     return change
 
 
-def test_flipped_bits_are_found_and_the_generation_before_is_read(tmp_path: Path) -> None:
+def test_flipped_bits_are_found_and_the_checkpoint_before_is_read(tmp_path: Path) -> None:
     two(tmp_path)
     chance = random.Random(0)
     for file in files(tmp_path, 2):
         for place in chance.sample(range(8 * file.stat().st_size), often(1000)):
             damage(tmp_path, flip(place), file)
-    assert is_generation(Store(tmp_path).read(), 2)
+    assert is_checkpoint(Store(tmp_path).read_newest(), 2)
 
 
 def test_truncated_and_longer_files_are_found(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_truncated_and_longer_files_are_found(tmp_path: Path) -> None:
         damage(tmp_path, lambda content: bytes(len(content)), file)
 
 
-def test_files_of_another_generation_do_not_pass(tmp_path: Path) -> None:
+def test_files_of_another_checkpoint_do_not_pass(tmp_path: Path) -> None:
     two(tmp_path)
     for old, new in zip(files(tmp_path, 1), files(tmp_path, 2), strict=True):
         damage(tmp_path, lambda _, old=old: old.read_bytes(), new)
@@ -277,23 +277,23 @@ def test_files_of_another_generation_do_not_pass(tmp_path: Path) -> None:
 def test_what_was_passed_over_goes_with_the_next_write(tmp_path: Path) -> None:
     store = two(tmp_path)
     files(tmp_path, 2)[1].write_bytes(b"")
-    assert is_generation(store.read(), 1)
-    assert store.skipped == [Skipped(2, store.skipped[0].reason)]
+    assert is_checkpoint(store.read_newest(), 1)
+    assert store.skipped == [SkippedCheckpoint(2, store.skipped[0].reason)]
     assert "0 bytes of" in str(store.skipped[0])
     write(store, 2)
-    assert is_generation(store.read(), 2) and store.skipped == []
+    assert is_checkpoint(store.read_newest(), 2) and store.skipped == []
     files(tmp_path, 2)[0].write_bytes(b"")
-    assert is_generation(store.read(), 1)
+    assert is_checkpoint(store.read_newest(), 1)
     write(store, 3)
     assert store.numbers() == [3, 1] and len(list(tmp_path.iterdir())) == 4
 
 
-def test_no_good_generation_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+def test_no_good_checkpoint_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     two(tmp_path)
     for number in (1, 2):
         files(tmp_path, number)[1].unlink()
-    with pytest.raises(StoreError, match=r"generation 2: .* lost.*; generation 1: .*anew") as told:
-        Store(tmp_path).read()
+    with pytest.raises(StoreError, match=r"checkpoint 2: .* lost.*; checkpoint 1: .*anew") as told:
+        Store(tmp_path).read_newest()
     assert str(tmp_path) in str(told.value)
 
 
@@ -330,7 +330,7 @@ def test_garbage_and_pickles_are_never_loaded(tmp_path: Path) -> None:
     manifest, name = forged(bomb)
     (tmp_path / "store" / "9.json").write_bytes(manifest)
     (tmp_path / "store" / name).write_bytes(bomb)
-    assert is_generation(store.read(), 2)
+    assert is_checkpoint(store.read_newest(), 2)
     assert [each.number for each in store.skipped] == [10, 9, 8, 7, 3]
     assert "no safetensors" in store.skipped[1].reason
     assert not mark.exists()
@@ -351,7 +351,7 @@ BAD_MANIFESTS = [
 def test_a_manifest_is_not_believed(tmp_path: Path, manifest: bytes) -> None:
     store = two(tmp_path)
     (tmp_path / "9.json").write_bytes(manifest)
-    assert is_generation(store.read(), 2)
+    assert is_checkpoint(store.read_newest(), 2)
     assert [each.number for each in store.skipped] == [9]
 
 
@@ -359,7 +359,7 @@ def test_another_format_is_told_not_passed_over(tmp_path: Path) -> None:
     store = two(tmp_path)
     (tmp_path / "9.json").write_bytes(forged(b"", format=2)[0])
     with pytest.raises(StoreError, match="format 2, not 1"):
-        store.read()
+        store.read_newest()
     with pytest.raises(StoreError, match="format 2, not 1"):
         write(store, 9)
     assert store.numbers() == [9, 2, 1]
@@ -411,15 +411,15 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("number", [1, 2], ids=["replaced", "new"])
 @pytest.mark.parametrize("point", STORE_POINTS)
-def test_a_kill_leaves_one_generation_or_the_other(killed: Path, point: str, number: int) -> None:
+def test_a_kill_leaves_one_checkpoint_or_the_other(killed: Path, point: str, number: int) -> None:
     folder = killed / f"{point}-{number}"
     store = Store(folder)
-    found, content = store.read(), 2 if point in COMMITTED else 1
+    found, content = store.read_newest(), 2 if point in COMMITTED else 1
     assert found is not None and found.number == (number if content == 2 else 1)
     assert same(found.tensors, tensors_of(content)) and found.meta == {"round": content}
     assert store.skipped == []
     write(store, 2)  # a resumed run does the round again
-    assert is_generation(store.read(), 2)
+    assert is_checkpoint(store.read_newest(), 2)
     assert len(list(folder.iterdir())) == 4
 
 
@@ -433,15 +433,15 @@ def test_a_failing_disk_leaves_one_or_the_other(
     monkeypatch.setenv(VARIABLE, f"{point}:{action}@1")
     with pytest.raises(StoreError, match=told) as raised:
         store.write({"new": torch.ones(3)}, {"new": True}, number=number)
-    assert f"generation {number}" in str(raised.value) and str(tmp_path) in str(raised.value)
+    assert f"checkpoint {number}" in str(raised.value) and str(tmp_path) in str(raised.value)
     assert not list(tmp_path.glob("*.tmp"))
-    found = Store(tmp_path).read()
+    found = Store(tmp_path).read_newest()
     if point in COMMITTED:
         assert found is not None and found.number == number and found.meta == {"new": True}
     else:
-        assert is_generation(found, 2)
+        assert is_checkpoint(found, 2)
     write(store, number)
-    assert is_generation(store.read(), number) and len(list(tmp_path.iterdir())) == 4
+    assert is_checkpoint(store.read_newest(), number) and len(list(tmp_path.iterdir())) == 4
 
 
 def test_leftovers_of_a_killed_write_go_with_the_next(tmp_path: Path) -> None:
@@ -450,7 +450,7 @@ def test_leftovers_of_a_killed_write_go_with_the_next(tmp_path: Path) -> None:
     for name in left:
         (tmp_path / name).write_bytes(b"left")
     (tmp_path / "notes.txt").write_bytes(b"not ours")
-    assert is_generation(store.read(), 2)
+    assert is_checkpoint(store.read_newest(), 2)
     write(store, 3)
     assert {p.name for p in tmp_path.iterdir()} == {
         "notes.txt",
@@ -471,7 +471,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_leaves_the_last_good_generation(small_disk: Path) -> None:
+def test_a_full_disk_leaves_the_last_good_checkpoint(small_disk: Path) -> None:
     """Free space runs from none to almost enough, so that every write meets the end once."""
     store = two(small_disk / "store")
     large = {"large": torch.zeros(1_000_000)}
@@ -486,12 +486,12 @@ def test_a_full_disk_leaves_the_last_good_generation(small_disk: Path) -> None:
         except StoreError as error:
             failures += 1
             assert "No space left" in str(error) and "free space" in str(error)
-            assert is_generation(store.read(), 2)
+            assert is_checkpoint(store.read_newest(), 2)
             assert not list((small_disk / "store").glob("*.tmp"))
     assert failures >= 30
     filler.unlink()
     store.write(large, {}, number=3)
-    found = store.read()
+    found = store.read_newest()
     assert found is not None and same(found.tensors, large)
 
 
@@ -499,6 +499,6 @@ def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StoreError, match="cannot be made"):
-            Store(folder).claim()
+            Store(folder).lock()
     with pytest.raises(StoreError, match="keep is 0"):
         Store(tmp_path, keep=0)

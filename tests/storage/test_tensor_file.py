@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from fedplan.storage.tensor_file import ALL, NONE, read_tensors, tensors_in
+from fedplan.storage.tensor_file import all_tensors, no_tensors, parse_tensors, read_tensors
 
 WHOLE = {
     "home/a": torch.arange(3_000_000, dtype=torch.int32).reshape(3, -1),
@@ -31,9 +31,15 @@ def test_a_file_is_read_as_it_was_saved_and_hashed_whole_whatever_is_wanted(tmp_
     save_file(WHOLE, file, metadata={"said": "something"})
     content = file.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    assert same(read_tensors(file, ALL).tensors, WHOLE) and same(tensors_in(content, ALL), WHOLE)
+    assert same(read_tensors(file, all_tensors).tensors, WHOLE) and same(
+        parse_tensors(content, all_tensors), WHOLE
+    )
     home = {k: v for k, v in WHOLE.items() if k.startswith("home/")}
-    for names, kept in ((ALL, WHOLE), (NONE, {}), (lambda name: name.startswith("home/"), home)):
+    for names, kept in (
+        (all_tensors, WHOLE),
+        (no_tensors, {}),
+        (lambda name: name.startswith("home/"), home),
+    ):
         tensors, sha256, fault = read_tensors(file, names)
         assert sha256 == digest and not fault and same(tensors, kept)
 
@@ -42,7 +48,7 @@ def test_a_file_is_read_as_it_was_saved_and_hashed_whole_whatever_is_wanted(tmp_
 def test_what_is_cut_off_has_no_tensors_and_a_digest_still(tmp_path: Path, count: int) -> None:
     file, content = tmp_path / "a.safetensors", save(WHOLE)[:count]
     file.write_bytes(content)
-    tensors, sha256, fault = read_tensors(file, ALL)
+    tensors, sha256, fault = read_tensors(file, all_tensors)
     assert not tensors and fault and sha256 == hashlib.sha256(content).hexdigest()
     with pytest.raises(ValueError):
-        tensors_in(content, ALL)
+        parse_tensors(content, all_tensors)

@@ -16,17 +16,17 @@ from commands import STUDY, run
 
 from fedplan.errors import FedplanError, StoreError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.egress import RECORD, Egress, Leaving, read_egress
-from fedplan.federation.identity import RUN
-from fedplan.methods.registry import method_named
+from fedplan.federation.egress_log import RECORD, EgressEntry, EgressLog, read_egress
+from fedplan.federation.identity import RUN_FILE
+from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
 from fedplan.runners.simulation import Simulation
 from fedplan.storage.chain import head_file
-from fedplan.storage.files import put_file
+from fedplan.storage.files import write_atomic
 from fedplan.studies.schema import read_study
 from fedplan.tensors.named import digests
-from fedplan.training.fit import Pace
+from fedplan.training.fit import TrainConfig
 
 ROUNDS = 3
 
@@ -34,24 +34,27 @@ ROUNDS = 3
 def federation(folder: Path) -> Federation:
     model = zoo.build("bert")
     agreement = Agreement(
-        "torn", describe(model), method_named("fedper"), Pace(rate=1e-2, batch=2, steps=1)
+        "torn",
+        describe(model),
+        method_by_name("fedper"),
+        TrainConfig(lr=1e-2, batch_size=2, steps=1),
     )
     return Federation(agreement, model, few("bert", 2), loss, folder, rounds=ROUNDS)
 
 
 def play(folder: Path, until: int = ROUNDS) -> Federation:
     fed = federation(folder)
-    while fed.world.round < until:
-        tally = fed.round()
-        fed.commit(tally, {"score": float(len(tally.counted))})
+    while fed.global_state.round < until:
+        round_state = fed.run_round()
+        fed.commit(round_state, {"score": float(len(round_state.aggregated))})
     return fed
 
 
 def left(fed: Federation) -> object:
     """All that a run leaves but its id."""
-    homes = {n: digests(s.journal.home()[0]) for n, s in fed.clients.items()}
+    homes = {n: digests(s.journal.client_state()[0]) for n, s in fed.clients.items()}
     files = [(fed.server.folder / name).read_bytes() for name in ("ledger.jsonl", "metrics.jsonl")]
-    return digests(fed.world.values), homes, files
+    return digests(fed.global_state.values), homes, files
 
 
 def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -88,7 +91,10 @@ def test_a_ledger_is_opened_whatever_the_last_write_left(
     for cut in {*every[:200], *every[::11], *every[-200:]}:
         (tmp_path / "run" / name).write_bytes(full[:cut])
         again = type(ledger)(ledger.file, length=ledger.length, sha256=ledger.sha256)
-        assert (again.file.read_bytes(), again.mark) == (good, ledger.mark)
+        assert (again.file.read_bytes(), again.length_and_digest) == (
+            good,
+            ledger.length_and_digest,
+        )
 
 
 CUTS = (0.0, 0.001, 0.3, 0.999, 1.0)
@@ -108,23 +114,23 @@ def test_a_run_whose_last_write_was_cut_ends_with_the_same_bits(
 
 
 def test_a_ledger_writes_over_what_a_full_disk_left_behind(tmp_path: Path) -> None:
-    from fedplan.storage.lines import Lines, read_lines
+    from fedplan.storage.json_lines import JsonLinesFile, read_json_lines
 
-    ledger = Lines(tmp_path / "lines")
+    ledger = JsonLinesFile(tmp_path / "lines")
     ledger.append([{"a": 1}])
     with (tmp_path / "lines").open("ab") as file:
         file.write(b'{"half')
-    assert read_lines(tmp_path / "lines") == [{"a": 1}]
+    assert read_json_lines(tmp_path / "lines") == [{"a": 1}]
     ledger.append([{"b": 2}])
-    assert read_lines(tmp_path / "lines") == [{"a": 1}, {"b": 2}]
-    assert Lines(tmp_path / "lines").mark == ledger.mark
+    assert read_json_lines(tmp_path / "lines") == [{"a": 1}, {"b": 2}]
+    assert JsonLinesFile(tmp_path / "lines").length_and_digest == ledger.length_and_digest
 
 
 def stores(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.parent.name not in ("", folder.name))
 
 
-def test_a_generation_cut_anywhere_while_it_was_written_changes_nothing(
+def test_a_checkpoint_cut_anywhere_while_it_was_written_changes_nothing(
     whole: tuple[Path, Path, object], tmp_path: Path
 ) -> None:
     folder, before, expected = whole
@@ -140,7 +146,7 @@ def test_a_generation_cut_anywhere_while_it_was_written_changes_nothing(
         beside = place.with_name(f"{file.name.partition('.')[0]}.{kind}.tmp")
         for cut in {0, 1, len(content) // 2, len(content) - 1, len(content)}:
             beside.write_bytes(content[:cut])
-            assert federation(run).world.round == ROUNDS - 1
+            assert federation(run).global_state.round == ROUNDS - 1
         if kind == "safetensors":
             place.write_bytes(content)  # renamed, and its manifest never written
         if number % 3 == 0:
@@ -186,12 +192,12 @@ def test_a_start_that_is_killed_at_any_sync_or_rename_begins_again(
 
 def first_round(study: object, folder: Path) -> dict[str, torch.Tensor]:
     simulation = Simulation(study, folder)  # type: ignore[arg-type]
-    simulation.federation.commit(simulation.federation.round())
-    return simulation.federation.world.values
+    simulation.federation.commit(simulation.federation.run_round())
+    return simulation.federation.global_state.values
 
 
 @pytest.mark.parametrize(
-    "name", ["study.json", "manifest.json", RUN, "ledger.jsonl", "metrics.jsonl", "world"]
+    "name", ["study.json", "manifest.json", RUN_FILE, "ledger.jsonl", "metrics.jsonl", "global"]
 )
 def test_a_start_whose_files_are_not_all_there_begins_again(here: Path, name: str) -> None:
     study = read_study(here / "study.toml", ["train.rounds=1"])
@@ -211,14 +217,14 @@ def test_a_small_file_is_there_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "small"
-    put_file(file, "one")
+    write_atomic(file, "one")
 
     def full(opened: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StoreError, match="No space left"):
-        put_file(file, "two")
+        write_atomic(file, "two")
     assert file.read_text() == "one" and os.listdir(tmp_path) == ["small"]
 
 
@@ -226,21 +232,21 @@ def test_a_file_is_never_written_through_a_name_that_was_laid_out(tmp_path: Path
     (tmp_path / "target").write_text("mine")
     (tmp_path / ".small.tmp").symlink_to(tmp_path / "target")
     (tmp_path / "small").symlink_to(tmp_path / "target")
-    put_file(tmp_path / "small", "other")
+    write_atomic(tmp_path / "small", "other")
     assert (tmp_path / "target").read_text() == "mine"
     assert (tmp_path / "small").read_text() == "other" and not (tmp_path / "small").is_symlink()
 
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [(".", "it is a folder"), ("nowhere/x", "there is no folder"), ("fifo", "no plain file")],
+    [(".", "it is a folder"), ("nowhere/x", "there is no folder"), ("fifo", "not a regular file")],
 )
 def test_the_remedy_is_of_what_is_wrong(tmp_path: Path, name: str, remedy: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(StoreError, match=remedy):
-        put_file(tmp_path / name, "")
+        write_atomic(tmp_path / name, "")
     with pytest.raises(StoreError, match="name a file"):
-        put_file(Path(), "")
+        write_atomic(Path(), "")
 
 
 def test_what_kills_left_beside_a_file_goes_with_the_next_write(tmp_path: Path) -> None:
@@ -249,22 +255,22 @@ def test_what_kills_left_beside_a_file_goes_with_the_next_write(tmp_path: Path) 
         each.write_text("half")
     os.utime(old, (0, 0))
     os.utime(tmp_path / ".other.x.tmp", (0, 0))
-    put_file(tmp_path / "small", "whole")
+    write_atomic(tmp_path / "small", "whole")
     assert sorted(os.listdir(tmp_path)) == [".other.x.tmp", ".small.new.tmp", "small"]
 
 
 def test_a_sites_record_cut_at_any_byte_is_read_and_goes_on(tmp_path: Path) -> None:
     """As a kill cuts it: the line was not whole, so its head was not written."""
-    egress, beside = Egress(tmp_path), head_file(tmp_path / RECORD)
-    egress.note(Leaving("update", round=1))
+    egress, beside = EgressLog(tmp_path), head_file(tmp_path / RECORD)
+    egress.append(EgressEntry("update", round=1))
     before, head = (tmp_path / RECORD).read_bytes(), beside.read_bytes()
-    egress.note(Leaving("update", round=2))
+    egress.append(EgressEntry("update", round=2))
     full = (tmp_path / RECORD).read_bytes()
     for cut in range(len(before), len(full)):
         (tmp_path / RECORD).write_bytes(full[:cut])
         beside.write_bytes(head)
         assert [each["round"] for each in read_egress(tmp_path)] == [1]
-        Egress(tmp_path).note(Leaving("update", round=2))
+        EgressLog(tmp_path).append(EgressEntry("update", round=2))
         assert [each["round"] for each in read_egress(tmp_path)] == [1, 2]
         assert (tmp_path / RECORD).read_bytes().startswith(before)
 
@@ -274,22 +280,22 @@ PRIVATE = """
 unit = "client"
 epsilon = 900.0
 delta = 1e-5
-clip = 1.0
-noise = 1.0
+clipping_norm = 1.0
+noise_multiplier = 1.0
 """
 
 
 @pytest.mark.parametrize("private", [False, True])
 def test_who_reads_a_run_writes_nothing_and_needs_no_lock(here: Path, private: bool) -> None:
     if private:
-        Path("study.toml").write_text(STUDY.replace("dropped = 0.1", "") + PRIVATE)
+        Path("study.toml").write_text(STUDY.replace("dropout_fraction = 0.1", "") + PRIVATE)
     code, out = run("run", "study.toml", "--output", "run")
     assert code == 0, out
     with (here / "run/ledger.jsonl").open("ab") as file:
         file.write(b'{"kind": "tu')  # a line that is being written
     os.sync()
     before = tree(here / "run")
-    held = os.open(here / "run", os.O_RDONLY), os.open(here / "run/world", os.O_RDONLY)
+    held = os.open(here / "run", os.O_RDONLY), os.open(here / "run/global", os.O_RDONLY)
     import fcntl
 
     for lock in held:
@@ -314,7 +320,7 @@ def test_of_two_starts_at_once_one_wins_and_the_other_is_told(here: Path) -> Non
         simulation = Simulation(study, here / "run")
         os.write(ready[1], b"x")
         os.read(done[0], 1)
-        os._exit(simulation.federation.world.round)
+        os._exit(simulation.federation.global_state.round)
     os.read(ready[0], 1)
     before = tree(here / "run")
     for each in (study, other):
@@ -325,11 +331,11 @@ def test_of_two_starts_at_once_one_wins_and_the_other_is_told(here: Path) -> Non
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with pytest.raises(FedplanError, match="another study"):
         Simulation(other, here / "run")
-    assert Simulation(study, here / "run").federation.world.round == 0
+    assert Simulation(study, here / "run").federation.global_state.round == 0
 
 
 def test_of_several_that_write_a_record_none_loses_a_line(tmp_path: Path) -> None:
-    writers = [Egress(tmp_path) for _ in range(3)]
+    writers = [EgressLog(tmp_path) for _ in range(3)]
     for number in range(12):
-        writers[number * number % 3].note(Leaving("update", request=f"r/{number}"))
+        writers[number * number % 3].append(EgressEntry("update", request=f"r/{number}"))
     assert [line["request"] for line in read_egress(tmp_path)] == [f"r/{n}" for n in range(12)]

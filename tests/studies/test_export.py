@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from zoo import TEXT, VISION
 
-from fedplan.models.folder import load_folder, predict
-from fedplan.models.images import drawn
-from fedplan.models.values import put
+from fedplan.models.folder import load_folder, predict_classes
+from fedplan.models.images import image_tensor
+from fedplan.models.values import set_values
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.export import check_export
-from fedplan.studies.folder import study_in
+from fedplan.studies.run_folder import read_run_study
 from fedplan.studies.schema import ConfigError
 
 WORDS = [
@@ -50,16 +50,16 @@ WORDS = [
 def said(client: str) -> Tensor:
     """What a client's model, or the world's, says of a few rows of the test."""
     folder = Path("runs/tiny")
-    simulation = Simulation(study_in(folder), folder)
+    simulation = Simulation(read_run_study(folder), folder)
     federation = simulation.federation
-    values = federation.personal_values(client) if client else federation.world_values()
-    put(federation.model, values, federation.agreement.trainable)
+    values = federation.personal_values(client) if client else federation.global_values()
+    set_values(federation.model, values, federation.agreement.trainable)
     found = federation.model.eval()(pixel_values=pixels(simulation))
     return found if isinstance(found, Tensor) else found.logits
 
 
 def pixels(simulation: Simulation) -> Tensor:
-    return simulation.shares.test.batch(torch.arange(5))["pixel_values"]
+    return simulation.data.common_test.batch(torch.arange(5))["pixel_values"]
 
 
 @pytest.mark.parametrize("client", ["client-01", ""])
@@ -72,7 +72,7 @@ def test_an_exported_classifier_is_the_clients_own(here: Path, client: str, name
     assert code == 0 and "AutoModelForImageClassification.from_pretrained('model')" in out
     model = hf.AutoModelForImageClassification.from_pretrained("model")
     assert model.config.id2label == {0: "0", 1: "1", 2: "2"}
-    simulation = Simulation(study_in(Path("runs/tiny")), Path("runs/tiny"))
+    simulation = Simulation(read_run_study(Path("runs/tiny")), Path("runs/tiny"))
     with torch.no_grad():
         logits = model(pixel_values=pixels(simulation)).logits
     # Merging an adapter rounds once; without one every bit is the same.
@@ -101,12 +101,12 @@ image_size = 16
     assert run("export", "runs/tiny", "model", "--client", "client-01")[0] == 0
     assert {p.suffix for p in Path("model").iterdir()} == {".json", ".safetensors", ".md"}
     assert check_export("model") <= 1e-5
-    simulation = Simulation(study_in(Path("runs/tiny")), Path("runs/tiny"))
+    simulation = Simulation(read_run_study(Path("runs/tiny")), Path("runs/tiny"))
     with torch.no_grad():
         assert torch.equal(load_folder("model")(pixels(simulation)), said("client-01"))
     first = np.load("digits.npz")["image_test"][0]
     Image.fromarray(first).save("first.png")
-    assert predict("model", ["first.png"]) == [str(int(said("client-01")[0].argmax()))]
+    assert predict_classes("model", ["first.png"]) == [str(int(said("client-01")[0].argmax()))]
 
 
 def towers(here: Path) -> None:
@@ -172,13 +172,13 @@ input = "note"
 label = "kind"
 [data]
 path = "notes.jsonl"
-clients = 2
+num_clients = 2
 [method]
 name = "fedit"
 settings = { rank = 2, with_head = false }
 [train]
 rounds = 1
-rate = 0.05
+lr = 0.05
 """
 
 
@@ -211,10 +211,10 @@ def test_a_picture_is_made_ready_as_in_the_run(here: Path) -> None:
     processor = hf.AutoImageProcessor.from_pretrained("model")
     picture = np.random.default_rng(1).integers(0, 255, (13, 11), dtype=np.uint8)
     made = processor(Image.fromarray(picture), return_tensors="pt")["pixel_values"][0]
-    assert torch.equal(made, (drawn(picture, 8).float() / 255 - 0.5) / 0.5)
+    assert torch.equal(made, (image_tensor(picture, 8).float() / 255 - 0.5) / 0.5)
     said = json.loads(Path("model/preprocessor_config.json").read_text())
     Path("model/preprocessor_config.json").write_text(json.dumps({**said, "image_std": [0.2] * 3}))
-    with pytest.raises(ConfigError, match="makes another pixel_values"):
+    with pytest.raises(ConfigError, match="prepares another pixel_values"):
         check_export("model")
 
 
@@ -253,8 +253,8 @@ def test_a_card_tells_of_the_plan_and_of_no_row_and_no_site(here: Path) -> None:
 
 
 def test_a_private_run_says_its_statement_and_no_score(here: Path) -> None:
-    hidden = 'privacy={ unit = "client", epsilon = 50.0, noise = 1.0 }'
-    more = ["--set", hidden, "--set", "clients.dropped=0", "--set", "train.rounds=1"]
+    hidden = 'privacy={ unit = "client", epsilon = 50.0, noise_multiplier = 1.0 }'
+    more = ["--set", hidden, "--set", "clients.dropout_fraction=0", "--set", "train.rounds=1"]
     code, out = run("run", "study.toml", *more)
     assert code == 0, out
     assert run("export", "runs/tiny", "model")[0] == 0

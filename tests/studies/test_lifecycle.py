@@ -24,9 +24,9 @@ from fedplan.federation.server import Server
 from fedplan.methods.registry import METHODS
 from fedplan.privacy.mechanisms import secret
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.carriage import carry_study
+from fedplan.runners.flower.server import run_server
 from fedplan.runners.site import Site
-from fedplan.runners.worker import Worker, folder_of
+from fedplan.runners.site_runtime import SiteRuntime, site_study_folder
 from fedplan.studies.schema import read_study
 from fedplan.tensors.message import Message
 
@@ -95,10 +95,10 @@ FAULTS: dict[str, Callable[[], None]] = {
     "no such phase": changed("[train]", "phases = { cold = 1 }\n[train]"),
     "no such method": changed(PLAN, 'name = "fedawg"\n'),
     "no such setting": changed(PLAN, 'name = "fedprox"\nsettings = { moo = 1 }\n'),
-    "no such wire": changed("[train]", 'wire = "zip()"\n[train]'),
+    "no such compression": changed("[train]", 'compression = "zip()"\n[train]'),
     "no such client": changed("[clients]", '[clients]\ntraits = { north = { a = "b" } }'),
     "no such model": changed("[model]", '[model]\ndigest = "00"'),
-    "more clients than rows": changed("clients = 3", "clients = 300"),
+    "more clients than rows": changed("num_clients = 3", "num_clients = 300"),
     "an alpha of nothing": changed("alpha = 0.5", "alpha = 0.0"),
 }  # fmt: skip
 
@@ -135,14 +135,14 @@ def test_a_start_that_dies_in_its_first_round_is_taken_over(
 ) -> None:
     """Homes and lines of the study as it was must not be those of the mended one."""
 
-    def broken(self: Server, tally: object, update: object, **more: object) -> None:
-        del self, tally, update
+    def broken(self: Server, round_state: object, update: object, **more: object) -> None:
+        del self, round_state, update
         raise KeyboardInterrupt
 
     calm = Server.take
     monkeypatch.setattr(Server, "take", broken)
-    assert run("run", "study.toml", "--output", "out", "--set", "train.rate=0.5")[0] == 130
-    assert any((here / "out/homes").rglob("*.json"))
+    assert run("run", "study.toml", "--output", "out", "--set", "train.lr=0.5")[0] == 130
+    assert any((here / "out/clients").rglob("*.json"))
     monkeypatch.setattr(Server, "take", calm)
     code, out = run("run", "study.toml", "--output", "out")
     assert code == 0, out
@@ -192,7 +192,7 @@ PLANS = (
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_rounds_can_be_added_to_any_plan(here: Path, plan: str) -> None:
-    """What the server's optimiser remembers must not hang on when the run was first to end."""
+    """What the server's optimizer remembers must not hang on when the run was first to end."""
     Path("study.toml").write_text(
         STUDY.replace(PLAN, f'name = "fedadam"\nplan = "{plan}"\n').replace("epochs", "steps")
     )
@@ -222,12 +222,12 @@ def test_a_runs_folder_takes_more_rounds_too(here: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ("train.rate=0.5", "train.rate"),
+        ("train.lr=0.5", "train.lr"),
         ("seed=3", "seed"),
         ("data.alpha=0.9", "data.alpha"),
-        ("method.wire=half", "method.wire"),
-        ("model.settings.hidden_size=32", "model.settings.hidden_size"),
-        ("clients.dropped=0.5", "clients.dropped"),
+        ("method.compression=half", "method.compression"),
+        ("model.config.hidden_size=32", "model.config.hidden_size"),
+        ("clients.dropout_fraction=0.5", "clients.dropout_fraction"),
         ("train.rounds=1", "train.rounds"),
     ],
 )
@@ -243,14 +243,16 @@ CLIENTS = '[privacy]\nunit = "client"\nepsilon = 8.0\n'
 
 
 def test_rounds_are_added_to_a_private_run_only_if_its_noise_was_said(here: Path) -> None:
-    study = STUDY.replace("dropped = 0.1", "share = 0.9").replace(PLAN, 'name = "fedavg"\n')
-    for name, more, code in (("a", "", 2), ("b", "noise = 20.0\n", 0)):
+    study = STUDY.replace("dropout_fraction = 0.1", "fraction = 0.9").replace(
+        PLAN, 'name = "fedavg"\n'
+    )
+    for name, more, code in (("a", "", 2), ("b", "noise_multiplier = 20.0\n", 0)):
         Path("study.toml").write_text(study + CLIENTS + more)
         base = ["run", "study.toml", "--output", name]
         assert run(*base, "--set", "train.rounds=1")[0] == 0
         found, out = run(*base, "--set", "train.rounds=2", "--resume")
         assert found == code, out
-        assert code == 0 or "privacy.noise" in text(out)
+        assert code == 0 or "privacy.noise_multiplier" in text(out)
 
 
 # Other folders -------------------------------------------------------------------------------
@@ -326,7 +328,7 @@ def test_export_finds_texts_and_their_tokenizer_without_rows(here: Path) -> None
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     Path("study.toml").write_text(
         '[model]\npath = "ear"\n[task]\nkind = "text-classification"\nlabel = "kind"\n'
-        '[data]\npath = "rows.jsonl"\nclients = 2\n[method]\nname = "fedper"\n'
+        '[data]\npath = "rows.jsonl"\nnum_clients = 2\n[method]\nname = "fedper"\n'
         "[train]\nrounds = 1\nsteps = 1\n"
     )
     code, out = run("run", "study.toml")
@@ -338,7 +340,7 @@ def test_export_finds_texts_and_their_tokenizer_without_rows(here: Path) -> None
     assert {"tokenizer.json", "config.json"} <= files(here / "without").keys()
 
 
-QUICK = "[patience]\nlook = 0.01\nsites = 20.0\n"
+QUICK = "[timeouts]\npoll_interval = 0.01\nsites = 20.0\n"
 SITES = ("client-00", "client-01", "client-02")
 
 
@@ -361,40 +363,43 @@ def test_a_sites_export_does_not_need_its_rows(here: Path, own: bool, sealed: bo
     Path("study.toml").write_text(sites_study(own))
     Path("key").write_text("ab" * 32)
     Path("key").chmod(0o600)
-    offices = dict[str, Worker]()
+    offices = dict[str, SiteRuntime]()
     for number, name in enumerate(SITES):
-        said: dict[str, Any] = {"name": name, **({"key": str(here / "key")} if sealed else {})}
+        said: dict[str, Any] = {
+            "name": name,
+            **({"encryption_key": str(here / "key")} if sealed else {}),
+        }
         if own:
             shutil.copy("digits.npz", f"{name}.npz")
             table = dict(np.load(f"{name}.npz"))
             np.savez(f"{name}.npz", **{k.removesuffix("_train"): v[number::3] for k, v in table.items() if k.endswith("_train")})  # fmt: skip
             said["data"] = str(here / f"{name}.npz")
-        site = Site(home=str(here / "homes" / name), **said)
-        offices[name] = Worker(site, read_study(here / "study.toml"))
+        site = Site(state=str(here / "states" / name), **said)
+        offices[name] = SiteRuntime(site, read_study(here / "study.toml"))
 
     def answer(context: Context, kind: str, message: Message) -> Message:
         return offices[str(context.node_config["name"])].answer(kind, message)
 
     grid = InProcess(client_app(answer), [{"name": name} for name in SITES])
-    carry_study(grid, read_study(here / "study.toml"), here / "run")
+    run_server(grid, read_study(here / "study.toml"), here / "run")
     study = read_study(here / "study.toml")
-    places = {name: folder_of(str(here / "homes" / name), study, name) for name in SITES}
+    places = {name: site_study_folder(str(here / "states" / name), study, name) for name in SITES}
     key = ["--key", "key"] if sealed else []
 
     def exported(when: str) -> dict[str, dict[str, bytes]]:
-        code, out = run("export", "run", f"{when}-world")
+        code, out = run("export", "run", f"{when}-global")
         assert code == 0, out
         for name, place in places.items():
             code, out = run("export", str(place), f"{when}-{name}", *key)
             assert code == 0, out
-        return {name: files(here / f"{when}-{name}") for name in ("world", *SITES)}
+        return {name: files(here / f"{when}-{name}") for name in ("global", *SITES)}
 
     before = exported("with")
     for table in here.glob("*.npz"):
         table.unlink()
     Path("study.toml").unlink()
     assert exported("without") == before
-    weights = [before[name]["model.safetensors"] for name in ("world", *SITES)]
+    weights = [before[name]["model.safetensors"] for name in ("global", *SITES)]
     assert len(set(weights)) == 4  # each keeps a head of its own
     if sealed:
         assert run("export", str(places[SITES[0]]), "closed")[0] == 2

@@ -19,20 +19,20 @@ from datasets import Dataset
 from studies import offered
 from torch import Tensor, nn
 
-from fedplan.data import task
+from fedplan.data import make_task
 from fedplan.errors import FedplanError
 from fedplan.methods import fedit
-from fedplan.models.adapters import families_in
+from fedplan.models.adapter_tensors import adapter_families
 from fedplan.models.description import describe
-from fedplan.models.hub import fetched
-from fedplan.models.quantised import QUANTISED, is_packed, is_quantised, quantisation
-from fedplan.models.values import put
-from fedplan.runners.door import simulate
+from fedplan.models.hub import load_pretrained
+from fedplan.models.quantized import QUANTIZATIONS, is_packed, is_quantized, quantization_config
+from fedplan.models.values import set_values
+from fedplan.runners.api import simulate
 from fedplan.runners.simulation import Simulation
+from fedplan.studies.experiment import build_experiment, outline_agreement
 from fedplan.studies.export import export_run
-from fedplan.studies.folder import study_in
+from fedplan.studies.run_folder import read_run_study
 from fedplan.studies.schema import ConfigError, Study, read_study
-from fedplan.studies.stage import outline_of, stage_of
 from fedplan.tensors.named import Tensors, digests, nbytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -52,14 +52,14 @@ tokenizer = "chat"
 max_length = 24
 [data]
 path = "rows.parquet"
-clients = 2
-own_test = 0.0
+num_clients = 2
+holdout_fraction = 0.0
 [method]
 plan = "chain(freeze(), share(adapter))"
 [train]
 rounds = 2
-batch = 8
-rate = 0.05
+batch_size = 8
+lr = 0.05
 """
 FEED = torch.arange(12).reshape(2, 6)
 
@@ -79,7 +79,7 @@ def study(*changes: str) -> Study:
 
 
 def packed(kind: str) -> str:
-    return f"model.quantised={kind}"
+    return f"model.quantization={kind}"
 
 
 def adapter(**said: Any) -> str:
@@ -91,7 +91,7 @@ def played(made: Study, folder: str = "run", rounds: int = 0) -> Simulation:
     simulation = Simulation(made, Path(folder))
     if rounds:
         for _ in range(rounds):
-            simulation.federation.commit(simulation.federation.round())
+            simulation.federation.commit(simulation.federation.run_round())
     else:
         simulation.run()
     return simulation
@@ -104,7 +104,7 @@ def logits(model: nn.Module) -> Tensor:
 
 def of_world(simulation: Simulation) -> Tensor:
     federation = simulation.federation
-    put(federation.model, federation.world_values(), federation.agreement.trainable)
+    set_values(federation.model, federation.global_values(), federation.agreement.trainable)
     return logits(federation.model)
 
 
@@ -125,41 +125,43 @@ NAMED: dict[str, dict[str, Any]] = {
 def test_an_adapter_by_its_name_is_a_part_that_a_plan_can_share(chat: Path, name: str) -> None:
     word = "prompt" if name in ("prefix", "prompt") else "adapter"
     made = study(adapter(type=name, **NAMED[name]), f"method.plan=chain(freeze(), share({word}))")
-    stage = stage_of(made)
-    free = {n for n, tensor in stage.model.named_parameters() if tensor.requires_grad}
-    assert {p.name for p in stage.agreement.movable} == free
-    assert stage.model.active_peft_config.task_type == "CAUSAL_LM"
-    assert stage.digest == stage_of(made).digest
+    experiment = build_experiment(made)
+    free = {n for n, tensor in experiment.model.named_parameters() if tensor.requires_grad}
+    assert {p.name for p in experiment.agreement.exchanged} == free
+    assert experiment.model.active_peft_config.task_type == "CAUSAL_LM"
+    assert experiment.model_digest == build_experiment(made).model_digest
 
 
 def test_a_target_is_the_part_and_no_more(chat: Path) -> None:
     for target, kinds in (("query", {"query"}), ("key | mlp", {"key", "mlp"})):
-        params = stage_of(study(f"model.adapter.target={target}")).agreement.params
+        params = build_experiment(study(f"model.adapter.target={target}")).agreement.params
         assert {str(kind) for p in params if p.kind == "adapter" for kind in p.on} == kinds
-    ia3 = stage_of(study(adapter(type="ia3", target="value | mlp"))).model.active_peft_config
+    ia3 = build_experiment(
+        study(adapter(type="ia3", target="value | mlp"))
+    ).model.active_peft_config
     assert ia3.feedforward_modules and all("mlp" in name for name in ia3.feedforward_modules)
 
 
 def test_the_adapter_of_a_study_goes_before_that_of_its_method(chat: Path) -> None:
     named = ("method.plan=", "method.name=fedit", "method.settings={ with_head = false }")
-    params = stage_of(study(*named, "model.adapter.target=mlp")).agreement.params
+    params = build_experiment(study(*named, "model.adapter.target=mlp")).agreement.params
     assert {str(kind) for p in params if p.kind == "adapter" for kind in p.on} == {"mlp"}
     plain = study().model.model_copy(update={"adapter": None})
-    own = stage_of(study(*named).model_copy(update={"model": plain})).agreement.params
+    own = build_experiment(study(*named).model_copy(update={"model": plain})).agreement.params
     assert {str(k) for p in own if p.kind == "adapter" for k in p.on} == {"query", "value"}
-    with pytest.raises(FedplanError, match=r"method\.settings\.rank is of an adapter"):
-        stage_of(study(*named[:2], "method.settings={ rank = 4 }"))
+    with pytest.raises(FedplanError, match=r"method\.settings\.rank configures an adapter"):
+        build_experiment(study(*named[:2], "method.settings={ rank = 4 }"))
 
 
 def test_exact_lora_folds_at_the_scale_of_the_adapter_and_never_into_what_is_packed(
     chat: Path,
 ) -> None:
     exact = ("method.plan=", "method.name=fedex-lora", "method.settings={ with_head = false }")
-    with pytest.raises(FedplanError, match=r"which is 4\.0: say lora_alpha = 1 \* r"):
-        stage_of(study(*exact, "model.adapter.lora_alpha=8"))
+    with pytest.raises(FedplanError, match=r"LoRA \(4\.0\): set lora_alpha = 1 \* r"):
+        build_experiment(study(*exact, "model.adapter.lora_alpha=8"))
     alike = (*exact, "model.adapter.lora_alpha=2")
-    assert stage_of(study(*alike)).agreement.folded
-    for kind in QUANTISED:
+    assert build_experiment(study(*alike)).agreement.server_merged
+    for kind in QUANTIZATIONS:
         with pytest.raises(FedplanError, match="by_residual"):
             played(study(*alike, packed(kind)), kind)
 
@@ -168,14 +170,14 @@ def test_exact_lora_folds_at_the_scale_of_the_adapter_and_never_into_what_is_pac
     ("change", "told"),
     [
         (adapter(type="loar"), "did you mean lora"),
-        (adapter(r=8), "say one of type"),
-        (adapter(type="lora", path="x"), "say one of type"),
+        (adapter(r=8), "set either type"),
+        (adapter(type="lora", path="x"), "set either type"),
         (adapter(path="x", r=8), "leave out r"),
-        (adapter(type="lora", target="query", target_modules=["q_proj"]), "say one of target"),
+        (adapter(type="lora", target="query", target_modules=["q_proj"]), "set either target"),
         (adapter(type="lora", rank=8), "model.adapter: .*no setting 'rank'.*|lora has no setting"),
         (adapter(type="lora", target="nothing"), "nothing"),
         (adapter(type="prompt", num_virtual_tokens=2, target="query"), "no setting 'target_mod"),
-        (adapter(type="lora", target_modules=["nowhere"]), "can be put on this model"),
+        (adapter(type="lora", target_modules=["nowhere"]), "cannot be added to this model"),
         (adapter(path="nowhere"), "no adapter_config.json"),
         (packed("int5"), "no packing 'int5': did you mean int8"),
         ("model.dtype=float8", "float32"),
@@ -185,17 +187,17 @@ def test_what_cannot_be_meant_is_refused_where_it_stands(
     chat: Path, change: str, told: str
 ) -> None:
     with pytest.raises(FedplanError, match=told):
-        stage_of(study(change))
+        build_experiment(study(change))
 
 
 def test_what_is_made_from_scratch_is_not_packed(chat: Path) -> None:
-    with pytest.raises(ConfigError, match="say path"):
+    with pytest.raises(ConfigError, match="set path"):
         study("model.path=", "model.type=llama", packed("nf4"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_base_is_held_as_the_study_says_and_the_adapter_in_full(chat: Path, dtype: str) -> None:
-    params = stage_of(study(f"model.dtype={dtype}")).agreement.params
+    params = build_experiment(study(f"model.dtype={dtype}")).agreement.params
     assert {p.dtype for p in params if p.kind != "adapter"} == {dtype}
     assert {p.dtype for p in params if p.kind == "adapter"} == {"float32"}
 
@@ -211,14 +213,14 @@ def test_qlora_sends_its_adapter_and_nothing_else(chat: Path, kind: str) -> None
     code, said = run("verify", "runs/tiny")
     assert code == 0, said
     folder = Path("runs/tiny")
-    simulation = Simulation(study_in(folder), folder)
+    simulation = Simulation(read_run_study(folder), folder)
     adapters = {p.key for p in simulation.federation.agreement.params if p.kind == "adapter"}
-    assert simulation.federation.world.values.keys() == adapters and len(adapters) == 8
-    size = nbytes(simulation.federation.world.values)
+    assert simulation.federation.global_state.values.keys() == adapters and len(adapters) == 8
+    size = nbytes(simulation.federation.global_state.values)
     turns = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     sent = [turn["up"] for turn in turns if "client" in turn]
     assert sent == [size] * 4
-    assert is_quantised(simulation.federation.model)
+    assert is_quantized(simulation.federation.model)
     for client in simulation.federation.clients.values():
         held = {k: v for k, v in client.start.items() if k not in adapters}
         assert not any(v.is_floating_point() for k, v in held.items() if "_proj" in k)
@@ -229,9 +231,11 @@ def test_qlora_goes_on_with_the_same_bits(chat: Path, kind: str) -> None:
     at_once = played(study(packed(kind)), "one")
     played(study(packed(kind)), "two", rounds=1)
     in_two = played(study(packed(kind)), "two")
-    same(at_once.federation.world.values, in_two.federation.world.values)
-    start = stage_of(study(packed(kind))).start
-    assert any(not torch.equal(v, start[k]) for k, v in at_once.federation.world.values.items())
+    same(at_once.federation.global_state.values, in_two.federation.global_state.values)
+    start = build_experiment(study(packed(kind))).initial_values
+    assert any(
+        not torch.equal(v, start[k]) for k, v in at_once.federation.global_state.values.items()
+    )
 
 
 def same(one: Tensors, other: Tensors) -> None:
@@ -251,31 +255,42 @@ def test_a_flipped_bit_of_a_packed_base_stops_the_turn(chat: Path, flip: Any) ->
     simulation = played(study(packed("nf4")), rounds=1)
     layers = simulation.federation.model.modules()
     flip(next(m for m in layers if is_packed(getattr(m, "weight", torch.ones(1)))))
-    with pytest.raises(FedplanError, match=r"weight is trained by no turn of the plan, and moved"):
-        simulation.federation.round()
+    with pytest.raises(
+        FedplanError, match=r"weight is trained by no turn of the plan, and changed"
+    ):
+        simulation.federation.run_round()
 
 
 def test_another_base_is_refused_by_its_digest(chat: Path) -> None:
-    said = stage_of(study(packed("nf4"))).digest
-    assert stage_of(study(packed("nf4"), f"model.digest={said}")).digest == said
-    assert len({said, stage_of(study(packed("fp4"))).digest, stage_of(study()).digest}) == 3
+    said = build_experiment(study(packed("nf4"))).model_digest
+    assert build_experiment(study(packed("nf4"), f"model.digest={said}")).model_digest == said
+    assert (
+        len(
+            {
+                said,
+                build_experiment(study(packed("fp4"))).model_digest,
+                build_experiment(study()).model_digest,
+            }
+        )
+        == 3
+    )
     played(study(packed("nf4")), rounds=1)
     model = hf.AutoModelForCausalLM.from_pretrained("chat")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
     model.save_pretrained("chat")
     with pytest.raises(ConfigError, match=f"model.digest is {said}"):
-        stage_of(study(packed("nf4"), f"model.digest={said}"))
+        build_experiment(study(packed("nf4"), f"model.digest={said}"))
     with pytest.raises(FedplanError, match="model"):
         Simulation(study(packed("nf4")), Path("run"))
 
 
 def test_what_is_packed_on_disk_is_loaded_as_it_is(chat: Path) -> None:
-    said = stage_of(study(packed("nf4"))).digest
-    how = {"dtype": torch.float32, "quantization_config": quantisation("nf4", torch.float32)}
-    fetched(hf.AutoModelForCausalLM, "chat", **how).save_pretrained("four")
-    stage = stage_of(study("model.path=four"))
-    assert is_quantised(stage.model) and stage.digest == said
+    said = build_experiment(study(packed("nf4"))).model_digest
+    how = {"dtype": torch.float32, "quantization_config": quantization_config("nf4", torch.float32)}
+    load_pretrained(hf.AutoModelForCausalLM, "chat", **how).save_pretrained("four")
+    experiment = build_experiment(study("model.path=four"))
+    assert is_quantized(experiment.model) and experiment.model_digest == said
 
 
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("", marks=pytest.mark.nightly)])
@@ -285,32 +300,32 @@ def test_a_model_from_python_goes_on_with_the_adapter_that_it_was_given(
     """Once it was drawn from whatever had been drawn before: no run could go on."""
     rows = Dataset.from_list(pairs())
     clients = {"north": rows.select(range(12)), "south": rows.select(range(12, 24))}
-    goal = task("causal-lm", columns="response", tokenizer="chat", max_length=24)
+    goal = make_task("causal-lm", columns="response", tokenizer="chat", max_length=24)
 
     def begun(**said: Any) -> Simulation:
         torch.manual_seed(len(said))
-        packing = {"quantization_config": quantisation(kind, torch.float32)} if kind else {}
-        model = fetched(hf.AutoModelForCausalLM, "chat", dtype=torch.float32, **packing)
+        packing = {"quantization_config": quantization_config(kind, torch.float32)} if kind else {}
+        model = load_pretrained(hf.AutoModelForCausalLM, "chat", dtype=torch.float32, **packing)
         method = fedit(rank=2, with_head=False)
-        return simulate(method, model, clients, task=goal, train={"rate": 0.05}, **said)
+        return simulate(method, model, clients, task=goal, train={"lr": 0.05}, **said)
 
     whole = begun(rounds=2, folder="one")
     begun(rounds=1, folder="two")
     again = begun(rounds=2, folder="two", resume=True)
-    same(whole.federation.world.values, again.federation.world.values)
-    assert is_quantised(again.world()) == bool(kind)
+    same(whole.federation.global_state.values, again.federation.global_state.values)
+    assert is_quantized(again.global_model()) == bool(kind)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_examples_are_hidden_only_where_a_packed_layer_keeps_them_apart(
     chat: Path, kind: str
 ) -> None:
-    hidden = 'privacy={ unit = "example", epsilon = 50.0, size = 12, noise = 1.0 }'
+    hidden = 'privacy={ unit = "example", epsilon = 50.0, examples_per_site = 12, noise_multiplier = 1.0 }'
     made = study(packed(kind), hidden, "train.steps=1", "train.rounds=1")
     if kind == "nf4":
-        assert played(made).federation.world.round == 1
+        assert played(made).federation.global_state.round == 1
         return
-    with pytest.raises(FedplanError, match=r"is packed in int8.*Pack it in nf4"):
+    with pytest.raises(FedplanError, match=r"is quantized to int8.*Quantize it to nf4"):
         played(made)
 
 
@@ -326,8 +341,8 @@ def test_an_exported_adapter_on_its_base_is_the_model_of_the_run(chat: Path, kin
     files = {file.name for file in Path("out").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= files
     assert not any(name.endswith((".bin", ".pt", ".pkl")) for name in files)
-    packing = {"quantization_config": quantisation(kind, torch.float32)} if kind else {}
-    base = fetched(hf.AutoModelForCausalLM, "chat", dtype=torch.float32, **packing)
+    packing = {"quantization_config": quantization_config(kind, torch.float32)} if kind else {}
+    base = load_pretrained(hf.AutoModelForCausalLM, "chat", dtype=torch.float32, **packing)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(base, "out")), was)
 
 
@@ -335,9 +350,9 @@ def test_an_exported_adapter_on_its_base_is_the_model_of_the_run(chat: Path, kin
 def test_an_exported_whole_model_is_in_floats_and_answers_alike(chat: Path, kind: str) -> None:
     was = of_world(played(study(packed(kind))))
     how = export_run(Path("run"), Path("out"))
-    assert ("dequantised" in how) == bool(kind)
+    assert ("dequantized" in how) == bool(kind)
     alone = hf.AutoModelForCausalLM.from_pretrained("out")
-    assert not is_quantised(alone) and not families_in(alone)
+    assert not is_quantized(alone) and not adapter_families(alone)
     apart = (logits(alone) - was).abs().max() / was.abs().max()
     assert apart <= (0.05 if kind == "int8" else 1e-6)
 
@@ -350,14 +365,14 @@ def test_a_saved_adapter_is_where_the_next_run_starts(chat: Path) -> None:
     places = ("model.path=../chat", "task.tokenizer=../chat", "data.path=../rows.parquet")
     saved = adapter(path="../out")
     made = read_study(Path("sub/study.toml"), [*places, saved])
-    stage = stage_of(made)
-    assert torch.equal(logits(stage.model), was)
+    experiment = build_experiment(made)
+    assert torch.equal(logits(experiment.model), was)
     elsewhere = read_study(Path("sub/study.toml"), [*places, adapter(path="../moved")])
     assert (
         elsewhere.digest == made.digest != read_study(Path("sub/study.toml"), list(places)).digest
     )
-    assert {p.key for p in stage.agreement.movable} == {
-        p.key for p in describe(stage.model) if p.kind == "adapter"
+    assert {p.key for p in experiment.agreement.exchanged} == {
+        p.key for p in describe(experiment.model) if p.kind == "adapter"
     }
     on = played(made, "further")
     assert not torch.equal(of_world(on), was)
@@ -385,20 +400,27 @@ def test_a_head_that_the_adapter_saves_goes_with_it(chat: Path) -> None:
 
 
 def test_the_studies_of_the_document_can_be_played(chat: Path) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
-    lora, qlora = re.findall(r"^```toml\n(.*?)^```", text, flags=re.M | re.S)
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "models.md").read_text()
+    studies = re.findall(r"^```toml\n(.*?)^```", text, flags=re.M | re.S)
+    lora, qlora = (each for each in studies if "adapter" in each)
     Path("study.toml").write_text(qlora)
-    small = ("model.path=chat", "task.input=response", "data.clients=2", "train.rounds=1")
+    small = (
+        "model.path=chat",
+        "data.path=rows.parquet",
+        "task.input=response",
+        "data.num_clients=2",
+        "train.rounds=1",
+    )
     made = study(*small)
-    assert is_quantised(played(made).federation.model)
+    assert is_quantized(played(made).federation.model)
     said = tomllib.loads(lora)["model"]
     assert adapter(**said["adapter"]) and said["path"] == tomllib.loads(qlora)["model"]["path"]
-    assert stage_of(study(*small, adapter(**said["adapter"]))).agreement.movable
+    assert build_experiment(study(*small, adapter(**said["adapter"]))).agreement.exchanged
 
 
 def test_a_setting_that_is_none_of_the_models_is_refused() -> None:
     study = offered(model={"hiden_size": 16})
-    with pytest.raises(FedplanError, match="a vit has no 'hiden_size'"):
-        outline_of(study)
-    with pytest.raises(ConfigError, match="num_hidden_layers = 100000: 1000 is the most"):
+    with pytest.raises(FedplanError, match="vit has no setting 'hiden_size'"):
+        outline_agreement(study)
+    with pytest.raises(ConfigError, match="num_hidden_layers = 100000 is above the limit of 1000"):
         offered(model={"num_hidden_layers": 100_000})

@@ -19,16 +19,16 @@ from often import AT_NIGHT
 import fedplan
 from fedplan.federation.record import RoundRecord
 from fedplan.runners.simulation import Simulation
-from fedplan.studies.run import Run, WentOn, looked_at, open_run
+from fedplan.studies.run import Run, RunAdvanced, open_run, read_consistently
 from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.tensors.named import digests
 
-PRIVATE = "epsilon = 900.0\ndelta = 1e-5\nclip = 1.0\nnoise = 1.0\n"
+PRIVATE = "epsilon = 900.0\ndelta = 1e-5\nclipping_norm = 1.0\nnoise_multiplier = 1.0\n"
 METHODS = {
     "fedavg": "",
     "fedper": "",
     "client": f'[privacy]\nunit = "client"\n{PRIVATE}',
-    "example": f'[privacy]\nunit = "example"\nsize = 10\n{PRIVATE}',
+    "example": f'[privacy]\nunit = "example"\nexamples_per_site = 10\n{PRIVATE}',
 }
 NAMES = [*METHODS] if AT_NIGHT else ["client"]
 HIDDEN = {"client", "example"}
@@ -42,20 +42,20 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from fedplan.runners.simulation import Simulation
-from fedplan.storage.lines import Lines
+from fedplan.storage.json_lines import JsonLinesFile
 from fedplan.studies.schema import read_study
 
 simulation = Simulation(read_study(Path(sys.argv[1])), Path(sys.argv[2]))
 federation = simulation.federation
-federation.commit(federation.round(), {"score": 1.0})
+federation.commit(federation.run_round(), {"score": 1.0})
 
 def torn(self, lines):
     with self.file.open("ab") as out:
         out.write(b'{"kind": "turn", "ver')
     os.kill(os.getpid(), signal.SIGKILL)
 
-Lines.append = torn
-federation.commit(federation.round(), {"score": 1.0})
+JsonLinesFile.append = torn
+federation.commit(federation.run_round(), {"score": 1.0})
 """
 
 READ = """
@@ -73,10 +73,10 @@ for folder in map(Path, sys.argv[2:]):
     said["own"] = run("export", str(folder), str(out / "own"), "--client", "client-01")
     one = open_run(folder)
     for name, each in vars(Run).items():
-        if not name.startswith("_") and not callable(each) and name != "best":
+        if not name.startswith("_") and not callable(each) and name != "best_state":
             getattr(one, name)
-    said["round"], said["world"] = one.round, digests(one.world.values)
-    said["home"] = digests(one.home("client-01")[0])
+    said["round"], said["global"] = one.round, digests(one.global_state.values)
+    said["client"] = digests(one.client_state("client-01")[0])
     said["records"], said["metrics"] = len(one.records), len(one.metrics)
     found["/".join(folder.parts[-2:])] = said
 try:
@@ -115,25 +115,27 @@ def study(place: Path, name: str) -> Study:
     )
     said = f'name = "{"fedavg" if name in HIDDEN else name}"\n'
     text = STUDY.replace(STUDY[STUDY.index("plan =") : STUDY.index("[train]")], said)
-    text = text.replace('"digits.npz"', f'"{place}/digits.npz"').replace("dropped = 0.1", "")
-    text = text.replace("batch = 8", "batch = 8\nsteps = 2")
-    text = text.replace('by = "dirichlet"\nalpha = 0.5', 'by = "iid"') + METHODS[name]
+    text = text.replace('"digits.npz"', f'"{place}/digits.npz"').replace(
+        "dropout_fraction = 0.1", ""
+    )
+    text = text.replace("batch_size = 8", "batch_size = 8\nsteps = 2")
+    text = text.replace('partition = "dirichlet"\nalpha = 0.5', 'partition = "iid"') + METHODS[name]
     (place / f"{name}.toml").write_text(text)
     return read_study(place / f"{name}.toml")
 
 
 def play(simulation: Simulation, rounds: int = 1) -> None:
     for _ in range(rounds):
-        simulation.federation.commit(simulation.federation.round(), {"score": 1.0})
+        simulation.federation.commit(simulation.federation.run_round(), {"score": 1.0})
 
 
 def truth(simulation: Simulation) -> dict[str, Any]:
     """What a run's own process knows of it."""
     federation = simulation.federation
-    home = federation.clients["client-01"].journal.home()[0]
-    number = federation.world.round
-    values = digests(federation.world.values)
-    return {"round": number, "world": values, "home": digests(home), "metrics": number}
+    home = federation.clients["client-01"].journal.client_state()[0]
+    number = federation.global_state.round
+    values = digests(federation.global_state.values)
+    return {"round": number, "global": values, "client": digests(home), "metrics": number}
 
 
 def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -155,17 +157,17 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
             play(simulation, 3 if state == "ended" else 1)
             known[f"{name}/{state}"] = truth(simulation)
             if state == "within":
-                simulation.federation.round()
+                simulation.federation.run_round()
             if state != "ended":
                 living.append(simulation)
         words = (str(place / "data" / f"{name}.toml"), str(place / "runs" / name / "killed"))
         ended = subprocess.run([sys.executable, "-c", KILLED, *words], check=False)
         assert ended.returncode == -9
-        known[f"{name}/killed"] = {"round": 1, "world": known[f"{name}/within"]["world"]}
+        known[f"{name}/killed"] = {"round": 1, "global": known[f"{name}/within"]["global"]}
     before = tree(place / "runs")
     said, refused = read_elsewhere(place)
     yield Told(said, known, before, tree(place / "runs"), refused)
-    assert all(simulation.claim for simulation in living)
+    assert all(simulation.folder_lock for simulation in living)
 
 
 def read_elsewhere(place: Path) -> tuple[dict[str, Any], str]:
@@ -224,21 +226,21 @@ def test_a_run_is_one_snapshot_however_late_it_is_read(simulation: Simulation) -
     known, run = truth(simulation), open_run(simulation.folder)
     play(simulation)
     assert run.round == 1 and len(run.records) == 4 and len(run.metrics) == 1
-    assert digests(run.world.values) == known["world"] and run.world.round == 1
-    assert digests(run.home("client-01")[0]) == known["home"]
-    with pytest.raises(WentOn, match="went on from round 1 to 2"):
+    assert digests(run.global_state.values) == known["global"] and run.global_state.round == 1
+    assert digests(run.client_state("client-01")[0]) == known["client"]
+    with pytest.raises(RunAdvanced, match="advanced from round 1 to 2"):
         run.require_current()
 
 
 def test_what_is_no_longer_there_is_no_later_value(simulation: Simulation) -> None:
     run, read = open_run(simulation.folder), open_run(simulation.folder)
-    known = read.world
+    known = read.global_state
     play(simulation, 2)
-    with pytest.raises(WentOn):
-        _ = run.world
-    with pytest.raises(WentOn):
-        run.home("client-01")
-    assert read.world is known and len(run.records) == 4
+    with pytest.raises(RunAdvanced):
+        _ = run.global_state
+    with pytest.raises(RunAdvanced):
+        run.client_state("client-01")
+    assert read.global_state is known and len(run.records) == 4
 
 
 def test_a_run_that_goes_on_is_looked_at_again(simulation: Simulation) -> None:
@@ -251,17 +253,17 @@ def test_a_run_that_goes_on_is_looked_at_again(simulation: Simulation) -> None:
         run.require_current()
         return run.round
 
-    assert looked_at(simulation.folder, look) == 3 and looks == [1, 2, 3]
+    assert read_consistently(simulation.folder, look) == 3 and looks == [1, 2, 3]
 
 
 def test_to_open_a_run_reads_no_values(simulation: Simulation) -> None:
-    [file] = (simulation.folder / "world").glob("1.*.safetensors")
+    [file] = (simulation.folder / "global").glob("1.*.safetensors")
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     run = fedplan.open_run(simulation.folder)
     assert [type(each) for each in run.records].count(RoundRecord) == 1
     with pytest.raises(fedplan.FedplanError, match="its digest differs"):
-        _ = run.world
+        _ = run.global_state
 
 
 def test_a_run_without_a_round_is_its_study(tmp_path: Path) -> None:
@@ -270,7 +272,7 @@ def test_a_run_without_a_round_is_its_study(tmp_path: Path) -> None:
     run = open_run(simulation.folder)
     assert (run.round, run.records, run.metrics) == (0, [], []) and run.study.digest == made.digest
     assert run.clients == ["client-00", "client-01", "client-02"] and run.labels == ["0", "1", "2"]
-    with pytest.raises(ConfigError, match="no round that was committed"):
-        _ = run.world
+    with pytest.raises(ConfigError, match="no committed round"):
+        _ = run.global_state
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         open_run(tmp_path)

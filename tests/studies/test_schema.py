@@ -14,9 +14,9 @@ from often import often
 
 from fedplan.language.parts import named
 from fedplan.language.plan import chain, hold
-from fedplan.methods import apart, by_residual
-from fedplan.studies.schema import ConfigError, Study, read_study, study_of
-from fedplan.studies.stage import method_of
+from fedplan.methods import average_separately, by_residual
+from fedplan.studies.experiment import make_method
+from fedplan.studies.schema import ConfigError, Study, read_study, study_from_dict
 
 MINIMAL: dict[str, Any] = {
     "model": {"type": "vit"},
@@ -56,21 +56,21 @@ def studies(draw: st.DrawFn) -> dict[str, Any]:
 @given(studies())
 def test_any_values_are_a_study_or_an_error_that_names_the_field(said: dict[str, Any]) -> None:
     try:
-        study = study_of(said)
+        study = study_from_dict(said)
     except ConfigError as error:
         named = str(error).splitlines()[1:]
         assert named
         for line in named:
             assert line.strip().split(":")[0].split(".")[0] in [*said, *Study.model_fields, "study"]
     else:
-        assert study_of(study.model_dump()) == study
+        assert study_from_dict(study.model_dump()) == study
 
 
-@pytest.mark.parametrize(("section", "field"), [("task", "kind"), ("train", "optimiser")])
+@pytest.mark.parametrize(("section", "field"), [("task", "kind"), ("train", "optimizer")])
 def test_a_name_that_is_needed_is_not_left_empty(section: str, field: str) -> None:
     said = {**MINIMAL, section: {**MINIMAL.get(section, {}), field: ""}}
     with pytest.raises(ConfigError, match=rf"{section}.{field}: .*there is no \w+ ''"):
-        study_of(said)
+        study_from_dict(said)
 
 
 @settings(max_examples=often(500))
@@ -105,41 +105,48 @@ def test_overrides_are_laid_over(tmp_path: Path) -> None:
 
 
 def test_the_method_is_a_name_or_a_plan_or_both() -> None:
-    with pytest.raises(ConfigError, match=r"method: .*say name"):
-        study_of(MINIMAL | {"method": {}})
-    both = study_of(MINIMAL | {"method": {"name": "head-only", "plan": 'hold(named("*.bias"))'}})
-    alone = method_of(study_of(MINIMAL | {"method": {"name": "head-only"}}))
-    assert method_of(both) == replace(alone, plan=chain(alone.plan, hold(named("*.bias"))))
+    with pytest.raises(ConfigError, match=r"method: .*set name"):
+        study_from_dict(MINIMAL | {"method": {}})
+    both = study_from_dict(
+        MINIMAL | {"method": {"name": "head-only", "plan": 'hold(named("*.bias"))'}}
+    )
+    alone = make_method(study_from_dict(MINIMAL | {"method": {"name": "head-only"}}))
+    assert make_method(both) == replace(alone, plan=chain(alone.plan, hold(named("*.bias"))))
 
 
 def test_a_rule_for_products_is_said_as_a_text() -> None:
-    said = {"plan": "chain(freeze(), share(adapter))", "product": "by_residual(scale=2.0)"}
-    assert method_of(study_of(MINIMAL | {"method": said})).product == by_residual(2.0)
-    assert method_of(study_of(MINIMAL | {"method": {"name": "fedit"}})).product == apart()
+    said = {"plan": "chain(freeze(), share(adapter))", "lora_aggregation": "by_residual(scale=2.0)"}
+    assert make_method(study_from_dict(MINIMAL | {"method": said})).lora_aggregation == by_residual(
+        2.0
+    )
+    assert (
+        make_method(study_from_dict(MINIMAL | {"method": {"name": "fedit"}})).lora_aggregation
+        == average_separately()
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"_attn_implementation": "someone/kernel"}, "would fetch code"),
-        ({"attn_implementation": "paged|someone/kernel"}, "would fetch code"),
-        ({"text_config": {"attn_implementation": "someone/kernel@main"}}, "would fetch code"),
-        ({"vision_config": {"auto_map": {"AutoModel": "x.Y"}}}, "auto_map is none of a model's"),
-        ({"trust_remote_code": True}, "trust_remote_code is none of a model's settings"),
-        ({"offload_folder": "/tmp"}, "offload_folder is none of a model's settings"),
+        ({"_attn_implementation": "someone/kernel"}, "would download code"),
+        ({"attn_implementation": "paged|someone/kernel"}, "would download code"),
+        ({"text_config": {"attn_implementation": "someone/kernel@main"}}, "would download code"),
+        ({"vision_config": {"auto_map": {"AutoModel": "x.Y"}}}, "auto_map is not a setting"),
+        ({"trust_remote_code": True}, "trust_remote_code is not a setting of the model"),
+        ({"offload_folder": "/tmp"}, "offload_folder is not a setting of the model"),
         ({"attn_implementation": "sdpa", "hidden_size": 16}, ""),
     ],
 )
 def test_a_model_is_given_settings_and_no_code(settings: dict[str, Any], words: str) -> None:
     """transformers takes the name of a kernel on the hub for an attention, and loads it."""
     said: dict[str, Any] = {
-        "model": {"type": "vit", "settings": settings},
+        "model": {"type": "vit", "config": settings},
         "task": {"kind": "masked-lm"},
         "data": {"path": "rows.parquet"},
         "method": {"plan": "share()"},
     }
     if not words:
-        assert study_of(said).model.settings == settings
+        assert study_from_dict(said).model.config == settings
         return
-    with pytest.raises(ConfigError, match=rf"model\.settings: .*{words}"):
-        study_of(said)
+    with pytest.raises(ConfigError, match=rf"model\.config: .*{words}"):
+        study_from_dict(said)

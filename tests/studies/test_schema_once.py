@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from fedplan.data.partition import KINDS, Partition
+from fedplan.data.partition import PARTITION_KINDS, Partition
 from fedplan.data.tables import DataError
-from fedplan.data.tasks import TASK_KINDS, Task, task
+from fedplan.data.tasks import TASK_KINDS, Task, make_task
 from fedplan.federation.defence import RULES, Defence
-from fedplan.federation.evaluation import Scoring
-from fedplan.federation.masking import SUMS, Masking
+from fedplan.federation.evaluation import EvalConfig
 from fedplan.federation.participation import Participation
-from fedplan.federation.patience import Patience
+from fedplan.federation.secagg_config import AGGREGATION_KINDS, SecAggConfig
+from fedplan.federation.timeouts import Timeouts
 from fedplan.methods.method import Method
-from fedplan.models.catalog import TASKS
-from fedplan.models.dual import TEMPLATE
+from fedplan.models.catalog import TASK_CLASSES
+from fedplan.models.dual_encoder import TEMPLATE
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.studies import schema
-from fedplan.studies.schema import study_of
+from fedplan.studies.schema import study_from_dict
 from fedplan.studies.sections import (
     AggregationSection,
     ClientsSection,
@@ -34,39 +34,39 @@ from fedplan.studies.sections import (
     DefenceSection,
     EvaluateSection,
     MethodSection,
-    PatienceSection,
     PrivacySection,
     Section,
     TaskSection,
+    TimeoutsSection,
 )
 from fedplan.studies.train_section import TrainSection
-from fedplan.training.fit import Pace
+from fedplan.training.fit import TrainConfig
 from fedplan.training.probes import PROBES
 
 VALUES: dict[type[Section], type] = {
-    TrainSection: Pace,
-    PatienceSection: Patience,
+    TrainSection: TrainConfig,
+    TimeoutsSection: Timeouts,
     PrivacySection: Guarantee,
     DefenceSection: Defence,
-    AggregationSection: Masking,
+    AggregationSection: SecAggConfig,
     ClientsSection: Participation,
     DataSection: Partition,
     TaskSection: Task,
     MethodSection: Method,
-    EvaluateSection: Scoring,
+    EvaluateSection: EvalConfig,
 }
 OTHER = {
-    (DataSection, "clients"): "none is for Python to say, or all that a column names",
-    (DataSection, "least"): "a client of a study has a row more, to be tested on",
-    (TrainSection, "optimiser"): "a name there, and a value here",
-    (TrainSection, "schedule"): "a name there, and a value here",
-    (TaskSection, "weights"): "a table there, and pairs here",
+    (DataSection, "num_clients"): "none is for Python to say, or all that a column names",
+    (DataSection, "min_examples"): "a client of a study has a row more, to be tested on",
+    (TrainSection, "optimizer"): "a name there, and a value here",
+    (TrainSection, "lr_scheduler"): "a name there, and a value here",
+    (TaskSection, "class_weights"): "a table there, and pairs here",
     (MethodSection, "probe"): "a name there, and a value here",
-    (MethodSection, "wire"): "a text there, and a value here",
+    (MethodSection, "compression"): "a text there, and a value here",
     (MethodSection, "loop"): "a name there, and a value here",
-    (MethodSection, "wraps"): "names there, and values here",
-    (MethodSection, "server_optimiser"): "a name there, and a value here",
-    (MethodSection, "product"): "a text there, and a value here",
+    (MethodSection, "client_hooks"): "names there, and values here",
+    (MethodSection, "server_optimizer"): "a name there, and a value here",
+    (MethodSection, "lora_aggregation"): "a text there, and a value here",
 }
 
 
@@ -95,14 +95,14 @@ def test_no_shared_default_is_spelled_in_the_schema(section: type[Section]) -> N
 
 
 def test_a_study_that_says_nothing_trains_at_the_pace_that_says_nothing() -> None:
-    assert TrainSection().pace == Pace()
-    assert Patience(**PatienceSection().model_dump()) == Patience()
-    assert DataSection().least == Partition.least + 1
+    assert TrainSection().train_config == TrainConfig()
+    assert Timeouts(**TimeoutsSection().model_dump()) == Timeouts()
+    assert DataSection().min_examples == Partition.min_examples + 1
 
 
 def test_a_task_has_the_defaults_of_its_class() -> None:
     takes = {
-        k: v.default for k, v in signature(task).parameters.items() if v.default is not v.empty
+        k: v.default for k, v in signature(make_task).parameters.items() if v.default is not v.empty
     }
     held = defaults(Task)
     assert {k: takes[k] for k in held} == held
@@ -110,18 +110,18 @@ def test_a_task_has_the_defaults_of_its_class() -> None:
 
 
 def test_every_task_can_be_loaded_prepared_and_said() -> None:
-    assert set(TASK_KINDS) == set(TASKS) - {"backbone"}
+    assert set(TASK_KINDS) == set(TASK_CLASSES) - {"backbone"}
 
 
 @pytest.mark.parametrize(
     ("section", "field", "words"),
     [
         ("task", "kind", tuple(TASK_KINDS)),
-        ("data", "by", KINDS),
+        ("data", "partition", PARTITION_KINDS),
         ("method", "probe", ("", *PROBES)),
         ("privacy", "unit", ("client", "example")),
         ("defence", "rule", RULES),
-        ("aggregation", "kind", SUMS),
+        ("aggregation", "kind", AGGREGATION_KINDS),
     ],
 )
 def test_a_study_says_all_names_there_are_and_no_other(
@@ -132,23 +132,23 @@ def test_a_study_says_all_names_there_are_and_no_other(
         "task": {"kind": "masked-lm"},
         "data": {"path": "rows.parquet"},
         "method": {"plan": "share()"},
-        "train": {"steps": 1, "batch": 1},
-        "privacy": {"unit": "example", "epsilon": 1.0, "size": 9},
+        "train": {"steps": 1, "batch_size": 1},
+        "privacy": {"unit": "example", "epsilon": 1.0, "examples_per_site": 9},
         "defence": {},
         "aggregation": {},
     }
     for word in words:
-        made = study_of(said | {section: said[section] | {field: word}})
+        made = study_from_dict(said | {section: said[section] | {field: word}})
         assert getattr(getattr(made, section), field) == word
     with pytest.raises(schema.ConfigError, match=rf"{section}\.{field}: "):
-        study_of(said | {section: said[section] | {field: "nothing"}})
+        study_from_dict(said | {section: said[section] | {field: "nothing"}})
 
 
 @pytest.mark.parametrize("kind", ["image-classification", "image-text"])
 def test_the_size_of_pictures_must_be_said(kind: str) -> None:
     """Once 32 in a study and 224 in Python: which is right follows from the model alone."""
-    with pytest.raises(DataError, match="image_size = 0: say the side"):
-        task(kind, columns="x", label="y", labels=["a", "b"])
-    made = task(kind, columns="x", label="y", labels=["a"], image_size=3)
+    with pytest.raises(DataError, match="image_size = 0: give the side"):
+        make_task(kind, columns="x", label="y", labels=["a", "b"])
+    made = make_task(kind, columns="x", label="y", labels=["a"], image_size=3)
     table = Dataset.from_dict({"x": [[[[0, 0, 0]] * 2] * 2], "y": ["a"]})
     assert made.image_size == 3 and len(made.prepare(table)) == 1

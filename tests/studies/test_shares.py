@@ -16,25 +16,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import LANGUAGE, MOODS, Row, cases, row, seen, study, tokenizer, written
 
-from fedplan.data.foresight import require_sight
-from fedplan.data.tables import DataError, load
-from fedplan.federation.marks import mark_of
-from fedplan.studies.shares import Shares, shares_of
+from fedplan.data.causality import require_attention_mask
+from fedplan.data.tables import DataError, load_table
+from fedplan.federation.digests import examples_digest
+from fedplan.studies.federated_data import FederatedData, load_federated_data
 
 ROWS = [*map(row, range(30)), row(3, fold=1), row(3, fold=2), row(7, fold=3), row(9), row(9)]
 """Some are equal in all that a task sees, and differ in their fold; some are equal in all."""
 WAYS: dict[str, Row] = {
     "no test": {},
-    "no test, one client": {"clients": 1, "least": 0},
-    "no own test": {"own_test": 0.0},
-    "folds": {"train": {"fold": 1}, "test": {"fold": 2}},
-    "folds that overlap": {"test": {"fold": 2}},
-    "a test of few": {"test": {"fold": 2}, "test_limit": 3},
-    "few rows": {"test": {"fold": 2}, "limit": 12},
+    "no test, one client": {"num_clients": 1, "min_examples": 0},
+    "no own test": {"holdout_fraction": 0.0},
+    "folds": {"train_filter": {"fold": 1}, "test_filter": {"fold": 2}},
+    "folds that overlap": {"test_filter": {"fold": 2}},
+    "a test of few": {"test_filter": {"fold": 2}, "max_test_examples": 3},
+    "few rows": {"test_filter": {"fold": 2}, "max_examples": 12},
     "another file": {"test_path": "other.parquet"},
     "another form": {"test_path": "other.csv"},
-    "one mood": {"only": {"mood": ["calm"]}, "test": {"fold": 2}, "least": 0},
-    "by site": {"by": "column", "column": "site", "test": {"fold": 2}, "own_test": 0.5},
+    "one mood": {"filter": {"mood": ["calm"]}, "test_filter": {"fold": 2}, "min_examples": 0},
+    "by site": {
+        "partition": "column",
+        "partition_column": "site",
+        "test_filter": {"fold": 2},
+        "holdout_fraction": 0.5,
+    },
 }
 
 
@@ -52,10 +57,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def require_apart(shares: Shares) -> None:
+def require_independent_examples(shares: FederatedData) -> None:
     """The law: what is trained on, by whomever, is in no test."""
     trained = set[str]().union(*(seen(rows) for rows in shares.train.values()))
-    for tested in (*shares.own.values(), *([shares.test] if shares.test else [])):
+    for tested in (
+        *shares.client_tests.values(),
+        *([shares.common_test] if shares.common_test else []),
+    ):
         assert not trained & set(seen(tested))
 
 
@@ -63,24 +71,28 @@ def require_apart(shares: Shares) -> None:
 def test_no_row_is_tested_on_that_is_trained_on(
     kind: str, way: str, words: str, files: Path
 ) -> None:
-    data = {"path": "t.parquet", "clients": 3, **WAYS[way]}
+    data = {"path": "t.parquet", "num_clients": 3, **WAYS[way]}
     if way == "another form" and kind not in ("text-classification", "regression", *LANGUAGE):
         return  # a .csv holds no lists and no pictures
     task = {"max_length": 16}  # so that each text is one block: of longer ones, ends may be equal
-    for own in (None, ("north", load("t.parquet"))):
+    for own in (None, ("north", load_table("t.parquet"))):
         if own:
             sites = {"path": "", "test_path": data.get("test_path", "t.parquet")}
-            data = data | (sites if "test" in data or "test_path" in data else {"path": ""})
+            data = data | (sites if "test_filter" in data or "test_path" in data else {"path": ""})
             task |= {"label": ""} if kind in LANGUAGE else {}
             asked = study(kind, words, task=task, data=data, clients={"names": ["north"]})
         else:
             asked = study(kind, words, task=task, data=data)
-        shares = shares_of(asked, own)
-        require_apart(shares)
-        assert (shares.test is not None) == bool({"test", "test_path"} & WAYS[way].keys())
-        assert (shares.test is None) == any("No common test" in note for note in shares.notes)
-        left = any("stand in the common test too" in note for note in shares.notes)
-        assert left == (shares.test is not None) or way == "few rows"
+        shares = load_federated_data(asked, own)
+        require_independent_examples(shares)
+        assert (shares.common_test is not None) == bool(
+            {"test_filter", "test_path"} & WAYS[way].keys()
+        )
+        assert (shares.common_test is None) == any(
+            "No common test" in note for note in shares.notes
+        )
+        left = any("are in the common test set too" in note for note in shares.notes)
+        assert left == (shares.common_test is not None) or way == "few rows"
         assert sum(map(len, shares.train.values()))
 
 
@@ -104,69 +116,86 @@ def test_any_two_tables_are_kept_apart(
         written([row(n) for n in numbers], folder / f"{name}.jsonl")
         for name, numbers in (("train", train), ("test", test))
     ]
-    data = {"path": paths[0], "test_path": paths[1], "own_test": own_test, "clients": 2, "least": 0}
+    data = {
+        "path": paths[0],
+        "test_path": paths[1],
+        "holdout_fraction": own_test,
+        "num_clients": 2,
+        "min_examples": 0,
+    }
     asked = study("text-classification", words, data=data).model_copy(update={"seed": seed})
     try:
-        shares = shares_of(asked, None)
+        shares = load_federated_data(asked, None)
     except DataError as error:
-        assert "stand in the common test" in str(error) or "no row to train on" in str(error)
+        assert "are in the common test set" in str(error) or "no training example" in str(error)
         return
-    require_apart(shares)
-    assert shares.test is not None and len(shares.test) == len(test), "the test stays as it is"
-    kept = sum(len(rows) for s in (shares.train, shares.own) for rows in s.values())
+    require_independent_examples(shares)
+    assert shares.common_test is not None and len(shares.common_test) == len(test), (
+        "the test stays as it is"
+    )
+    kept = sum(len(rows) for s in (shares.train, shares.client_tests) for rows in s.values())
     assert kept <= sum(n not in test for n in train)
 
 
 @pytest.mark.parametrize(
     ("data", "words_said"),
     [
-        ({"test_path": "t.parquet"}, "all 35 rows to train on stand in the common test too"),
-        ({"test": {"fold": 9}}, "no row with fold = 9"),
-        ({"path": "", "test": {"fold": 2}}, "data.test is of no table: say data.test_path"),
-        ({"only": {"mood": ["glad"]}}, "no row is left to train on"),
-        ({"clients": 12, "limit": 24, "own_test": 0.9}, "12 clients 2 rows, in 100 draws"),
+        ({"test_path": "t.parquet"}, "all 35 training rows are in the common test set too"),
+        ({"test_filter": {"fold": 9}}, "no row with fold = 9"),
+        (
+            {"path": "", "test_filter": {"fold": 2}},
+            "data.test_filter needs a dataset: set data.test_path",
+        ),
+        ({"filter": {"mood": ["glad"]}}, "no row is left to train on"),
+        (
+            {"num_clients": 12, "max_examples": 24, "holdout_fraction": 0.9},
+            "in 100 draws, .* gave each of 12 clients 2 examples",
+        ),
     ],
 )
 def test_a_test_that_cannot_be_is_refused(
     data: Row, words_said: str, words: str, files: Path
 ) -> None:
-    said: Row = {"data": {"path": "t.parquet", "clients": 3, **data}}
+    said: Row = {"data": {"path": "t.parquet", "num_clients": 3, **data}}
     if not said["data"]["path"]:
         said["clients"] = {"names": ["north"]}
     with pytest.raises(DataError, match=words_said):
-        shares_of(study("text-classification", words, **said), None)
+        load_federated_data(study("text-classification", words, **said), None)
 
 
 def test_a_client_without_rows_to_train_on_is_told(words: str, files: Path) -> None:
-    data = {"path": "t.parquet", "clients": 30, "own_test": 0.5, "least": 0}
-    shares = shares_of(study("text-classification", words, data=data), None)
+    data = {"path": "t.parquet", "num_clients": 30, "holdout_fraction": 0.5, "min_examples": 0}
+    shares = load_federated_data(study("text-classification", words, data=data), None)
     assert all(len(rows) for rows in shares.train.values()) and len(shares.train) < 30
-    assert shares.own.keys() <= shares.train.keys()
-    assert f"{30 - len(shares.train)} clients have no row to train on" in shares.notes[1]
-    with pytest.raises(DataError, match="north has no row to train on: all are held out"):
+    assert shares.client_tests.keys() <= shares.train.keys()
+    assert f"{30 - len(shares.train)} clients have no training example" in shares.notes[1]
+    with pytest.raises(DataError, match="north has no training example: all are held out"):
         asked = study(
             "text-classification",
             words,
-            data={"own_test": 0.999},
+            data={"holdout_fraction": 0.999},
             clients={"names": ["north"]},
         )
-        shares_of(asked, ("north", load("t.parquet")))
+        load_federated_data(asked, ("north", load_table("t.parquet")))
 
 
 def test_marks_tell_rows_apart(words: str, files: Path) -> None:
-    asked = study("masked-lm", words, data={"path": "t.parquet", "clients": 3})
-    one, other = shares_of(asked, None), shares_of(asked.model_copy(update={"seed": 1}), None)
-    assert one.marks == {name: mark_of(rows) for name, rows in one.train.items()}
-    assert one.marks == shares_of(asked, None).marks != other.marks
+    asked = study("masked-lm", words, data={"path": "t.parquet", "num_clients": 3})
+    one, other = (
+        load_federated_data(asked, None),
+        load_federated_data(asked.model_copy(update={"seed": 1}), None),
+    )
+    assert one.digests == {name: examples_digest(rows) for name, rows in one.train.items()}
+    assert one.digests == load_federated_data(asked, None).digests != other.digests
 
 
 def test_names_that_a_column_declares_are_its_labels(words: str, files: Path) -> None:
     table = Dataset.from_list([{n: row(i)[n] for n in ("text", "mood")} for i in range(20)])
     table = table.cast_column("mood", ClassLabel(names=MOODS))
-    named = {"privacy": {"unit": "example", "epsilon": 8.0, "size": 20}}
+    named = {"privacy": {"unit": "example", "epsilon": 8.0, "examples_per_site": 20}}
     table.save_to_disk("named")
-    data = {"path": "named", "clients": 2}
-    shares = shares_of(
+    data = {"path": "named", "num_clients": 2}
+    shares = load_federated_data(
         study("text-classification", words, task={"labels": []}, data=data, **named), None
     )
     assert shares.task.labels == tuple(sorted(MOODS))
@@ -181,7 +210,7 @@ TEXTS = """
 name = "texts"
 [model]
 type = "bert"
-settings = { vocab_size = 15, hidden_size = 16, num_hidden_layers = 1, num_attention_heads = 2, intermediate_size = 16, max_position_embeddings = 8 }
+config = { vocab_size = 15, hidden_size = 16, num_hidden_layers = 1, num_attention_heads = 2, intermediate_size = 16, max_position_embeddings = 8 }
 [task]
 kind = "text-classification"
 label = "mood"
@@ -189,7 +218,7 @@ max_length = 8
 tokenizer = "tokenizer"
 [data]
 path = "rows.csv"
-clients = 2
+num_clients = 2
 [method]
 plan = "share()"
 [train]
@@ -210,19 +239,22 @@ def test_a_run_without_a_test_says_so_and_scores_no_world(folder: Path) -> None:
     code, out = play(TEXTS)
     assert code == 0 and "No common test" in out, out
     metrics = json.loads((folder / "runs/texts/metrics.jsonl").read_text())
-    assert "world" not in metrics and "clients" in metrics
+    assert "global" not in metrics and "clients" in metrics
 
 
 @pytest.mark.parametrize(
     ("changes", "words_said"),
     [
-        (["task.label=score"], "measures something and names no class"),
+        (["task.label=score"], "looks like a measurement and not like a class"),
         (["task.label=text"], "different labels in 60"),
         (["task.kind=causal-lm"], "sees the tokens that causal-lm asks it to predict"),
-        (["task.kind=masked-lm", "model.settings.is_decoder=true"], "sees nothing of what comes"),
-        (["data.path=data/rows"], "data/rows' is not there: give a"),
-        (["data.path=data/rows.csv"], "data/rows.csv' is not there: give a"),
-        (["data.test_path=rows.csv"], "stand in the common test too"),
+        (
+            ["task.kind=masked-lm", "model.config.is_decoder=true"],
+            "does not see the tokens after a masked token",
+        ),
+        (["data.path=data/rows"], "data/rows' does not exist: give a"),
+        (["data.path=data/rows.csv"], "data/rows.csv' does not exist: give a"),
+        (["data.test_path=rows.csv"], "are in the common test set too"),
     ],
 )
 def test_what_a_person_did_not_mean_is_refused(
@@ -234,8 +266,8 @@ def test_what_a_person_did_not_mean_is_refused(
 
 def test_a_decoder_sees_the_past_alone() -> None:
     sizes: dict[str, Any] = {**zoo.TEXT, "is_decoder": True}
-    require_sight(hf.BertLMHeadModel(hf.BertConfig(**sizes)), "causal-lm")
-    require_sight(hf.GPT2LMHeadModel(hf.GPT2Config(**zoo.GPT2)), "causal-lm")
-    require_sight(hf.BertForMaskedLM(hf.BertConfig(**zoo.TEXT)), "masked-lm")
+    require_attention_mask(hf.BertLMHeadModel(hf.BertConfig(**sizes)), "causal-lm")
+    require_attention_mask(hf.GPT2LMHeadModel(hf.GPT2Config(**zoo.GPT2)), "causal-lm")
+    require_attention_mask(hf.BertForMaskedLM(hf.BertConfig(**zoo.TEXT)), "masked-lm")
     with pytest.raises(DataError, match="BertLMHeadModel sees the tokens"):
-        require_sight(hf.BertLMHeadModel(hf.BertConfig(**zoo.TEXT)), "causal-lm")
+        require_attention_mask(hf.BertLMHeadModel(hf.BertConfig(**zoo.TEXT)), "causal-lm")

@@ -13,10 +13,10 @@ from commands import run
 from datasets import Dataset, DatasetDict
 from tables import row, tokenizer, written
 
-from fedplan.data.looks import look_at, splits_in
+from fedplan.data.infer_schema import infer_schema, split_names
 from fedplan.errors import FedplanError
 from fedplan.studies.schema import read_study
-from fedplan.studies.starter import Wanted, new_study
+from fedplan.studies.starter import StudyOptions, new_study
 
 TINY = {
     "hidden_size": 16,
@@ -58,7 +58,7 @@ def test_a_csv_becomes_a_study_that_runs_and_verifies(
     code, out = run("new", "study", "reviews.csv", "--model", str(place / "bert"))
     assert code == 0, out
     for word in (
-        "60 rows",
+        "60 training examples",
         "input   review",
         "label   mood: 3 values",
         "clients by the column ward",
@@ -81,7 +81,7 @@ def test_the_same_is_found_in_every_form(place: Path, tmp_path: Path, ending: st
     assert (study.task.kind, study.task.input, study.task.label) == (
         *("text-classification", "review", "mood"),
     )
-    assert (study.data.by, study.data.column) == ("column", "ward")
+    assert (study.data.partition, study.data.partition_column) == ("column", "ward")
 
 
 def test_splits_pictures_numbers_conversations_and_plain_texts(place: Path, tmp_path: Path) -> None:
@@ -117,13 +117,13 @@ def test_a_saved_dataset_and_a_folder_of_files_have_their_splits(tmp_path: Path)
         [{"text": f"cat {n} sat on the mat", "label": n % 2} for n in range(20)]
     )
     DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "saved"))
-    found = look_at(str(tmp_path / "saved"))
-    assert (found.train, found.test, found.label(["text"])) == ("train", "test", "label")
+    found = infer_schema(str(tmp_path / "saved"))
+    assert (found.train, found.test, found.label_column(["text"])) == ("train", "test", "label")
     folder = tmp_path / "files"
     folder.mkdir()
     for name in ("train-0", "validation"):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, table.to_list())))
-    assert splits_in(str(folder)) == ["train", "validation"]
+    assert split_names(str(folder)) == ["train", "validation"]
 
 
 def test_of_very_many_users_those_with_most_rows_are_taken(place: Path, tmp_path: Path) -> None:
@@ -133,17 +133,24 @@ def test_of_very_many_users_those_with_most_rows_are_taken(place: Path, tmp_path
     ]
     new_study(written(rows, tmp_path / "rows.jsonl"), str(place / "bert"), tmp_path / "study.toml")
     found = read_study(tmp_path / "study.toml").data
-    assert (found.by, found.column, found.clients) == ("column", "user", 100)
+    assert (found.partition, found.partition_column, found.num_clients) == ("column", "user", 100)
 
 
 def test_what_is_said_goes_before_what_is_found(place: Path, tmp_path: Path) -> None:
     file = written(texts(), tmp_path / "rows.csv")
-    said = Wanted(label="ward", client="mood", method="fedper")
+    said = StudyOptions(label="ward", client="mood", method="fedper")
     new_study(file, str(place / "bert"), tmp_path / "study.toml", said)
     found = read_study(tmp_path / "study.toml")
-    assert (found.task.label, found.data.column, found.method.name) == ("ward", "mood", "fedper")
+    assert (found.task.label, found.data.partition_column, found.method.name) == (
+        "ward",
+        "mood",
+        "fedper",
+    )
     new_study(
-        file, str(place / "bert"), tmp_path / "b.toml", Wanted(task="causal-lm", client="ward")
+        file,
+        str(place / "bert"),
+        tmp_path / "b.toml",
+        StudyOptions(task="causal-lm", client="ward"),
     )
 
 
@@ -166,7 +173,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(
             file,
             str(place / "bert"),
             tmp_path / "study.toml",
-            Wanted(label="mood", **said) if "label" not in said else Wanted(**said),
+            StudyOptions(label="mood", **said) if "label" not in said else StudyOptions(**said),
         )
     for word in words:
         assert word in str(refused.value)

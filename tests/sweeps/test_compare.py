@@ -18,32 +18,32 @@ from sweeps import small_study
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.history import Metrics
-from fedplan.federation.states import ask_to_stop
+from fedplan.federation.run_states import ask_to_stop
 from fedplan.language.parser import parse
-from fedplan.runners.door import run_study
+from fedplan.runners.api import run_study
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.run import open_run
 from fedplan.studies.schema import read_study
-from fedplan.sweeps.comparisons import compare, contrasted, grouped
-from fedplan.sweeps.results import RunResult, result_of
+from fedplan.sweeps.comparisons import compare, compare_groups, group_results
+from fedplan.sweeps.results import RunResult, read_run_result
 from fedplan.sweeps.sweeping import Sweep
 
 
-def last(swept: Sweep, method: str, name: str = "world.accuracy") -> list[float]:
+def last(swept: Sweep, method: str, name: str = "global.accuracy") -> list[float]:
     folders = (swept.folder / f"method.name={method},seed={seed}" for seed in range(3))
     return [open_run(folder).metrics[-1][name] for folder in folders]
 
 
 def test_the_numbers_are_those_of_the_runs(swept: Sweep) -> None:
-    found = compare([swept.folder], score="world.loss")
+    found = compare([swept.folder], score="global.loss")
     base, other = found.rows
-    ones, others = last(swept, "fedavg", "world.loss"), last(swept, "fedper", "world.loss")
+    ones, others = last(swept, "fedavg", "global.loss"), last(swept, "fedper", "global.loss")
     assert [row.group.label for row in found.rows] == ["fedavg", "fedper"]
     assert base.score.mean == pytest.approx(sum(ones) / 3) and base.difference is None
-    assert other.difference is not None and not found.higher
+    assert other.difference is not None and not found.higher_is_better
     assert other.difference.mean == pytest.approx((sum(others) - sum(ones)) / 3)
     by_hand = stats.ttest_rel(others, ones)
-    assert other.p == pytest.approx(by_hand.pvalue) == other.corrected
+    assert other.p == pytest.approx(by_hand.pvalue) == other.p_holm
     low, high = by_hand.confidence_interval(0.95)
     assert (other.difference.low, other.difference.high) == (
         pytest.approx(low),
@@ -51,20 +51,20 @@ def test_the_numbers_are_those_of_the_runs(swept: Sweep) -> None:
     )
     run_of = open_run(swept.folder / "method.name=fedper,seed=0")
     assert other.group.runs[0].up == sum(int(row["up"]) for row in run_of.metrics)
-    assert other.group.number("rounds") == 2 and (other.group.number("seconds") or 0) > 0
+    assert other.group.mean_of("rounds") == 2 and (other.group.mean_of("seconds") or 0) > 0
 
 
 def test_the_score_of_the_task_is_compared_unless_another_is_named(swept: Sweep) -> None:
-    assert compare([swept.folder]).score == "world.accuracy"
-    assert compare([swept.folder], score="personal.worst").higher
+    assert compare([swept.folder]).score == "global.accuracy"
+    assert compare([swept.folder], score="personal.accuracy_worst").higher_is_better
     with pytest.raises(
-        FedplanError, match=r"not all runs have world\.f2.*world\.accuracy.*--score"
+        FedplanError, match=r"not all runs have global\.f2.*global\.accuracy.*--score"
     ):
-        compare([swept.folder], score="world.f2")
+        compare([swept.folder], score="global.f2")
 
 
 def test_what_differs_is_said_in_words(swept: Sweep) -> None:
-    words = compare([swept.folder]).rows[1].words
+    words = compare([swept.folder]).rows[1].differences
     assert words[0] == "method.name is 'fedper', not 'fedavg'"
     assert words[1] == "the plan is chain(share(), keep(head)), not share()"
     assert words[2] == "head (51 params): kept, not shared, in all rounds"
@@ -83,8 +83,8 @@ def test_too_few_seeds_are_said(swept: Sweep, seeds: int, note: str, interval: b
     places = [swept.folder / n for n in swept.names if int(n[-1]) < seeds]
     found = compare(places)
     assert any(note in each for each in found.notes)
-    assert (found.rows[0].score.half is not None) == interval
-    assert (found.rows[1].corrected is not None) == interval
+    assert (found.rows[0].score.half_width is not None) == interval
+    assert (found.rows[1].p_holm is not None) == interval
     assert note in found.markdown()
 
 
@@ -93,7 +93,7 @@ def test_only_seeds_of_both_groups_are_paired(swept: Sweep) -> None:
     difference = found.rows[1].difference
     assert difference is not None and difference.count == 2
     assert any(note.startswith("two seeds") for note in found.notes), "an interval is of the pairs"
-    assert any("2 of 3 seeds stand in the first group too" in note for note in found.notes)
+    assert any("2 of 3 seeds are in the first group too" in note for note in found.notes)
 
 
 def test_a_run_that_goes_on_is_left_out_and_one_study_is_not_counted_twice(
@@ -104,10 +104,10 @@ def test_a_run_that_goes_on_is_left_out_and_one_study_is_not_counted_twice(
     next(iter(Simulation(study, tmp_path / "open").rounds()))
     found = compare([first, tmp_path / "open"])
     assert any("is at round 1 of 2: left out" in note for note in found.notes)
-    with pytest.raises(FedplanError, match="there is no run that ended"):
+    with pytest.raises(FedplanError, match="there is no finished run"):
         compare([tmp_path / "open"])
     shutil.copytree(first, tmp_path / "copy")
-    with pytest.raises(FedplanError, match="one study with one seed: name one of them"):
+    with pytest.raises(FedplanError, match="have the same study and seed: name one of them"):
         compare([first, tmp_path / "copy"])
 
 
@@ -117,7 +117,10 @@ def test_a_run_that_a_rule_ended_counts_and_one_that_a_person_stopped_does_not(
     study = read_study(small_study(tmp_path), ["train.rounds=3"])
     run_study(study, tmp_path / "ruled", callbacks=[lambda _: "good enough"])
     found = compare([tmp_path / "ruled"])
-    assert not any("left out" in note for note in found.notes) and found.base.number("rounds") == 1
+    assert (
+        not any("left out" in note for note in found.notes)
+        and found.baseline.mean_of("rounds") == 1
+    )
     run_study(study, tmp_path / "asked", callbacks=[lambda _: ask_to_stop(tmp_path / "asked")])
     with pytest.raises(FedplanError, match="is at round 1 of 3: left out"):
         compare([tmp_path / "asked"])
@@ -142,8 +145,8 @@ def test_of_hidden_clients_no_bytes_are_told(tmp_path: Path) -> None:
     (group,) = found.json()["groups"]
     assert group["bytes_up"] is None and group["bytes_down"] is None
     assert next(csv.DictReader(StringIO(found.csv())))["bytes_up"] == ""
-    assert "Sent by all clients" not in found.html()
-    for hidden in ("up", "counted", "personal.worst", "clients.client-00.accuracy"):
+    assert "Upload of all clients" not in found.html()
+    for hidden in ("up", "counted", "personal.accuracy_worst", "clients.client-00.accuracy"):
         with pytest.raises(FedplanError, match="not all runs have") as told:
             compare([tmp_path / "run"], score=hidden)
         assert "client-00" not in str(told.value).partition(" has ")[2]
@@ -159,18 +162,23 @@ def test_a_status_that_no_run_writes_is_noted(
     file = tmp_path / "run" / "status.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | said))
     found = compare([swept.folders[0], tmp_path / "run"])
-    assert any("is of another kind" in note for note in found.notes)
+    assert any("another type" in note for note in found.notes)
 
 
 def test_less_is_better_of_a_loss_and_of_clients_of_a_task_that_is_scored_by_one(
     swept: Sweep,
 ) -> None:
-    first = result_of(swept.folders[0])
-    assert first.higher("personal.worst") and not first.higher("world.loss")
+    first = read_run_result(swept.folders[0])
+    assert first.higher_is_better("personal.accuracy_worst") and not first.higher_is_better(
+        "global.loss"
+    )
     spoken = first.study.model_copy(
         update={"task": first.study.task.model_copy(update={"kind": "causal-lm"})}
     )
-    assert replace(first, study=spoken).higher("personal.worst") is task_class("causal-lm").higher
+    assert (
+        replace(first, study=spoken).higher_is_better("personal.accuracy_worst")
+        is task_class("causal-lm").higher_is_better
+    )
 
 
 def test_the_command_prints_markdown_csv_and_json(swept: Sweep, tmp_path: Path) -> None:
@@ -180,7 +188,7 @@ def test_the_command_prints_markdown_csv_and_json(swept: Sweep, tmp_path: Path) 
     assert code == 0 and len(table) == 4
     assert (
         table[0]
-        == "| runs | seeds | world.accuracy | minus fedavg | p (Holm) | MB up | MB down | rounds | time |"
+        == "| runs | seeds | global.accuracy | minus fedavg | p (Holm) | MB up | MB down | rounds | time |"
     )
     rows = list(csv.DictReader(StringIO(run("compare", place, "--csv")[1])))
     groups = json.loads(run("compare", place, "--json")[1])["groups"]
@@ -201,36 +209,39 @@ def test_the_page_needs_nothing_beside_it(swept: Sweep, tmp_path: Path) -> None:
 
 
 def test_a_run_that_diverged_is_said_and_makes_no_mean(swept: Sweep) -> None:
-    results = [result_of(folder) for folder in swept.folders]
-    lost = Metrics([{**results[1].metrics[-1], "world.loss": float("nan")}])
+    results = [read_run_result(folder) for folder in swept.folders]
+    lost = Metrics([{**results[1].metrics[-1], "global.loss": float("nan")}])
     results[1] = replace(results[1], metrics=lost)
-    found = contrasted(grouped(results), "world.loss")
-    assert found.notes[-1] == "fedper: a run diverged, and its score is no number"
+    found = compare_groups(group_results(results), "global.loss")
+    assert found.notes[-1] == "fedper: a run diverged, so that its score is not a number"
     told = json.loads(json.dumps(found.json(), allow_nan=False))
     assert told["groups"][1]["mean"]["mean"] is None and told["groups"][1]["p_holm"] is None
     assert "nan" in found.markdown() and "<svg" in found.html()
 
 
 def test_groups_are_named_by_what_tells_them_apart(swept: Sweep) -> None:
-    first = result_of(swept.folders[0])
+    first = read_run_result(swept.folders[0])
 
     def changed(**said: object) -> RunResult:
         train = first.study.train.model_copy(update=said)
         return replace(first, study=first.study.model_copy(update={"train": train}))
 
-    labels = [g.label for g in grouped([first, changed(rate=0.5), changed(rate=0.5, reuse=True)])]
-    rate = first.study.train.rate
-    assert labels == [
-        f"train.rate={rate}, train.reuse=False",
-        "train.rate=0.5, train.reuse=False",
-        "train.rate=0.5, train.reuse=True",
+    labels = [
+        g.label
+        for g in group_results([first, changed(lr=0.5), changed(lr=0.5, cache_activations=True)])
     ]
-    assert [g.label for g in grouped([first, changed(rate=0.5)])] == [str(rate), "0.5"]
-    assert [g.label for g in grouped([first])] == ["tiny"]
+    rate = first.study.train.lr
+    assert labels == [
+        f"train.lr={rate}, train.cache_activations=False",
+        "train.lr=0.5, train.cache_activations=False",
+        "train.lr=0.5, train.cache_activations=True",
+    ]
+    assert [g.label for g in group_results([first, changed(lr=0.5)])] == [str(rate), "0.5"]
+    assert [g.label for g in group_results([first])] == ["tiny"]
     again = replace(
         first, study=first.study.model_copy(update={"seed": 5, "threads": 2, "name": "x"})
     )
-    assert len(grouped([first, again])) == 1
+    assert len(group_results([first, again])) == 1
     plans = ["chain(share(),\n  keep(head))", "share()"]
     told = [
         replace(
@@ -242,4 +253,4 @@ def test_groups_are_named_by_what_tells_them_apart(swept: Sweep) -> None:
         )
         for plan in plans
     ]
-    assert [g.label for g in grouped(told)] == ["chain(share(), keep(head))", "share()"]
+    assert [g.label for g in group_results(told)] == ["chain(share(), keep(head))", "share()"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A price list says what the whole run then costs: bytes and epsilon exactly, time by its formula."""
+"""An estimate has the cost of the whole run: bytes and epsilon exactly, time by its formula."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from sweeps import small_study
 
 from fedplan.errors import FedplanError
 from fedplan.federation.record import TurnRecord
-from fedplan.reports.preview import stated
+from fedplan.reports.privacy_statements import read_privacy_statement
 from fedplan.studies.run import open_run
-from fedplan.sweeps.prices import Forecasted, Measured, Price, bits_of
-from fedplan.sweeps.rehearsals import rehearse
+from fedplan.sweeps.cost_estimate import estimate
+from fedplan.sweeps.cost_table import CostForecast, MeasuredCost, MethodCost, parse_line_speed
 from fedplan.sweeps.sweeping import Sweep
 
 
 def test_bytes_are_those_of_the_whole_run_and_the_score_that_of_its_round(swept: Sweep) -> None:
     """Two rounds of two are the run itself; of one, bytes are still those of both."""
     file = swept.folder.parent / "study.toml"
-    found = rehearse(file, "fedavg,fedper", rounds=2)
-    assert rehearse(file, ["fedper"], rounds=1).prices[0].forecast == found.prices[1].forecast
-    for price in found.prices:
+    found = estimate(file, "fedavg,fedper", rounds=2)
+    assert estimate(file, ["fedper"], rounds=1).costs[0].forecast == found.costs[1].forecast
+    for price in found.costs:
         whole = open_run(swept.folder / f"method.name={price.method},seed=0")
         turns = [r for r in whole.records if isinstance(r, TurnRecord) and r.client == "client-00"]
         assert price.forecast is not None and price.measured is not None
         assert price.forecast.up == sum(turn.up for turn in turns)
         assert price.forecast.down == sum(turn.down for turn in turns)
         assert price.measured.score == whole.metrics[-1][found.score]
-        assert price.measured.longest == max(
+        assert price.measured.max_steps == max(
             t.steps for t in whole.records if isinstance(t, TurnRecord)
         )
-        assert price.forecast.memory and price.measured.step > 0
+        assert price.forecast.memory and price.measured.step_seconds > 0
 
 
 def test_epsilon_is_that_of_all_rounds_and_a_method_that_fails_is_said(tmp_path: Path) -> None:
@@ -42,31 +42,34 @@ def test_epsilon_is_that_of_all_rounds_and_a_method_that_fails_is_said(tmp_path:
     private = '[privacy]\nunit = "client"\nepsilon = 8.0\n'
     file.write_text(file.read_text().replace("rounds = 2", "rounds = 30") + private)
     code, out = run(
-        "rehearse", str(file), "--methods", "promptfl,fedavg", "--rounds", "1", "--json"
+        "estimate", str(file), "--methods", "promptfl,fedavg", "--rounds", "1", "--json"
     )
     told = json.loads(out)
     failed, price = told["methods"]
     assert code == 1 and "prompt" in failed["error"] and failed["forecast"] is None
-    promised = stated(file)
-    assert price["forecast"]["epsilon"] == promised.guarantee.forecast(30) <= 8.0
+    promised = read_privacy_statement(file)
+    assert price["forecast"]["epsilon"] == promised.guarantee.forecast_epsilon(30) <= 8.0
     assert price["measured"]["played"] == 1 and price["forecast"]["rounds"] == 30
     assert any("promptfl failed" in note for note in told["notes"])
-    assert any("fedavg: the study hides how many steps" in note for note in told["notes"])
+    assert any(
+        "fedavg: the study's privacy hides a client's number of training steps" in note
+        for note in told["notes"]
+    )
     assert {each.name for each in tmp_path.iterdir()} == {"study.toml", "digits.npz"}
 
 
 def test_time_is_computing_and_travel(tmp_path: Path) -> None:
-    price = Price(
+    price = MethodCost(
         "m",
-        Forecasted("share()", 10, 3_000_000, 2_000_000, None, None, 1),
-        Measured(2, 0.5, 0.2, 6, told=True),
+        CostForecast("share()", 10, 3_000_000, 2_000_000, None, None, 1),
+        MeasuredCost(2, 0.5, 0.2, 6, steps_reported=True),
     )
-    assert price.compute == pytest.approx(10 * 6 * 0.2)
-    assert price.travel(bits_of("8Mbit")) == pytest.approx(5.0)
-    assert price.seconds(bits_of("8Mbit")) == pytest.approx(17.0)
+    assert price.compute_seconds == pytest.approx(10 * 6 * 0.2)
+    assert price.transfer_seconds(parse_line_speed("8Mbit")) == pytest.approx(5.0)
+    assert price.total_seconds(parse_line_speed("8Mbit")) == pytest.approx(17.0)
 
 
 @pytest.mark.parametrize("line", ["fast", "100", "0Mbit", "100MB", "-1Mbit"])
 def test_a_line_that_is_none_is_refused(tmp_path: Path, line: str) -> None:
     with pytest.raises(FedplanError, match="--line is"):
-        rehearse(small_study(tmp_path), line=line)
+        estimate(small_study(tmp_path), line=line)

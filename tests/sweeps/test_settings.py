@@ -14,20 +14,26 @@ from sweeps import small_study
 
 from fedplan.errors import FedplanError
 from fedplan.studies.schema import ConfigError
-from fedplan.sweeps.settings import Setting, read_setting, seeds_of, settings_of, split
-from fedplan.sweeps.trials import ground_of, trials_of
+from fedplan.sweeps.settings import (
+    Setting,
+    parse_seeds,
+    parse_setting,
+    parse_settings,
+    split_values,
+)
+from fedplan.sweeps.trials import make_trials, read_base_study
 
 
 @given(st.lists(st.text(st.characters(codec="ascii", exclude_characters="\\\"'")), min_size=1))
 def test_a_quoted_text_is_one_value_whatever_stands_in_it(texts: list[str]) -> None:
-    assert split(",".join(f"'{text}'" for text in texts)) == [f"'{text}'" for text in texts]
+    assert split_values(",".join(f"'{text}'" for text in texts)) == [f"'{text}'" for text in texts]
 
 
 @pytest.mark.parametrize(
     ("text", "values"),
     [
         ("method.name=fedavg,fedper", ("fedavg", "fedper")),
-        ("train.rate=0.1, 0.01", (0.1, 0.01)),
+        ("train.lr=0.1, 0.01", (0.1, 0.01)),
         ("task.labels=[0, 1],[1, 2]", ([0, 1], [1, 2])),
         ("method.plan=share(),chain(share(), keep(head))", ("share()", "chain(share(), keep(head))")),
         ('method={name="fedavg"},{name="safl",settings={k=2}}', ({"name": "fedavg"}, {"name": "safl", "settings": {"k": 2}})),
@@ -35,7 +41,7 @@ def test_a_quoted_text_is_one_value_whatever_stands_in_it(texts: list[str]) -> N
     ],
 )  # fmt: skip
 def test_commas_in_quotes_and_brackets_do_not_split(text: str, values: tuple[object, ...]) -> None:
-    assert read_setting(text).values == values
+    assert parse_setting(text).values == values
 
 
 @pytest.mark.parametrize(
@@ -51,22 +57,22 @@ def test_commas_in_quotes_and_brackets_do_not_split(text: str, values: tuple[obj
 )
 def test_a_wrong_setting_is_named_with_its_remedy(text: str, words: str) -> None:
     with pytest.raises(FedplanError, match=re.escape(words)):
-        read_setting(text)
+        parse_setting(text)
 
 
 def test_a_field_is_set_once() -> None:
-    with pytest.raises(ConfigError, match=r"train\.rate is set twice"):
-        settings_of(["train.rate=0.1", "train.rate=0.2"])
+    with pytest.raises(ConfigError, match=r"train\.lr is set twice"):
+        parse_settings(["train.lr=0.1", "train.lr=0.2"])
 
 
 @pytest.mark.parametrize("said", ["0", "-1", "a", "1,1", "1,b", "99999999"])
 def test_seeds_that_are_none_are_refused(said: str) -> None:
     with pytest.raises(ConfigError, match="--seeds"):
-        seeds_of(said, 0)
+        parse_seeds(said, 0)
 
 
 def test_every_run_has_a_name_of_its_own_that_tells_its_settings(tmp_path: Path) -> None:
-    ground = ground_of(small_study(tmp_path))
+    ground = read_base_study(small_study(tmp_path))
     plans = (
         "share()",
         "chain(share(), keep(head))",
@@ -75,9 +81,9 @@ def test_every_run_has_a_name_of_its_own_that_tells_its_settings(tmp_path: Path)
     )
     varied = [
         Setting("method", tuple({"plan": plan} for plan in plans)),
-        Setting("train.rate", (0.1, 0.2)),
+        Setting("train.lr", (0.1, 0.2)),
     ]
-    trials = trials_of(ground, varied, (0, 1))
+    trials = make_trials(ground, varied, (0, 1))
     names = [trial.name for trial in trials]
     assert len(set(names)) == len(names) == 16
     assert all(
@@ -85,8 +91,8 @@ def test_every_run_has_a_name_of_its_own_that_tells_its_settings(tmp_path: Path)
         for name in names
     )
     assert [t.study.seed for t in trials] == [0] * 8 + [1] * 8  # seed by seed
-    assert {t.study.train.rate for t in trials if "rate=0.2" in t.name} == {0.2}
-    long = trials_of(
+    assert {t.study.train.lr for t in trials if "lr=0.2" in t.name} == {0.2}
+    long = make_trials(
         ground, [Setting("name", ("a" * 60,)), Setting("task.input", ("b" * 90, "b" * 91))], (0,)
     )
     assert len({t.name for t in long}) == 2 and all(len(t.name) <= 120 for t in long)
@@ -94,10 +100,12 @@ def test_every_run_has_a_name_of_its_own_that_tells_its_settings(tmp_path: Path)
 
 def test_a_setting_that_does_not_fit_is_named_by_its_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.rounds=0,seed=0.*\n.*train\.rounds"):
-        trials_of(ground_of(small_study(tmp_path)), settings_of(["train.rounds=2,0"]), (0,))
+        make_trials(
+            read_base_study(small_study(tmp_path)), parse_settings(["train.rounds=2,0"]), (0,)
+        )
 
 
 def test_paths_start_from_the_file(tmp_path: Path) -> None:
-    (trial,) = trials_of(ground_of(small_study(tmp_path)), (), (4,))
+    (trial,) = make_trials(read_base_study(small_study(tmp_path)), (), (4,))
     assert trial.study.data.path == str(tmp_path / "digits.npz")
     assert trial.study.seed == 4 and json.loads(trial.study.model_dump_json())["seed"] == 4

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedplan.sweeps.statistics import holm, interval, p_value, quantile
+from fedplan.sweeps.statistics import holm, mean_interval, p_value, t_quantile
 
 NUMBERS = st.lists(st.floats(-1e3, 1e3).map(lambda x: round(x, 3)), min_size=2, max_size=12)
 CHANCES = st.lists(st.one_of(st.none(), st.floats(0, 1)), max_size=12)
@@ -18,21 +18,21 @@ CHANCES = st.lists(st.one_of(st.none(), st.floats(0, 1)), max_size=12)
 
 @given(NUMBERS.filter(lambda each: len(set(each)) > 1))
 def test_an_interval_and_a_p_value_are_those_of_scipy(numbers: list[float]) -> None:
-    found = interval(numbers)
+    found = mean_interval(numbers)
     low, high = stats.t.interval(0.95, len(numbers) - 1, found.mean, stats.sem(numbers))
     assert found.low == pytest.approx(low) and found.high == pytest.approx(high)
     assert p_value(numbers) == pytest.approx(stats.ttest_rel(numbers, [0.0] * len(numbers)).pvalue)
 
 
 def test_worked_by_hand() -> None:
-    found = interval([0.1, 0.2, 0.3])
+    found = mean_interval([0.1, 0.2, 0.3])
     assert found.mean == pytest.approx(0.2)
-    assert found.half == pytest.approx(4.302653 * 0.1 / sqrt(3), rel=1e-6)
-    assert [round(quantile(n), 3) for n in (1, 2, 3, 4)] == [12.706, 4.303, 3.182, 2.776]
+    assert found.half_width == pytest.approx(4.302653 * 0.1 / sqrt(3), rel=1e-6)
+    assert [round(t_quantile(n), 3) for n in (1, 2, 3, 4)] == [12.706, 4.303, 3.182, 2.776]
 
 
 def test_one_seed_has_no_interval_and_no_p_value() -> None:
-    assert interval([0.5]).half is None and interval([0.5]).text() == "0.500"
+    assert mean_interval([0.5]).half_width is None and mean_interval([0.5]).text() == "0.500"
     assert p_value([0.5]) is None and p_value([]) is None
 
 
@@ -40,7 +40,7 @@ def test_where_all_seeds_agree_there_is_no_spread() -> None:
     assert p_value([0.0, 0.0]) == 1.0 and p_value([0.5, 0.5]) is None
     # The same gains, but for how floats are written.
     assert p_value([0.82 - 0.80, 0.72 - 0.70]) is None
-    assert interval([0.5, 0.5]).half == 0.0
+    assert mean_interval([0.5, 0.5]).half_width == 0.0
 
 
 def test_holm_by_hand() -> None:

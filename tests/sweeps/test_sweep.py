@@ -17,14 +17,20 @@ from commands import run
 from sweeps import ASKED_OF, METHODS, bits, small_study
 
 from fedplan.errors import FedplanError
-from fedplan.runners.door import run_study
+from fedplan.runners.api import run_study
 from fedplan.runners.simulation import Simulation
-from fedplan.storage.locks import alone
+from fedplan.storage.locks import locked_folder
 from fedplan.studies.run import open_run
 from fedplan.studies.schema import ConfigError, read_study
-from fedplan.sweeps.hands import OwnProcess
-from fedplan.sweeps.records import ENDED, FAILURES, End, read_ends, read_failures
-from fedplan.sweeps.sweeping import Course, News, Sweep, sweep
+from fedplan.sweeps.records import (
+    FAILURES_FILE,
+    FINISHED_FILE,
+    TrialResult,
+    read_failures,
+    read_finished,
+)
+from fedplan.sweeps.sweeping import Sweep, SweepEvent, SweepProgress, sweep
+from fedplan.sweeps.trial_runner import SubprocessRunner
 
 
 @pytest.fixture
@@ -38,21 +44,21 @@ def test_a_run_of_a_sweep_has_the_bits_of_the_study_run_alone(swept: Sweep, tmp_
     file = swept.folder.parent / "study.toml"
     alone = run_study(read_study(file, ["method.name=fedper", "seed=1"]), tmp_path / "alone")
     assert bits(swept.folder / "method.name=fedper,seed=1") == bits(alone.folder)
-    assert len(swept.folders) == 6 and not swept.failures and not swept.left
+    assert len(swept.folders) == 6 and not swept.failures and not swept.unfinished
 
 
 def test_what_ended_is_not_run_again(swept: Sweep) -> None:
     before = {file: file.stat().st_mtime_ns for file in swept.folder.rglob("*")}
-    told = list[News]()
+    told = list[SweepEvent]()
     study = swept.folder.parent / "study.toml"
-    again = sweep(study, METHODS, folder=swept.folder, seeds=3, tell=told.append)
+    again = sweep(study, METHODS, folder=swept.folder, seeds=3, on_trial_end=told.append)
     assert not told and again.folders == swept.folders
     assert {f: f.stat().st_mtime_ns for f in swept.folder.rglob("*") if f.name != "sweep"} == before
 
 
 def test_what_was_stopped_goes_on_with_the_same_bits(swept: Sweep, mine: Path) -> None:
     """One run lost its last round, and another one all of it."""
-    ended = json.loads((mine / ENDED).read_text())
+    ended = json.loads((mine / FINISHED_FILE).read_text())
     for seed in (0, 1):
         name = f"method.name=fedavg,seed={seed}"
         study = open_run(mine / name).study
@@ -61,44 +67,48 @@ def test_what_was_stopped_goes_on_with_the_same_bits(swept: Sweep, mine: Path) -
         if seed:
             next(iter(Simulation(study, mine / name).rounds()))
             assert open_run(mine / name).round == 1
-    (mine / ENDED).write_text(json.dumps(ended))
-    told = list[News]()
-    sweep(swept.folder.parent / "study.toml", METHODS, folder=mine, seeds=3, tell=told.append)
+    (mine / FINISHED_FILE).write_text(json.dumps(ended))
+    told = list[SweepEvent]()
+    sweep(
+        swept.folder.parent / "study.toml", METHODS, folder=mine, seeds=3, on_trial_end=told.append
+    )
     assert [news.name for news in told] == [
         "method.name=fedavg,seed=0",
         "method.name=fedavg,seed=1",
     ]
-    assert (told[0].ended, told[0].of, told[1].left) == (5, 6, 0.0) and told[0].left > 0
+    assert (told[0].ended, told[0].total, told[1].seconds_left) == (5, 6, 0.0) and told[
+        0
+    ].seconds_left > 0
     for name in swept.names:
         assert bits(mine / name) == bits(swept.folder / name)
 
 
 def test_more_seeds_and_values_may_be_added_and_none_taken_away(swept: Sweep, mine: Path) -> None:
-    study, told = swept.folder.parent / "study.toml", list[News]()
-    sweep(study, METHODS, folder=mine, seeds=4, tell=told.append)
+    study, told = swept.folder.parent / "study.toml", list[SweepEvent]()
+    sweep(study, METHODS, folder=mine, seeds=4, on_trial_end=told.append)
     assert len(told) == 2
-    lost = r"seed=3.* is not in what is asked now.*more values or seeds.*name another folder"
+    lost = r"seed=3.* is not in the present one.*with more if you like.*name another folder"
     with pytest.raises(ConfigError, match=lost):
         sweep(study, METHODS, folder=mine, seeds=3)
-    with pytest.raises(ConfigError, match="is not in what is asked now"):
+    with pytest.raises(ConfigError, match="is not in the present one"):
         sweep(study, {"method.name": ["fedavg"]}, folder=mine, seeds=4)
     changed = mine.parent / "study.toml"
     changed.write_text(study.read_text().replace("batch = 8", "batch = 4"))
-    with pytest.raises(ConfigError, match=r"a sweep of another study.*take the change back"):
+    with pytest.raises(ConfigError, match=r"a sweep of another study.*undo the change"):
         sweep(changed, METHODS, folder=mine, seeds=4)
 
 
 def test_a_second_sweep_that_is_refused_changes_nothing(swept: Sweep, mine: Path) -> None:
     before = {file: file.read_bytes() for file in mine.rglob("*") if file.is_file()}
     study = mine.parent / "study.toml"
-    with alone(mine), pytest.raises(FedplanError):
+    with locked_folder(mine), pytest.raises(FedplanError):
         sweep(study, METHODS, folder=mine, seeds=4)
     assert {file: file.read_bytes() for file in mine.rglob("*") if file in before} == before
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     study = small_study(tmp_path)
-    with pytest.raises(ConfigError, match="holds no sweep: name another folder"):
+    with pytest.raises(ConfigError, match="is not a sweep: name another folder"):
         sweep(study, METHODS, folder=tmp_path)
     with pytest.raises(ConfigError, match=r"train\.rounds"):
         sweep(study, {"train.rounds": [2, 0]}, folder=tmp_path / "new")
@@ -128,7 +138,7 @@ def test_a_failure_stands_apart_and_the_others_go_on(tmp_path: Path) -> None:
     code, out = run(*asked, "--json")
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 1 and [line["name"] for line in lines] == [name] and lines[0]["end"]["error"]
-    assert FAILURES in {file.name for file in (tmp_path / "s").iterdir()}
+    assert FAILURES_FILE in {file.name for file in (tmp_path / "s").iterdir()}
 
 
 def test_a_run_that_is_asked_to_stop_is_left_to_go_on_with(
@@ -141,19 +151,25 @@ def test_a_run_that_is_asked_to_stop_is_left_to_go_on_with(
         {"evaluate.trackers": [["sweeps:asks_to_stop"]]},
         folder=tmp_path / "s",
     )
-    assert found.left == [name] and not found.failures and not found.folders
-    assert open_run(tmp_path / "s" / name).round == 1 and name not in read_ends(found.folder)
+    assert found.unfinished == [name] and not found.failures and not found.folders
+    assert open_run(tmp_path / "s" / name).round == 1 and name not in read_finished(found.folder)
 
 
 def test_the_time_left_is_that_of_what_is_open_and_waits(tmp_path: Path) -> None:
-    course = Course(tmp_path, 2, todo=4)
-    assert course.left() == 0.0  # nobody knows yet
-    course.begun("a")
-    course.begun("b")
-    news = course.over("a", End(10.0))
-    assert (news.ended, news.of, news.left) == (1, 4, 15.0)  # two wait, one is open, two at once
-    course.begun("c")
-    assert course.over("c", End(1.0, error="no")).left == 10.0  # what failed says nothing of time
+    course = SweepProgress(tmp_path, 2, remaining=4)
+    assert course.seconds_left() == 0.0  # nobody knows yet
+    course.start_trial("a")
+    course.start_trial("b")
+    news = course.finish_trial("a", TrialResult(10.0))
+    assert (news.ended, news.total, news.seconds_left) == (
+        1,
+        4,
+        15.0,
+    )  # two wait, one is open, two at once
+    course.start_trial("c")
+    assert (
+        course.finish_trial("c", TrialResult(1.0, error="no")).seconds_left == 10.0
+    )  # what failed says nothing of time
 
 
 CHILD = """
@@ -169,14 +185,19 @@ for line in sys.stdin:
 def test_each_process_plays_run_after_run_and_one_that_dies_fails_its_run_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OwnProcess, "command", (sys.executable, "-c", CHILD))
-    told = list[News]()
+    monkeypatch.setattr(SubprocessRunner, "command", (sys.executable, "-c", CHILD))
+    told = list[SweepEvent]()
     found = sweep(
-        small_study(tmp_path), METHODS, folder=tmp_path / "s", seeds=3, parallel=2, tell=told.append
+        small_study(tmp_path),
+        METHODS,
+        folder=tmp_path / "s",
+        seeds=3,
+        parallel=2,
+        on_trial_end=told.append,
     )
     assert sorted(found.failures) == ["method.name=fedavg,seed=1", "method.name=fedper,seed=1"]
-    assert all("ended by itself (code -9)" in error for error in found.failures.values())
-    assert [f.name for f in found.folders] == [found.ends[f.name].stopped for f in found.folders]
+    assert all("ended with exit code -9" in error for error in found.failures.values())
+    assert [f.name for f in found.folders] == [found.results[f.name].stopped for f in found.folders]
     assert len(found.folders) == 4 and sorted(news.ended for news in told) == [1, 2, 3, 4, 5, 6]
 
 
@@ -203,7 +224,7 @@ def test_a_process_that_dies_takes_no_other_run_with_it(tmp_path: Path) -> None:
     finally:
         sys.path.remove(str(tmp_path))
     assert len(found.failures) == 2 and len(found.folders) == 2
-    assert all("ended by itself (code -9)" in error for error in found.failures.values())
+    assert all("ended with exit code -9" in error for error in found.failures.values())
 
 
 @pytest.mark.nightly
@@ -220,6 +241,6 @@ def test_ctrl_c_leaves_a_sweep_that_goes_on(tmp_path: Path, parallel: int) -> No
             time.sleep(0.1)
         os.killpg(going.pid, signal.SIGINT)
         out, _ = going.communicate(timeout=60)
-    assert going.returncode == 130 and "goes on with it" in out
+    assert going.returncode == 130 and "resumes the sweep" in out
     found = sweep(study, {"train.rounds": [60]}, folder=folder, seeds=3)
     assert len(found.folders) == 3 and not found.failures

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fedplan.tensors import named
-from fedplan.tensors.named import Digests, all_finite, digest, same_bits
-from fedplan.tensors.wire import parse_wire
+from fedplan.tensors.compression import parse_codec
+from fedplan.tensors.named import DigestCache, all_finite, digest, same_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8)
 
@@ -27,29 +27,29 @@ def test_a_digest_tells_bytes_shape_and_dtype_apart() -> None:
 
 def test_it_is_worked_out_once_until_somebody_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[Tensor]()
-    whole = named.whole_digest
+    whole = named.full_digest
     monkeypatch.setattr(
-        named, "whole_digest", lambda tensor: (seen.append(tensor), whole(tensor))[1]
+        named, "full_digest", lambda tensor: (seen.append(tensor), whole(tensor))[1]
     )
-    known, tensor = Digests(), torch.zeros(4)
-    first = known.of(tensor)
-    assert (known.of(tensor), len(seen)) == (first, 1)
+    known, tensor = DigestCache(), torch.zeros(4)
+    first = known.short_digest(tensor)
+    assert (known.short_digest(tensor), len(seen)) == (first, 1)
     tensor.add_(1)
-    assert known.of(tensor) == digest(tensor) != first
+    assert known.short_digest(tensor) == digest(tensor) != first
     tensor.view(2, 2)[0].mul_(3)
-    assert known.of(tensor) == digest(tensor)
+    assert known.short_digest(tensor) == digest(tensor)
     seen.clear()
     other = tensor.clone()
-    assert known.of(other) == known.of(tensor) and len(seen) == 1
+    assert known.short_digest(other) == known.short_digest(tensor) and len(seen) == 1
     seen.clear()
     del tensor, other
     gc.collect()
-    assert not known._known, "what nobody holds is forgotten"  # pyright: ignore
+    assert not known._entries, "what nobody holds is forgotten"  # pyright: ignore
 
 
 def test_the_plain_wire_hands_on_the_tensors_themselves() -> None:
     """So that at a server in the same process their digests are known."""
-    values, wire = {"b": torch.ones(2), "a": torch.zeros(3)}, parse_wire("plain()")
+    values, wire = {"b": torch.ones(2), "a": torch.zeros(3)}, parse_codec("plain()")
     base = {name: value * 0 for name, value in values.items()}
     coded = wire.encode(values, base, torch.Generator())
     assert list(coded) == ["a", "b"]

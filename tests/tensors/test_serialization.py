@@ -21,17 +21,17 @@ from often import often
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from fedplan.tensors.layout import places_in, viewed
+from fedplan.tensors.layout import parse_entries, tensor_view
 from fedplan.tensors.serialization import (
-    DEEPEST,
     DTYPES,
-    KEY,
-    LARGEST_HEADER,
+    MAX_DEPTH,
+    MAX_HEADER_BYTES,
+    METADATA_KEY,
     SerializationError,
     pack,
-    packed,
+    pack_message,
     unpack,
-    unpacked,
+    unpack_message,
 )
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -98,7 +98,7 @@ def test_the_same_message_is_the_same_bytes(
 def test_a_message_is_safetensors() -> None:
     data = pack({"b": torch.ones(2), "a": torch.zeros(())}, {"round": 3})
     assert load(data).keys() == {"a", "b"}
-    found, said = unpack(save({"a": torch.ones(3)}, metadata={KEY: '{"x": [1]}'}))
+    found, said = unpack(save({"a": torch.ones(3)}, metadata={METADATA_KEY: '{"x": [1]}'}))
     assert found["a"].tolist() == [1, 1, 1]
     assert said == {"x": [1]}
 
@@ -136,7 +136,7 @@ def deep(levels: int) -> Any:
     "value",
     [
         *(math.nan, math.inf, (1,), {1: 2}, b"", {3}, 10**30, 10**5000, (10**5000,), "\ud800"),
-        *(deep(DEEPEST), {"\ud800": 1}, object()),
+        *(deep(MAX_DEPTH), {"\ud800": 1}, object()),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -150,7 +150,7 @@ def test_names_that_cannot_be_sent_are_refused() -> None:
         with pytest.raises(SerializationError):
             pack({name: torch.zeros(1)}, {})
     with pytest.raises(SerializationError, match="shorter header"):
-        pack({}, {"x": "y" * LARGEST_HEADER})
+        pack({}, {"x": "y" * MAX_HEADER_BYTES})
 
 
 def forged(head: Any, tail: bytes = b"", size: int | None = None) -> bytes:
@@ -163,7 +163,7 @@ def entry(dtype: Any, shape: Any, *offsets: Any) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
 
 
-SAID = {"__metadata__": {KEY: "{}"}}
+SAID = {"__metadata__": {METADATA_KEY: "{}"}}
 A, B = entry("F32", [2], 0, 8), entry("F32", [2], 8, 16)
 FORGERIES = {
     "nothing": b"",
@@ -205,9 +205,9 @@ FORGERIES = {
     "half a letter": forged(b'{"__metadata__":{"fedplan":"{}"},"\\ud800":%s}' % b"{}"),
     "no metadata": forged({}),
     "metadata of others": forged({"__metadata__": {"format": "pt"}}),
-    "metadata of others too": forged({"__metadata__": {KEY: "{}", "format": "pt"}}),
-    "a list for metadata": forged({"__metadata__": [KEY]}),
-    "a header that is no text": forged({"__metadata__": {KEY: {}}}),
+    "metadata of others too": forged({"__metadata__": {METADATA_KEY: "{}", "format": "pt"}}),
+    "a list for metadata": forged({"__metadata__": [METADATA_KEY]}),
+    "a header that is no text": forged({"__metadata__": {METADATA_KEY: {}}}),
     "a list for a head": forged([]),
     "utf-16": forged(json.dumps(SAID).encode("utf-16")),
     "a deep head": forged(b"[" * 100_000 + b"]" * 100_000),
@@ -221,7 +221,9 @@ for _text in (
     *('{"a": ' + "9" * 5000 + "}", '{"a": 99999999999999999999999}', "\ufeff{}"),
     *('{"a": ' + "[" * depth + "]" * depth + "}" for depth in (33, 500, 5000, 100_000)),
 ):
-    FORGERIES[f"the header {_text[:20]}, {len(_text)}"] = forged({"__metadata__": {KEY: _text}})
+    FORGERIES[f"the header {_text[:20]}, {len(_text)}"] = forged(
+        {"__metadata__": {METADATA_KEY: _text}}
+    )
 
 
 @pytest.mark.parametrize("data", FORGERIES.values(), ids=FORGERIES.keys())
@@ -241,7 +243,7 @@ def test_a_message_over_the_limit_is_refused() -> None:
     with pytest.raises(SerializationError, match=f"limit of {len(data) - 1}"):
         unpack(data, limit=len(data) - 1)
     with pytest.raises(SerializationError, match="the head of the message takes"):
-        unpack(forged(b" " * (LARGEST_HEADER + 1)))
+        unpack(forged(b" " * (MAX_HEADER_BYTES + 1)))
 
 
 VALID = pack({"a": torch.ones(2, 3), "b#scale": torch.tensor(2)}, {"round": 3})
@@ -312,7 +314,7 @@ def traps(marker: Path) -> list[bytes]:
     payloads += [forged(pickle.dumps(act)) for act in acts]
     payloads += [forged(SAID | {"a": A}, pickle.dumps(act)) for act in acts]
     payloads += [pack({}, {})[:-2] + pickle.dumps(act) for act in acts]
-    return [*payloads, forged({"__metadata__": {KEY: pickle.dumps(acts[0], 0).decode()}})]
+    return [*payloads, forged({"__metadata__": {METADATA_KEY: pickle.dumps(acts[0], 0).decode()}})]
 
 
 def torch_file(value: Any) -> bytes:
@@ -358,9 +360,9 @@ def test_a_layout_is_taken_where_the_library_takes_it_and_lies_in_the_bytes(data
         wanted = load(blob)
     except Exception:
         with pytest.raises(ValueError):
-            places_in(entries, len(body))
+            parse_entries(entries, len(body))
         return
-    found = {p.name: viewed(blob, 8 + len(text), p) for p in places_in(entries, len(body))}
+    found = {p.name: tensor_view(blob, 8 + len(text), p) for p in parse_entries(entries, len(body))}
     assert found.keys() == wanted.keys()
     for each, tensor in wanted.items():
         same = found[each].view(torch.uint8), tensor.view(torch.uint8)
@@ -372,8 +374,8 @@ def _head(data: bytes) -> bytes:
 
 
 def test_what_is_unpacked_lies_in_the_message() -> None:
-    message = packed({"a": torch.ones(1000), "b": torch.zeros(7).half()}, {})
+    message = pack_message({"a": torch.ones(1000), "b": torch.zeros(7).half()}, {})
     (blob,) = message.blobs
     first = torch.frombuffer(blob, dtype=torch.uint8).data_ptr()
-    for tensor in unpacked(message)[0].values():
+    for tensor in unpack_message(message)[0].values():
         assert first < tensor.data_ptr() < first + len(blob)

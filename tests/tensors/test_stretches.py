@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of stretches: cut and joined, what is worked out over tensors is what each of them gives."""
+"""Laws of chunks: cut and joined, what is worked out over tensors is what each of them gives."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from often import often
 from torch import Tensor
 
-from fedplan.tensors import stretches
-from fedplan.tensors.stretches import distances, extents, flattened, magnitudes, stretches_of
+from fedplan.tensors import chunks
+from fedplan.tensors.chunks import (
+    flatten_tensors,
+    make_chunks,
+    max_magnitudes,
+    peaks_and_squared_distances,
+    squared_distances,
+)
 from fedplan.tensors.sums import ExactSum
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -32,18 +38,20 @@ def drawn(seed: int, count: int = 9) -> dict[str, Tensor]:
 
 @pytest.fixture(params=[2**16, 8, 1], autouse=True)
 def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stretches, "LENGTH", request.param)
+    monkeypatch.setattr(chunks, "CHUNK_NUMEL", request.param)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_stretches_hold_every_number_once_in_order(seed: int) -> None:
-    flat = flattened(drawn(seed))
-    found, ends = stretches_of(flat), 0
-    for stretch in found:
-        assert stretch.at == ends and stretch.of(flat).numel() == stretch.size <= stretches.LENGTH
-        assert len({flat[piece.name].dtype for piece in stretch.pieces}) == 1
-        ends += stretch.size
-    pieces = [piece for stretch in found for piece in stretch.pieces]
+def test_chunks_hold_every_number_once_in_order(seed: int) -> None:
+    flat = flatten_tensors(drawn(seed))
+    found, ends = make_chunks(flat), 0
+    for chunk in found:
+        assert (
+            chunk.start == ends and chunk.gather(flat).numel() == chunk.size <= chunks.CHUNK_NUMEL
+        )
+        assert len({flat[piece.name].dtype for piece in chunk.slices}) == 1
+        ends += chunk.size
+    pieces = [piece for chunk in found for piece in chunk.slices]
     held = [f"{p.name} {at}" for p in pieces for at in range(p.start, p.stop)]
     assert held == [f"{name} {at}" for name, value in flat.items() for at in range(len(value))]
 
@@ -54,8 +62,8 @@ def test_peaks_and_distances_are_those_of_each_tensor(seed: int) -> None:
     base = {
         name: value.flip(0) * 0.5 if value.dim() else value * 2 for name, value in values.items()
     }
-    peaks, squares = extents(values, base)
-    assert (peaks, squares) == (magnitudes(values), distances(values, base))
+    peaks, squares = peaks_and_squared_distances(values, base)
+    assert (peaks, squares) == (max_magnitudes(values), squared_distances(values, base))
     for name, value in values.items():
         assert peaks[name] == (float(value.abs().max()) if value.numel() else 0.0)
         plain = float((value - base[name]).flatten().square().sum(dtype=torch.float64))
@@ -66,8 +74,8 @@ def test_peaks_and_distances_are_those_of_each_tensor(seed: int) -> None:
 def test_a_nan_is_seen_wherever_it_is(place: int) -> None:
     values = {"a": torch.ones(4), "b": torch.ones(5), "c": torch.ones(2)}
     values["b"][place] = math.nan
-    assert math.isnan(magnitudes(values)["b"])
-    assert [magnitudes(values)[name] for name in "ac"] == [1.0, 1.0]
+    assert math.isnan(max_magnitudes(values)["b"])
+    assert [max_magnitudes(values)[name] for name in "ac"] == [1.0, 1.0]
 
 
 @given(st.integers(0, 2**32))
@@ -89,7 +97,7 @@ def test_joined_names_are_summed_as_each_alone(seed: int) -> None:
                 alone.add({name: values[name]}, weight)
         assert means[name].dtype == whole[name].dtype
         assert torch.equal(means[name], alone.mean()[name])
-        (tensors, facts), (own, said) = total.tensors(), alone.tensors()
+        (tensors, facts), (own, said) = total.to_tensors(), alone.to_tensors()
         assert facts[name] == said[name]
         assert all(torch.equal(tensors[key], value) for key, value in own.items())
 
@@ -98,5 +106,5 @@ def test_to_add_changes_no_update() -> None:
     values = {f"p{at}": torch.full((3,), 0.1, dtype=dtype) for at, dtype in enumerate(DTYPES)}
     before = {name: value.clone() for name, value in values.items()}
     ExactSum().add(values, 5)
-    extents(values, {name: value * 0 for name, value in values.items()})
+    peaks_and_squared_distances(values, {name: value * 0 for name, value in values.items()})
     assert all(torch.equal(value, before[name]) for name, value in values.items())

@@ -19,8 +19,8 @@ from often import often
 from torch import Tensor
 
 from fedplan.errors import FedplanError
-from fedplan.tensors import stretches, sums, totals
-from fedplan.tensors.sums import LARGEST_WEIGHT, ExactSum, SumError
+from fedplan.tensors import accumulator, chunks, sums
+from fedplan.tensors.sums import MAX_WEIGHT, ExactSum, SumError
 
 Update = tuple[dict[str, Tensor], int]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -32,8 +32,8 @@ WEIGHTS = st.integers(1, 10**6)
 
 @pytest.fixture(params=[2**17, 4])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(totals, "_CHUNK", request.param)
-    monkeypatch.setattr(stretches, "LENGTH", request.param)
+    monkeypatch.setattr(accumulator, "_CHUNK", request.param)
+    monkeypatch.setattr(chunks, "CHUNK_NUMEL", request.param)
 
 
 def bits(tensor: Tensor) -> tuple[object, ...]:
@@ -43,7 +43,7 @@ def bits(tensor: Tensor) -> tuple[object, ...]:
 
 def content(total: ExactSum) -> object:
     """All that a sum says, bit by bit."""
-    tensors, facts = total.tensors()
+    tensors, facts = total.to_tensors()
     means = {name: bits(mean) for name, mean in total.mean().items()}
     return [(name, bits(tensor)) for name, tensor in tensors.items()], json.dumps(facts), means
 
@@ -156,8 +156,8 @@ FLOATS = st.floats(-16, 16, width=32) | st.floats(-(2.0**30), 2.0**30, width=32)
 def test_every_float32_counts_as_its_nearest_step(pairs: list[tuple[float, int]]) -> None:
     total = total_of([({"x": torch.tensor(value)}, weight) for value, weight in pairs])
     steps = sum(round(Fraction(value) * 2**47) * weight for value, weight in pairs)
-    tensors, _ = total.tensors()
-    assert int(tensors["x.upper"]) * 2**sums.CARRY + int(tensors["x.lower"]) == steps
+    tensors, _ = total.to_tensors()
+    assert int(tensors["x.upper"]) * 2**sums.CARRY_BITS + int(tensors["x.lower"]) == steps
 
 
 @given(st.floats(EXACT_FROM, 2.0**30, width=32), st.floats(EXACT_FROM, 1, width=32), WEIGHTS)
@@ -207,9 +207,9 @@ def test_threads_and_large_tensors_change_nothing(threads: int) -> None:
     steps.append(sum(large[1:], large[0]).neg().double().mul(2.0**47).round())
     places = range(0, 300_001, 997)
     expected = [sum(int(each[at]) for each in steps) * 1000 for at in places]
-    tensors, _ = total.tensors()
+    tensors, _ = total.to_tensors()
     upper, lower = tensors["x.upper"].tolist(), tensors["x.lower"].tolist()
-    assert [upper[at] * 2**sums.CARRY + lower[at] for at in places] == expected
+    assert [upper[at] * 2**sums.CARRY_BITS + lower[at] for at in places] == expected
 
 
 GOOD = torch.tensor([1.0, -2.0])
@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[object, object, str]] = {
     "negative weight": (GOOD, -1, "weight -1 is not"),
     "real weight": (GOOD, 1.0, "weight 1.0 is not"),
     "true weight": (GOOD, True, "weight True is not"),
-    "large weight": (GOOD, LARGEST_WEIGHT + 1, "weight 134217729 is not"),
+    "large weight": (GOOD, MAX_WEIGHT + 1, "weight 134217729 is not"),
     "overflow": (torch.tensor([2.0**40, 0.0]), 2**11, "the sum of b could pass 2251799813685248"),
 }
 
@@ -243,7 +243,7 @@ def test_a_refused_update_leaves_the_sum_as_it_was(case: str) -> None:
     assert issubclass(SumError, FedplanError)
 
 
-@given(st.floats(1, 2.0**40), st.integers(1, LARGEST_WEIGHT))
+@given(st.floats(1, 2.0**40), st.integers(1, MAX_WEIGHT))
 @settings(max_examples=often(100))
 def test_a_sum_is_exact_up_to_the_moment_it_refuses(value: float, weight: int) -> None:
     total, tensor, count = ExactSum(), torch.tensor(value, dtype=torch.float64), 0
@@ -298,12 +298,12 @@ def test_written_and_read_it_is_the_same_sum(seed: int, count: int) -> None:
     dice = random.Random(seed)
     arrivals = updates(dice, 2 * count)
     first, second = total_of(arrivals[:count]), total_of(arrivals[count:])
-    tensors, facts = first.tensors()
-    again = ExactSum.read(tensors, json.loads(json.dumps(facts)))
+    tensors, facts = first.to_tensors()
+    again = ExactSum.from_tensors(tensors, json.loads(json.dumps(facts)))
     assert content(again) == content(first)
     again.merge(second)
     assert content(again) == content(total_of(arrivals))
-    assert content(ExactSum.read(tensors, facts)) == content(first)
+    assert content(ExactSum.from_tensors(tensors, facts)) == content(first)
 
 
 SPOILED: dict[str, Callable[[dict[str, Tensor], dict[str, object]], object]] = {
@@ -328,10 +328,10 @@ SPOILED: dict[str, Callable[[dict[str, Tensor], dict[str, object]], object]] = {
 
 @pytest.mark.parametrize("case", SPOILED)
 def test_what_is_not_a_sum_is_not_read(case: str) -> None:
-    tensors, facts = total_of([({"a": GOOD}, 3)]).tensors()
+    tensors, facts = total_of([({"a": GOOD}, 3)]).to_tensors()
     SPOILED[case](tensors, facts["a"])  # pyright: ignore
     with pytest.raises(SumError, match="a is not part of a sum"):
-        ExactSum.read(tensors, facts)
+        ExactSum.from_tensors(tensors, facts)
 
 
 def test_memory_does_not_grow_with_updates() -> None:
@@ -339,7 +339,7 @@ def test_memory_does_not_grow_with_updates() -> None:
     ten, thousand = (total_of([(small, 3)] * count) for count in (10, 1000))
     assert ten.nbytes == thousand.nbytes == 8 * 1100
     for _ in range(1000):
-        thousand.add({"a": small["a"] * 2**20}, LARGEST_WEIGHT // 2**20)
+        thousand.add({"a": small["a"] * 2**20}, MAX_WEIGHT // 2**20)
     assert thousand.nbytes == 8 * 1100 + 8 * 1000
 
 

@@ -22,22 +22,36 @@ from fedplan.data.examples import NO_LABEL, Examples
 from fedplan.errors import FedplanError
 from fedplan.models.description import describe
 from fedplan.models.params import Kind
-from fedplan.models.values import take
-from fedplan.training import Done, Job, Pace, adamw, alternate, mark, optimiser_named, plain, sgd
-from fedplan.training.batches import ahead, epoch, lengths_of, weighed
-from fedplan.training.passes import checkpointed
+from fedplan.models.values import get_values
+from fedplan.training import (
+    FitResult,
+    Job,
+    TrainConfig,
+    adamw,
+    alternate,
+    make_client_optimizer,
+    plain_fit,
+    sgd,
+    trainable,
+)
+from fedplan.training.batches import epoch_steps, prefetch, split_step, token_lengths
+from fedplan.training.forward_options import use_gradient_checkpointing
 
 ARCHITECTURES = ("bert", "gpt2", "vit")
 
 
 def trained(
-    name: str, pace: Pace, rows: Examples | None = None, plan: str = "share()", **said: Any
-) -> tuple[dict[str, Tensor], Done]:
+    name: str,
+    train_config: TrainConfig,
+    rows: Examples | None = None,
+    plan: str = "share()",
+    **said: Any,
+) -> tuple[dict[str, Tensor], FitResult]:
     """What a fit makes of a tiny model."""
     model = said.pop("build", zoo.build)(name)
-    job = replace(job_of(model, pace, rows or Few(name, 0, 7), plan), **said)
-    done = plain(job)
-    return take(model, job.roles), done
+    job = replace(job_of(model, train_config, rows or Few(name, 0, 7), plan), **said)
+    done = plain_fit(job)
+    return get_values(model, job.roles), done
 
 
 class Double:
@@ -64,10 +78,18 @@ def test_accumulated_batches_are_one_large_batch(
 ) -> None:
     """In float64 to the last bits, the last incomplete step too: it is weighed by its rows."""
     held = Double(Few(name, 0, rows))
-    small = Pace(sgd(), rate=0.1, batch=batch, accumulate=parts, epochs=2, clip=0.5)
-    large = replace(small, batch=batch * parts, accumulate=1)
+    small = TrainConfig(
+        sgd(),
+        lr=0.1,
+        batch_size=batch,
+        gradient_accumulation_steps=parts,
+        epochs=2,
+        max_grad_norm=0.5,
+    )
+    large = replace(small, batch_size=batch * parts, gradient_accumulation_steps=1)
     (one, done), (other, whole) = (
-        trained(name, pace, held, loss=mean_of_rows, build=still) for pace in (small, large)
+        trained(name, train_config, held, loss=mean_of_rows, build=still)
+        for train_config in (small, large)
     )
     assert done.steps == whole.steps and done.loss == pytest.approx(whole.loss, rel=1e-9)
     for key, value in one.items():
@@ -101,7 +123,7 @@ def test_a_mean_over_tokens_is_weighed_by_tokens(tags: bool) -> None:
     everything = torch.arange(9)
     whole = torch.autograd.grad(tagged(rows.batch(everything)), list(model.parameters()))
     for size in (1, 2, 4, 9):
-        parts = weighed(rows, everything, size)
+        parts = split_step(rows, everything, size)
         total = torch.stack([tagged(batch) * share for batch, share, _ in parts if share]).sum()
         found = torch.autograd.grad(total, list(model.parameters()))
         for one, other in zip(found, whole, strict=True):
@@ -109,9 +131,12 @@ def test_a_mean_over_tokens_is_weighed_by_tokens(tags: bool) -> None:
 
 
 def test_a_number_of_steps_is_of_steps_and_not_of_batches() -> None:
-    done = trained("bert", Pace(steps=3, batch=2, accumulate=2))[1]
+    done = trained("bert", TrainConfig(steps=3, batch_size=2, gradient_accumulation_steps=2))[1]
     assert done.steps == 3
-    assert trained("bert", Pace(batch=2, accumulate=2, epochs=3))[1].steps == 6
+    assert (
+        trained("bert", TrainConfig(batch_size=2, gradient_accumulation_steps=2, epochs=3))[1].steps
+        == 6
+    )
 
 
 # Checkpointing
@@ -124,24 +149,24 @@ UNABLE = {"albert", "dual", "torch"}
 
 @pytest.mark.parametrize("name", first(len(COMMON), [*COMMON, *REST]))
 def test_checkpointing_changes_no_bit(name: str) -> None:
-    pace = Pace(rate=1e-2, batch=3)
-    plainly, done = trained(name, pace)
+    train_config = TrainConfig(lr=1e-2, batch_size=3)
+    plainly, done = trained(name, train_config)
     if name in UNABLE:
         with pytest.raises(FedplanError, match="checkpointing"):
-            trained(name, replace(pace, checkpointing=True))
+            trained(name, replace(train_config, gradient_checkpointing=True))
         return
-    remembered, other = trained(name, replace(pace, checkpointing=True))
+    remembered, other = trained(name, replace(train_config, gradient_checkpointing=True))
     assert same(plainly, remembered) and done == other
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_checkpointing_changes_no_bit_of_adapters(name: str) -> None:
     """The inputs of the blocks need no gradient there, and their adapters do."""
-    plan, pace = "chain(freeze(), share(adapter))", Pace(rate=1e-2, batch=3)
-    one, done = trained(name, pace, plan=plan, build=zoo.with_lora)
-    pace = replace(pace, checkpointing=True)
-    other, _ = trained(name, pace, plan=plan, build=zoo.with_lora)
-    start = take(zoo.with_lora(name), describe(zoo.with_lora(name)))
+    plan, train_config = "chain(freeze(), share(adapter))", TrainConfig(lr=1e-2, batch_size=3)
+    one, done = trained(name, train_config, plan=plan, build=zoo.with_lora)
+    train_config = replace(train_config, gradient_checkpointing=True)
+    other, _ = trained(name, train_config, plan=plan, build=zoo.with_lora)
+    start = get_values(zoo.with_lora(name), describe(zoo.with_lora(name)))
     assert same(one, other) and not same(one, start) and done.steps == 3
 
 
@@ -152,11 +177,13 @@ def test_checkpointing_is_on_in_the_fit_and_then_as_before() -> None:
         seen.append(bool(getattr(model, "is_gradient_checkpointing", False)))
         return loss(model, batch)
 
-    job = replace(job_of(model, Pace(checkpointing=True), Few("bert", 0)), loss=looked)
-    plain(job)
+    job = replace(
+        job_of(model, TrainConfig(gradient_checkpointing=True), Few("bert", 0)), loss=looked
+    )
+    plain_fit(job)
     assert seen == [True] and not model.is_gradient_checkpointing
     model.gradient_checkpointing_enable()
-    plain(job)
+    plain_fit(job)
     assert model.is_gradient_checkpointing
 
     def broken(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -164,14 +191,14 @@ def test_checkpointing_is_on_in_the_fit_and_then_as_before() -> None:
 
     model.gradient_checkpointing_disable()
     with pytest.raises(KeyError):
-        plain(replace(job, loss=broken))
+        plain_fit(replace(job, loss=broken))
     assert not model.is_gradient_checkpointing
 
 
 def test_a_model_without_checkpoints_is_refused_by_name() -> None:
     with (
         pytest.raises(FedplanError, match="Tagger does not support checkpointing"),
-        checkpointed(Tagger(), True),
+        use_gradient_checkpointing(Tagger(), True),
     ):
         pass
 
@@ -191,11 +218,11 @@ def test_values_stay_as_they_are_and_passes_are_in_what_is_said(precision: str, 
         )
         return (found - 1).square().float()
 
-    pace = Pace(sgd(), rate=1e-2, batch=2, precision=precision)
-    found, done = trained("gpt2", pace, plan=plan, loss=looked)
-    exact, _ = trained("gpt2", replace(pace, precision="float32"), plan=plan)
+    train_config = TrainConfig(sgd(), lr=1e-2, batch_size=2, precision=precision)
+    found, done = trained("gpt2", train_config, plan=plan, loss=looked)
+    exact, _ = trained("gpt2", replace(train_config, precision="float32"), plan=plan)
     assert seen == {torch.bfloat16 if precision == "bf16" else torch.float16} and done.steps == 4
-    start = take(zoo.build("gpt2"), describe(zoo.build("gpt2")))
+    start = get_values(zoo.build("gpt2"), describe(zoo.build("gpt2")))
     apart = sum(float((found[k] - exact[k]).square().sum()) for k in found)
     moved = sum(float((found[k] - start[k]).square().sum()) for k in found)
     assert 0 < apart < 0.05 * moved and all(v.dtype is torch.float32 for v in found.values())
@@ -207,15 +234,17 @@ def test_a_step_that_float16_spoils_is_left_out_and_not_counted() -> None:
     def large(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return zoo.loss(model(**batch)) * 2.0**8
 
-    found, done = trained("bert", Pace(sgd(), rate=1e-6, batch=1, precision="fp16"), loss=large)
-    assert done.steps == 5 and done.distance == pytest.approx(1e-6 * 5)
+    found, done = trained(
+        "bert", TrainConfig(sgd(), lr=1e-6, batch_size=1, precision="fp16"), loss=large
+    )
+    assert done.steps == 5 and done.lr_sum == pytest.approx(1e-6 * 5)
     assert all(value.isfinite().all() for value in found.values())
 
 
 def test_float16_values_are_not_scaled() -> None:
     model = zoo.build("bert").half()
     with pytest.raises(FedplanError, match="is in float16, and precision fp16"):
-        plain(job_of(model, Pace(sgd(), precision="fp16"), Few("bert", 0)))
+        plain_fit(job_of(model, TrainConfig(sgd(), precision="fp16"), Few("bert", 0)))
 
 
 # Parameter groups
@@ -226,28 +255,31 @@ def test_float16_values_are_not_scaled() -> None:
 def test_norms_and_biases_do_not_decay_where_that_is_said(name: str, plan: str) -> None:
     """Without gradients a step is the decay alone: what it leaves is what was spared."""
     model = zoo.build(name)
-    pace = Pace(adamw(decay=0.5), rate=0.1, decay_all=False)
-    job = job_of(model, pace, Few(name, 0), plan)
-    with mark(model, job.roles) as marked:
-        running = pace.start(marked)
+    train_config = TrainConfig(adamw(weight_decay=0.5), lr=0.1, decay_norm_and_bias=False)
+    job = job_of(model, train_config, Few(name, 0), plan)
+    with trainable(model, job.roles) as trainable_params:
+        running = train_config.make_optimizer(trainable_params)
         assert {id(p) for g in running.param_groups for p in g["params"]} == {
-            id(p) for p in marked.parameters()
+            id(p) for p in trainable_params.parameters()
         }
-        for leaf in marked.parameters():
+        for leaf in trainable_params.parameters():
             leaf.grad = torch.zeros_like(leaf)
         running.step()
-    after = take(model, job.roles)
+    after = get_values(model, job.roles)
     for param, role in job.roles.items():
-        spared = param.kind is Kind.NORM or "bias" in param.tags or not role.trained
+        spared = param.kind is Kind.NORM or "bias" in param.tags or not role.is_trained
         meant = job.start[param.key] * (1.0 if spared else 0.95)
         assert torch.allclose(after[param.key], meant, rtol=1e-6), param.key
 
 
 def test_groups_without_decay_change_no_bit() -> None:
-    pace = Pace(adamw(), rate=1e-2, batch=3)
-    assert same(trained("bert", pace)[0], trained("bert", replace(pace, decay_all=False))[0])
-    with pytest.raises(FedplanError, match="has no decay: leave decay_all out"):
-        trained("bert", Pace(optimiser_named("rprop"), decay_all=False))
+    train_config = TrainConfig(adamw(), lr=1e-2, batch_size=3)
+    assert same(
+        trained("bert", train_config)[0],
+        trained("bert", replace(train_config, decay_norm_and_bias=False))[0],
+    )
+    with pytest.raises(FedplanError, match="has no weight decay: leave decay_norm_and_bias out"):
+        trained("bert", TrainConfig(make_client_optimizer("rprop"), decay_norm_and_bias=False))
 
 
 # Batches
@@ -266,16 +298,20 @@ def test_every_row_is_drawn_once_an_epoch(
 ) -> None:
     lengths = torch.arange(count) * 7 % 13 if by_length else None
     draw = torch.Generator().manual_seed(seed)
-    found = list(epoch(count, batch * parts, draw, lengths))
+    found = list(epoch_steps(count, batch * parts, draw, lengths))
     assert torch.cat(found).sort().values.tolist() == list(range(count))
-    assert len(found) == Pace(batch=batch, accumulate=parts).steps_of(count)
+    assert len(found) == TrainConfig(
+        batch_size=batch, gradient_accumulation_steps=parts
+    ).step_count(count)
     assert sum(len(each) != batch * parts for each in found) <= 1
 
 
 @pytest.mark.parametrize("by_length", [False, True])
 def test_orders_follow_from_the_seed_and_are_fresh_each_epoch(by_length: bool) -> None:
-    rows, pace = texts(24), Pace(batch=4, epochs=2, by_length=by_length)
-    one, two, other = ([e.tolist() for e in pace.draw(rows, seed)] for seed in (1, 1, 2))
+    rows, train_config = texts(24), TrainConfig(batch_size=4, epochs=2, group_by_length=by_length)
+    one, two, other = (
+        [e.tolist() for e in train_config.draw_steps(rows, seed)] for seed in (1, 1, 2)
+    )
     assert one == two != other and one[:6] != one[6:] and len(one) == 12
     for rows_of in (one[:6], one[6:]):
         assert sorted(row for step in rows_of for row in step) == list(range(24))
@@ -283,20 +319,22 @@ def test_orders_follow_from_the_seed_and_are_fresh_each_epoch(by_length: bool) -
 
 def test_texts_of_similar_length_stand_together_and_less_is_filled_up() -> None:
     rows = texts(64)
-    lengths = lengths_of(rows)
+    lengths = token_lengths(rows)
 
-    def filled(pace: Pace) -> int:
-        steps = pace.draw(rows, 3)
+    def filled(train_config: TrainConfig) -> int:
+        steps = train_config.draw_steps(rows, 3)
         return sum(int(rows.batch(i)["attention_mask"].eq(0).sum()) for i in steps)
 
-    by_chance, together = (filled(Pace(batch=4, by_length=way)) for way in (False, True))
+    by_chance, together = (
+        filled(TrainConfig(batch_size=4, group_by_length=way)) for way in (False, True)
+    )
     assert lengths.tolist() == rows.ids.starts.diff().tolist()
     assert together < 0.2 * by_chance
 
 
 def test_rows_without_lengths_cannot_be_put_together_by_them() -> None:
     with pytest.raises(FedplanError, match="no attention_mask"):
-        trained("vit", Pace(by_length=True))
+        trained("vit", TrainConfig(group_by_length=True))
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -308,10 +346,10 @@ def test_workers_change_no_bit(workers: int) -> None:
         seen.add(current_thread().name.partition("_")[0])
         return ours(indices)
 
-    pace = Pace(rate=1e-2, batch=2, accumulate=2, epochs=3)
-    alone, done = trained("bert", pace, rows)
+    train_config = TrainConfig(lr=1e-2, batch_size=2, gradient_accumulation_steps=2, epochs=3)
+    alone, done = trained("bert", train_config, rows)
     rows.batch = noted  # pyright: ignore[reportAttributeAccessIssue]
-    ahead_, other = trained("bert", replace(pace, workers=workers), rows)
+    ahead_, other = trained("bert", replace(train_config, num_workers=workers), rows)
     assert same(alone, ahead_) and done == other and seen == {"fedplan-batches"}
 
 
@@ -324,8 +362,8 @@ def test_what_is_made_ahead_keeps_its_order_and_its_errors() -> None:
             raise KeyError(number)
         return number
 
-    assert list(ahead(make, range(40), 4)) == list(range(40))
-    going = ahead(make, range(100), 2)
+    assert list(prefetch(make, range(40), 4)) == list(range(40))
+    going = prefetch(make, range(100), 2)
     assert next(going) == 0 and max(made[40:]) <= 5  # no more than it was asked to
     with pytest.raises(KeyError):
         list(going)
@@ -336,24 +374,24 @@ def test_what_is_made_ahead_keeps_its_order_and_its_errors() -> None:
 
 def test_a_compiled_fit_is_that_of_the_model_and_leaves_the_model_alone() -> None:
     """By the backend that runs the same kernels: the same bits."""
-    pace = Pace(rate=1e-2, batch=3)
+    train_config = TrainConfig(lr=1e-2, batch_size=3)
     model = zoo.build("bert")
     kind, forward = type(model), model.forward
-    job = job_of(model, replace(pace, compile="eager"), Few("bert", 0, 7))
-    plain(job)
+    job = job_of(model, replace(train_config, torch_compile="eager"), Few("bert", 0, 7))
+    plain_fit(job)
     assert type(model) is kind and model.forward == forward
-    assert same(trained("bert", pace)[0], take(model, job.roles))
+    assert same(trained("bert", train_config)[0], get_values(model, job.roles))
     with pytest.raises(FedplanError, match="no backend 'fast'"):
-        trained("bert", Pace(compile="fast"))
+        trained("bert", TrainConfig(torch_compile="fast"))
 
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_the_compiler_of_torch_is_near() -> None:
     """It rounds elsewhere: no bit is promised, and dropout is drawn in another order."""
-    pace, rows = Pace(sgd(), rate=1e-2, batch=3), Double(Few("bert", 0, 7))
-    one = trained("bert", pace, rows, build=still)[0]
-    other = trained("bert", replace(pace, compile="inductor"), rows, build=still)[0]
+    train_config, rows = TrainConfig(sgd(), lr=1e-2, batch_size=3), Double(Few("bert", 0, 7))
+    one = trained("bert", train_config, rows, build=still)[0]
+    other = trained("bert", replace(train_config, torch_compile="inductor"), rows, build=still)[0]
     for key, value in one.items():
         assert torch.allclose(value, other[key], rtol=1e-6, atol=1e-8), key
 
@@ -363,12 +401,12 @@ def test_the_compiler_of_torch_is_near() -> None:
 
 def test_alternating_takes_its_own_epochs_whatever_the_pace() -> None:
     """Once a number of steps of the pace won over the epochs that the method says."""
-    held = list[Pace]()
+    held = list[TrainConfig]()
 
-    def fit(job: Job) -> Done:
-        held.append(job.pace)
-        return Done(0.0, 1)
+    def fit(job: Job) -> FitResult:
+        held.append(job.train_config)
+        return FitResult(0.0, 1)
 
-    job = job_of(zoo.build("bert"), Pace(steps=9), Few("bert", 0))
+    job = job_of(zoo.build("bert"), TrainConfig(steps=9), Few("bert", 0))
     alternate(2)(fit)(job)
     assert [(p.epochs, p.steps) for p in held] == [(2, 0), (1, 9)]

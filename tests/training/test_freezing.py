@@ -10,15 +10,15 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from fedplan import Turn, chain, describe, freeze, mark, parse, resolve, share
+from fedplan import Turn, chain, describe, freeze, parse, resolve, share, trainable
 from fedplan.errors import FedplanError
 from fedplan.language.parts import key, query
 from fedplan.language.plan import Roles
 from fedplan.models.params import Params
 
-Optimiser = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
-OPTIMISERS: dict[str, Optimiser] = {
+OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-3, weight_decay=0.1),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.3, momentum=0.9, weight_decay=0.01),
     "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2, weight_decay=0.1),
@@ -29,10 +29,10 @@ FROZEN = chain(share(), freeze(query | key))
 UNUSED = ("mask_token",)
 
 
-def step(model: nn.Module, name: str, optimiser: torch.optim.Optimizer) -> None:
+def step(model: nn.Module, name: str, optimizer: torch.optim.Optimizer) -> None:
     zoo.loss(model(**zoo.feed(name))).backward()
-    optimiser.step()
-    optimiser.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def values(model: nn.Module, params: Params) -> dict[str, Tensor]:
@@ -50,17 +50,17 @@ def moved(model: nn.Module, params: Params, before: dict[str, Tensor]) -> set[st
 
 
 def trained(roles: Roles) -> set[str]:
-    return {p.key for p, role in roles.items() if role.trained}
+    return {p.key for p, role in roles.items() if role.is_trained}
 
 
-@pytest.mark.parametrize("optimiser", OPTIMISERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_frozen_bits_stay_and_the_rest_moves(name: str, optimiser: str) -> None:
+def test_frozen_bits_stay_and_the_rest_moves(name: str, optimizer: str) -> None:
     model = zoo.build(name)
     params = describe(model)
     roles, before = resolve(FROZEN, params, Turn()), values(model, params)
-    with mark(model, roles) as marked:
-        running = OPTIMISERS[optimiser](marked.parameters())
+    with trainable(model, roles) as trainable_params:
+        running = OPTIMIZERS[optimizer](trainable_params.parameters())
         for _ in range(50):
             step(model, name, running)
         left = trained(roles) - moved(model, params, before)
@@ -82,8 +82,8 @@ def test_adapters_on_the_kernel_stay_and_those_on_the_value_move(name: str) -> N
         parse("chain(freeze(), share(adapter), freeze(on(query | key)))"), params, Turn()
     )
     before = values(model, params)
-    with mark(model, roles) as marked:
-        running = OPTIMISERS["adamw"](marked.parameters())
+    with trainable(model, roles) as trainable_params:
+        running = OPTIMIZERS["adamw"](trainable_params.parameters())
         for _ in range(3):
             step(model, name, running)
     assert moved(model, params, before) == trained(roles)
@@ -98,8 +98,8 @@ def test_marking_is_training_all_and_restoring_what_is_frozen(name: str, fused: 
     model, plain = zoo.build(name), zoo.build(name)
     params = describe(model)
     roles, before = resolve(FROZEN, params, Turn()), values(model, params)
-    with mark(model, roles) as marked:
-        running = adamw(marked.parameters())
+    with trainable(model, roles) as trainable_params:
+        running = adamw(trainable_params.parameters())
         for _ in range(5):
             step(model, name, running)
     running, tensors = adamw(plain.parameters()), dict(plain.named_parameters())
@@ -107,23 +107,23 @@ def test_marking_is_training_all_and_restoring_what_is_frozen(name: str, fused: 
         step(plain, name, running)
         with torch.no_grad():
             for p, role in roles.items():
-                if not role.trained:
+                if not role.is_trained:
                     p.view(tensors[p.name]).copy_(before[p.key])
     for n, tensor in model.named_parameters():
         assert torch.allclose(tensor, tensors[n], rtol=1e-5, atol=1e-7), n
 
 
 @pytest.mark.parametrize("name", [*zoo.FUSED, "bert"])
-def test_the_optimiser_remembers_only_what_is_trained(name: str) -> None:
+def test_the_optimizer_remembers_only_what_is_trained(name: str) -> None:
     model = zoo.build(name)
     roles = resolve(FROZEN, describe(model), Turn())
-    with mark(model, roles) as marked:
-        running = OPTIMISERS["adamw"](marked.parameters())
+    with trainable(model, roles) as trainable_params:
+        running = OPTIMIZERS["adamw"](trainable_params.parameters())
         step(model, name, running)
     remembered = sum(
         t.numel() for state in running.state.values() for t in state.values() if t.dim() > 0
     )
-    seen = sum(p.numel for p, role in roles.items() if role.trained)
+    seen = sum(p.numel for p, role in roles.items() if role.is_trained)
     never = sum(p.numel for p in roles if any(word in p.name for word in UNUSED))
     assert remembered == 2 * (seen - never)
 
@@ -134,15 +134,15 @@ def test_accumulated_and_scaled_gradients_in_mixed_precision(name: str) -> None:
     params = describe(model)
     roles, before = resolve(FROZEN, params, Turn()), values(model, params)
     scaler = torch.amp.GradScaler("cpu")
-    with mark(model, roles) as marked:
-        running = OPTIMISERS["adamw"](marked.parameters())
+    with trainable(model, roles) as trainable_params:
+        running = OPTIMIZERS["adamw"](trainable_params.parameters())
         for _ in range(4):
             for _ in range(3):
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     loss = zoo.loss(model(**zoo.feed(name))) / 3
                 scaler.scale(loss).backward()
             scaler.unscale_(running)
-            nn.utils.clip_grad_norm_(marked.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(trainable_params.parameters(), 1.0)
             scaler.step(running)
             scaler.update()
             running.zero_grad()
@@ -151,8 +151,8 @@ def test_accumulated_and_scaled_gradients_in_mixed_precision(name: str) -> None:
 
 def test_accumulated_row_gradients_are_the_sum() -> None:
     model, params = zoo.build("gpt-neox"), describe(zoo.build("gpt-neox"))
-    with mark(model, resolve(FROZEN, params, Turn())) as marked:
-        rows = {n: t for n, t in marked.named_parameters() if n.endswith("[value]")}
+    with trainable(model, resolve(FROZEN, params, Turn())) as trainable_params:
+        rows = {n: t for n, t in trainable_params.named_parameters() if n.endswith("[value]")}
         zoo.loss(model(**zoo.feed("gpt-neox"))).backward()
         once = {n: t.grad.clone() for n, t in rows.items()}
         zoo.loss(model(**zoo.feed("gpt-neox"))).backward()
@@ -164,7 +164,7 @@ def test_accumulated_row_gradients_are_the_sum() -> None:
 def test_nothing_below_the_first_trained_block_gets_a_gradient() -> None:
     model = zoo.build("bert")
     roles = resolve(parse("chain(freeze(), share(blocks(1) | head))"), describe(model), Turn())
-    with mark(model, roles):
+    with trainable(model, roles):
         hidden = model.bert.encoder.layer[0](torch.randn(1, 3, 16))
         assert not (hidden if isinstance(hidden, Tensor) else hidden[0]).requires_grad
 
@@ -173,25 +173,25 @@ def test_release_gives_the_flags_back() -> None:
     model = zoo.build("gpt2")
     model.transformer.wte.weight.requires_grad_(False)
     before = {n: t.requires_grad for n, t in model.named_parameters()}
-    with mark(model, resolve(parse("share(value)"), describe(model), Turn())):
+    with trainable(model, resolve(parse("share(value)"), describe(model), Turn())):
         assert {n: t.requires_grad for n, t in model.named_parameters()} != before
     assert {n: t.requires_grad for n, t in model.named_parameters()} == before
     zoo.loss(model(**zoo.feed("gpt2"))).backward()
     assert model.transformer.h[0].attn.c_attn.weight.grad is not None
 
 
-def test_an_optimiser_of_the_whole_model_is_refused() -> None:
+def test_an_optimizer_of_the_whole_model_is_refused() -> None:
     model = zoo.build("gpt2")
-    with mark(model, resolve(FROZEN, describe(model), Turn())):
+    with trainable(model, resolve(FROZEN, describe(model), Turn())):
         torch.optim.AdamW(model.parameters())
-        with pytest.raises(FedplanError, match=r"marked\.parameters\(\)"):
+        with pytest.raises(FedplanError, match=r"trainable_params\.parameters\(\)"):
             zoo.loss(model(**zoo.feed("gpt2"))).backward()
 
 
 def test_a_model_cast_after_it_was_marked_is_refused() -> None:
     model = zoo.build("gpt2")
-    with mark(model, resolve(FROZEN, describe(model), Turn())) as marked:
-        torch.optim.AdamW(marked.parameters())
+    with trainable(model, resolve(FROZEN, describe(model), Turn())) as trainable_params:
+        torch.optim.AdamW(trainable_params.parameters())
         model.double()
         with pytest.raises(FedplanError, match="moved or cast"):
             zoo.loss(model(**zoo.feed("gpt2"))).backward()

@@ -17,35 +17,35 @@ from clients import Few, few, loss
 from settings import PROMPTED, SETTINGS
 from torch import Tensor, nn
 
-from fedplan.audits.ledger import verify_lines
+from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
-from fedplan.federation.agreement import Agreement, require_sound
+from fedplan.federation.agreement import Agreement, require_private_method
 from fedplan.language.parser import parse
 from fedplan.language.plan import Role
-from fedplan.language.resolution import permitted, resolve
+from fedplan.language.resolution import permitted_roles, resolve
 from fedplan.language.turn import Turn
-from fedplan.methods import METHODS, Method, fedprox, method_named
+from fedplan.methods import METHODS, Method, fedprox, method_by_name
 from fedplan.models.description import describe
-from fedplan.models.values import take
+from fedplan.models.values import get_values
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.local import Federation
-from fedplan.storage.lines import read_lines
+from fedplan.storage.json_lines import read_json_lines
 from fedplan.testing import check_method
 from fedplan.training import (
-    Done,
+    ExamplesDataset,
+    FitResult,
     Job,
-    Marked,
-    Pace,
-    RowsOf,
+    TrainableParams,
+    TrainConfig,
     attach,
-    controlled,
-    plain,
+    control_variates,
+    plain_fit,
     proximal,
     sgd,
 )
 
-PACE = Pace(sgd(momentum=0.9), rate=0.05, batch=2, steps=3)
+PACE = TrainConfig(sgd(momentum=0.9), lr=0.05, batch_size=2, steps=3)
 PLANS = (
     "share()",
     "chain(share(), freeze(query | key))",
@@ -97,17 +97,22 @@ def text_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def job_of(model: nn.Module, plan: str = "share()", **more: Any) -> Job:
     params = describe(model)
     roles = resolve(parse(plan), params, Turn(round=1, client="a"))
-    said: dict[str, Any] = {"rows": Text(), "loss": text_loss, "pace": PACE, "seed": 2**60 + 3}
-    return Job(model=model, roles=roles, start=take(model, params), **{**said, **more})
+    said: dict[str, Any] = {
+        "examples": Text(),
+        "loss": text_loss,
+        "train_config": PACE,
+        "seed": 2**60 + 3,
+    }
+    return Job(model=model, roles=roles, start=get_values(model, params), **{**said, **more})
 
 
 def moved(job: Job) -> set[str]:
-    now = take(job.model, list(job.roles))
+    now = get_values(job.model, list(job.roles))
     return {p.key for p in job.roles if not torch.equal(now[p.key], job.start[p.key])}
 
 
 def trained(job: Job) -> set[str]:
-    return {p.key for p, role in job.roles.items() if role.trained}
+    return {p.key for p, role in job.roles.items() if role.is_trained}
 
 
 def trainer_of(**said: Any) -> Callable[..., hf.Trainer]:
@@ -118,7 +123,9 @@ def trainer_of(**said: Any) -> Callable[..., hf.Trainer]:
         "learning_rate": 0.05,
     }
 
-    def trainer(model: nn.Module, rows: RowsOf, marked: Marked) -> hf.Trainer:
+    def trainer(
+        model: nn.Module, rows: ExamplesDataset, trainable_params: TrainableParams
+    ) -> hf.Trainer:
         return hf.Trainer(model, hf.TrainingArguments(**{**usual, **said}), train_dataset=rows)
 
     return trainer
@@ -129,16 +136,16 @@ def by_hand(
 ) -> Callable[..., float]:
     """What `plain` does with PACE, written by somebody who knows nothing of jobs."""
 
-    def loop(model: nn.Module, rows: RowsOf, marked: Marked) -> float:
-        optimiser = torch.optim.SGD(marked.parameters(), lr=PACE.rate, momentum=0.9)
+    def loop(model: nn.Module, rows: ExamplesDataset, trainable_params: TrainableParams) -> float:
+        optimizer = torch.optim.SGD(trainable_params.parameters(), lr=PACE.lr, momentum=0.9)
         order, losses = torch.Generator().manual_seed(torch.initial_seed()), list[float]()
         while len(losses) < steps:
             for indices in torch.randperm(len(rows), generator=order).split(2):
                 if len(losses) < steps:
                     found = weigh(model, rows.batch(indices))
                     found.backward()
-                    optimiser.step()
-                    optimiser.zero_grad()
+                    optimizer.step()
+                    optimizer.zero_grad()
                     losses.append(found.item())
         return sum(losses) / len(losses)
 
@@ -148,25 +155,27 @@ def by_hand(
 @pytest.mark.parametrize("around", ["plain", "proximal", "controlled"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_our_loop_written_by_somebody_else_has_its_bits(plan: str, around: str) -> None:
-    wrap = {"plain": lambda fit: fit, "proximal": proximal(0.5), "controlled": controlled}[around]
+    wrap = {"plain": lambda fit: fit, "proximal": proximal(0.5), "controlled": control_variates}[
+        around
+    ]
     jobs = [job_of(gpt2(), plan) for _ in range(2)]
-    fits = (plain, attach(by_hand(text_loss)))
+    fits = (plain_fit, attach(by_hand(text_loss)))
     ours, theirs = (wrap(fit)(job) for fit, job in zip(fits, jobs, strict=True))
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-12) and ours.steps == theirs.steps
-    values = [take(job.model, list(job.roles)) for job in jobs]
+    values = [get_values(job.model, list(job.roles)) for job in jobs]
     assert all(torch.equal(values[0][key], values[1][key]) for key in values[0])
     assert moved(jobs[1]) == trained(jobs[1])
-    for key, value in ours.riders.items():
-        assert torch.allclose(value, theirs.riders[key], rtol=1e-6, atol=1e-9), key
+    for key, value in ours.aux.items():
+        assert torch.allclose(value, theirs.aux[key], rtol=1e-6, atol=1e-9), key
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
 def test_other_models_have_it_too(name: str) -> None:
     rows = Few(name, 0, 6)
-    jobs = [job_of(zoo.build(name), PLANS[1], rows=rows, loss=loss) for _ in range(2)]
-    plain(jobs[0])
+    jobs = [job_of(zoo.build(name), PLANS[1], examples=rows, loss=loss) for _ in range(2)]
+    plain_fit(jobs[0])
     attach(by_hand(loss))(jobs[1])
-    values = [take(job.model, list(job.roles)) for job in jobs]
+    values = [get_values(job.model, list(job.roles)) for job in jobs]
     assert all(torch.equal(values[0][key], values[1][key]) for key in values[0])
 
 
@@ -177,7 +186,7 @@ def test_a_trainer_moves_what_is_marked_and_nothing_else(plan: str) -> None:
     fit = attach(trainer_of(weight_decay=0.5))
     done, again = fit(one), fit(other)
     assert done.steps == 3 and done.loss == again.loss > 0 and moved(one) == trained(one)
-    values = [take(job.model, list(job.roles)) for job in (one, other)]
+    values = [get_values(job.model, list(job.roles)) for job in (one, other)]
     assert all(torch.equal(values[0][key], values[1][key]) for key in values[0])
     assert not one.model.training and all(p.requires_grad for p in one.model.parameters())
 
@@ -193,20 +202,20 @@ def test_a_trainers_seed_is_the_jobs() -> None:
 def test_a_trainer_has_the_class_and_the_groups_of_its_arguments() -> None:
     """By plain SGD with decay, a step of a Trainer is a step that anybody can write."""
     said = {"optim": "sgd", "max_steps": 1, "weight_decay": 0.5, "lr_scheduler_type": "constant"}
-    job = job_of(gpt2().eval(), PLANS[1], rows=Text(count=2))
+    job = job_of(gpt2().eval(), PLANS[1], examples=Text(count=2))
     for module in job.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     twin = gpt2()
     # A Trainer divides the sum over targets by the labels that are there, the first of a row too.
-    twin.eval()(**job.rows.batch(torch.arange(2)), num_items_in_batch=7).loss.backward()
+    twin.eval()(**job.examples.batch(torch.arange(2)), num_items_in_batch=7).loss.backward()
     attach(trainer_of(**said, max_grad_norm=0.0))(job)
     gradients = {name: weight.grad for name, weight in twin.named_parameters()}
     for p, role in job.roles.items():
         gradient = p.view(gradients[p.name])
         decay = 0.5 * job.start[p.key] if _decays(p.name) else 0.0
-        expected = job.start[p.key] - 0.05 * (gradient + decay) * role.trained
-        found = take(job.model, [p])[p.key]
+        expected = job.start[p.key] - 0.05 * (gradient + decay) * role.is_trained
+        found = get_values(job.model, [p])[p.key]
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6), p.key
 
 
@@ -218,7 +227,7 @@ def test_a_trainer_clips_rows_of_fused_tensors_too() -> None:
     said = {"optim": "sgd", "max_steps": 1, "lr_scheduler_type": "constant", "max_grad_norm": 1e-5}
     job = job_of(gpt2(), "chain(freeze(), share(query))")
     attach(trainer_of(**said))(job)
-    now = take(job.model, list(job.roles))
+    now = get_values(job.model, list(job.roles))
     far = sum(float((now[p.key] - job.start[p.key]).square().sum()) for p in job.roles) ** 0.5
     assert far == pytest.approx(0.05 * 1e-5, rel=1e-2)
 
@@ -228,7 +237,7 @@ def test_fedprox_pulls_a_trainer() -> None:
         job = job_of(gpt2())
         said = {"optim": "sgd", "max_steps": 12, "max_grad_norm": 0.0, "learning_rate": 0.1}
         proximal(strength)(attach(trainer_of(**said)))(job)
-        now = take(job.model, list(job.roles))
+        now = get_values(job.model, list(job.roles))
         return sum(float((now[k] - job.start[k]).square().sum()) for k in now) ** 0.5
 
     assert far(5.0) < 0.6 * far(0.0)
@@ -236,12 +245,12 @@ def test_fedprox_pulls_a_trainer() -> None:
 
 def test_scaffold_goes_by_the_rates_that_a_trainer_took() -> None:
     """With plain steps a control is the mean gradient, weighed by the rates of the schedule."""
-    job = job_of(gpt2(), rows=Text(count=2))
+    job = job_of(gpt2(), examples=Text(count=2))
     said = {"optim": "sgd", "max_steps": 1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
     found = [
-        controlled(attach(trainer_of(**said, learning_rate=rate)))(
+        control_variates(attach(trainer_of(**said, learning_rate=rate)))(
             replace(job, model=gpt2())
-        ).riders
+        ).aux
         for rate in (0.25, 0.5)
     ]
     for key, value in found[0].items():
@@ -275,7 +284,7 @@ FUSED, WHOLE = ("gpt-neox", "phi3"), ("bert", "vit", "llama")
 
 
 def with_a_loop(name: str) -> Method:
-    return replace(method_named(name, SETTINGS.get(name)), loop=attach(by_hand(loss, steps=1)))
+    return replace(method_by_name(name, SETTINGS.get(name)), loop=attach(by_hand(loss, steps=1)))
 
 
 @pytest.mark.parametrize("name", TRIED)
@@ -296,13 +305,13 @@ def run_of(
     agreement = Agreement("loops", describe(model), made, PACE)
     whole = Federation(agreement, model, rows, weigh, folder, rounds=2)
     for _ in range(2):
-        tally = whole.round()
-        assert not tally.rejected
-        whole.commit(tally)
-    assert not verify_lines(agreement, read_lines(folder / "ledger.jsonl"))
-    one, other = (whole.clients[client].journal.home()[0] for client in rows)
-    turn = Turn(round=2, client=next(iter(rows)), phase=whole.world.phase)
-    roles = permitted(made.plan, agreement.params, turn)
+        round_state = whole.run_round()
+        assert not round_state.rejected
+        whole.commit(round_state)
+    assert not verify_ledger(agreement, read_json_lines(folder / "ledger.jsonl"))
+    one, other = (whole.clients[client].journal.client_state()[0] for client in rows)
+    turn = Turn(round=2, client=next(iter(rows)), phase=whole.global_state.phase)
+    roles = permitted_roles(made.plan, agreement.params, turn)
     kept = {p.key for p, role in roles.items() if role is Role.KEEP}
     assert kept <= one.keys() & other.keys()
     assert not any(torch.equal(one[key], other[key]) for key in kept)
@@ -321,55 +330,55 @@ def test_every_method_keeps_all_its_laws_with_a_loop_of_ones_own(name: str, kind
     "name", ["fedper", "scaffold", *(pytest.param(m, marks=pytest.mark.nightly) for m in LATER)]
 )
 def test_a_trainer_keeps_the_laws_of_a_round(name: str, tmp_path: Path) -> None:
-    made = replace(method_named(name, SETTINGS.get(name)), loop=attach(trainer_of(max_steps=1)))
+    made = replace(method_by_name(name, SETTINGS.get(name)), loop=attach(trainer_of(max_steps=1)))
     run_of(made, gpt2(), {"a": Text(1), "b": Text(2)}, text_loss, tmp_path)
 
 
-def _whole(model: nn.Module, rows: RowsOf, marked: Marked) -> None:
-    optimiser = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+def _whole(model: nn.Module, rows: ExamplesDataset, trainable_params: TrainableParams) -> None:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     text_loss(model, rows.batch(torch.arange(2))).backward()
-    optimiser.step()
+    optimizer.step()
 
 
-def _twice(model: nn.Module, rows: RowsOf, marked: Marked) -> None:
-    weights = list(marked.parameters())
+def _twice(model: nn.Module, rows: ExamplesDataset, trainable_params: TrainableParams) -> None:
+    weights = list(trainable_params.parameters())
     text_loss(model, rows.batch(torch.arange(2))).backward()
     for half in (weights[::2], weights[1::2]):
         torch.optim.SGD(half, lr=0.1).step()
 
 
-def _asks(model: nn.Module, rows: RowsOf, marked: Marked) -> None:
+def _asks(model: nn.Module, rows: ExamplesDataset, trainable_params: TrainableParams) -> None:
     text_loss(model, rows.batch(torch.arange(2))).backward()
-    torch.optim.SGD(marked.parameters(), lr=0.1).step(lambda: 0.0)
+    torch.optim.SGD(trainable_params.parameters(), lr=0.1).step(lambda: 0.0)
 
 
-def _several(model: nn.Module, rows: RowsOf, marked: Marked) -> None:
-    weights = list(marked.parameters())
+def _several(model: nn.Module, rows: ExamplesDataset, trainable_params: TrainableParams) -> None:
+    weights = list(trainable_params.parameters())
     text_loss(model, rows.batch(torch.arange(2))).backward()
     groups = [{"params": weights[::2]}, {"params": weights[1::2], "lr": 0.2}]
     torch.optim.SGD(groups, lr=0.1).step()
 
 
-def _adds(model: nn.Module, rows: RowsOf, marked: Marked) -> None:
+def _adds(model: nn.Module, rows: ExamplesDataset, trainable_params: TrainableParams) -> None:
     model.more = nn.Linear(2, 2)
 
 
-def _idles(model: nn.Module, rows: RowsOf, marked: Marked) -> float:
+def _idles(model: nn.Module, rows: ExamplesDataset, trainable_params: TrainableParams) -> float:
     return 1.0
 
 
 @pytest.mark.parametrize(
     ("loop", "plan", "wrap", "words"),
     [
-        (_whole, PLANS[1], None, "is trained in part, and the loop's optimiser holds all"),
-        (_twice, PLANS[0], proximal(0.1), "the loop has two optimisers"),
-        (_asks, PLANS[0], proximal(0.1), "by a closure of its own"),
-        (_several, PLANS[0], controlled, "SCAFFOLD needs one rate"),
-        (_adds, PLANS[0], None, "put another more.bias into the model"),
-        (_idles, PLANS[0], None, "took no step by marked.parameters"),
-        (lambda *_: "0.5", PLANS[0], None, "the loop gave a str: return the mean loss"),
+        (_whole, PLANS[1], None, "is trained in part, and the loop's optimizer holds all"),
+        (_twice, PLANS[0], proximal(0.1), "the loop has two optimizers"),
+        (_asks, PLANS[0], proximal(0.1), "calls a closure"),
+        (_several, PLANS[0], control_variates, "SCAFFOLD needs one learning rate"),
+        (_adds, PLANS[0], None, "replaced more.bias in the model"),
+        (_idles, PLANS[0], None, "took no step with trainable_params.parameters"),
+        (lambda *_: "0.5", PLANS[0], None, "the loop returned a str: return the mean loss"),
         (
-            lambda model, rows, marked: trainer_of()(gpt2(), rows, marked),
+            lambda model, rows, trainable_params: trainer_of()(gpt2(), rows, trainable_params),
             PLANS[0],
             None,
             "has another model",
@@ -393,38 +402,40 @@ def test_what_no_method_changes_is_free(loop: Any) -> None:
 
 
 def test_of_nothing_to_train_nothing_is_asked() -> None:
-    for job in (job_of(gpt2(), "freeze()"), job_of(gpt2(), rows=Text(count=0))):
+    for job in (job_of(gpt2(), "freeze()"), job_of(gpt2(), examples=Text(count=0))):
         done = attach(by_hand(text_loss))(job)
         assert done.steps == 0 and done.loss != done.loss and not moved(job)
 
 
 def test_a_loop_of_ones_own_hides_no_examples() -> None:
     guarantee = Guarantee("example", 900.0, 1e-5, 1.0, 1.0, 0.5, 2, 2)
-    with pytest.raises(PrivacyError, match="no wraps, no loop"):
-        require_sound(guarantee, Method(parse("share()"), loop=attach(by_hand(loss))))
-    require_sound(guarantee, Method(parse("share()")))
-    require_sound(
+    with pytest.raises(PrivacyError, match="no client hooks, no loop"):
+        require_private_method(guarantee, Method(parse("share()"), loop=attach(by_hand(loss))))
+    require_private_method(guarantee, Method(parse("share()")))
+    require_private_method(
         Guarantee("client", 9.0, 1e-5, 1.0, 1.0, 0.5), Method(parse("share()"), loop=attach(_idles))
     )
 
 
 def test_a_loop_is_part_of_what_is_agreed() -> None:
-    made = [Method(parse("share()"), loop=loop) for loop in (plain, attach(_idles), attach(_asks))]
+    made = [
+        Method(parse("share()"), loop=loop) for loop in (plain_fit, attach(_idles), attach(_asks))
+    ]
     assert len({each.lines for each in made}) == 3
     assert "loop plain" in made[0].lines
     assert any(line.startswith("loop attach(") and "_idles#" in line for line in made[1].lines)
-    assert made[1].inside(fedprox()).loop is made[1].loop
-    assert fedprox().inside(made[1]).loop is made[1].loop
-    assert replace(made[1], wraps=(proximal(0.1),)).fit is not made[1].loop
+    assert made[1].with_training_of(fedprox()).loop is made[1].loop
+    assert fedprox().with_training_of(made[1]).loop is made[1].loop
+    assert replace(made[1], client_hooks=(proximal(0.1),)).fit is not made[1].loop
 
 
 def test_rows_are_a_dataset_of_torch_and_of_hugging_face() -> None:
-    rows = RowsOf(Text())
+    rows = ExamplesDataset(Text())
     loader = torch.utils.data.DataLoader(rows, batch_size=3)
     for batch, indices in zip(loader, torch.arange(6).split(3), strict=True):
         for name, values in rows.batch(indices).items():
             assert torch.equal(batch[name], values)
-    assert [len(row["input_ids"]) for row in rows.table()] == [3, 4, 5, 3, 4, 5]
+    assert [len(row["input_ids"]) for row in rows.to_hf_dataset()] == [3, 4, 5, 3, 4, 5]
 
 
 def words() -> Any:
@@ -444,9 +455,11 @@ def test_a_trainer_of_trl_follows_a_plan(tmp_path: Path) -> None:
     tokenizer = words()
     said = SFTConfig(max_steps=2, per_device_train_batch_size=2, learning_rate=0.05, bf16=False)
 
-    def trainer(model: nn.Module, rows: RowsOf, marked: Marked) -> Any:
-        return SFTTrainer(model, said, train_dataset=rows.table(), processing_class=tokenizer)
+    def trainer(model: nn.Module, rows: ExamplesDataset, trainable_params: TrainableParams) -> Any:
+        return SFTTrainer(
+            model, said, train_dataset=rows.to_hf_dataset(), processing_class=tokenizer
+        )
 
     job = job_of(gpt2(), PLANS[1])
-    done: Done = attach(trainer)(job)
+    done: FitResult = attach(trainer)(job)
     assert done.steps == 2 and moved(job) == trained(job)

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 from fedplan import seeds
 from fedplan.errors import FedplanError
-from fedplan.federation.agreement import Agreement, require_sound
+from fedplan.federation.agreement import Agreement, require_private_method
 from fedplan.language.parser import parse
 from fedplan.methods.method import Method
-from fedplan.models.description import blocks_of, describe
+from fedplan.models.description import block_modules, describe
 from fedplan.models.params import Block
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.local import Federation
 from fedplan.training import probes
-from fedplan.training.fit import Pace
-from fedplan.training.probes import Look, Probe
+from fedplan.training.fit import TrainConfig
+from fedplan.training.probes import Probe, ProbeInput
 
 built = cache(fresh)
 judge = cache(zoo.build)
@@ -65,8 +65,8 @@ class Padded:
         return {k: v[indices] for k, v in self.rows.items()}
 
 
-def looking(model: nn.Module, rows: Any, seed: int = 5) -> Look:
-    return Look(model, rows, tuple(blocks_of(model)), seed, clients.loss)
+def looking(model: nn.Module, rows: Any, seed: int = 5) -> ProbeInput:
+    return ProbeInput(model, rows, tuple(block_modules(model)), seed, clients.loss)
 
 
 @torch.no_grad()
@@ -119,7 +119,7 @@ def slow(
 
 
 def require_formula(name: str, rows: Any, to: str, by: str, bounded: bool) -> None:
-    found = probes.attention(to, by, bounded=bounded)(looking(built(name), rows))
+    found = probes.attention_probe(to, by, bounded=bounded)(looking(built(name), rows))
     truth = slow(name, rows.batch(torch.arange(len(rows))), to, by, bounded)
     assert found == {
         block: pytest.approx(score, abs=1e-6, rel=1e-6) for block, score in truth.items()
@@ -155,13 +155,13 @@ def test_attention_is_the_formula_without_a_mask(name: str, bounded: bool) -> No
 
 def test_a_window_is_a_part_of_its_image() -> None:
     rows = clients.Few("swin", 1, count=3)
-    found = probes.attention()(looking(built("swin"), rows))
+    found = probes.attention_probe()(looking(built("swin"), rows))
     with torch.no_grad():
         out = judge("swin")(**rows.batch(torch.arange(3)), output_attentions=True)
     for stage, seen in enumerate(out.attentions):
         truth = seen[..., 0].double().sum().item() / 3
         assert found[Block("vision", 2 * stage + 1)] == pytest.approx(truth, rel=1e-6)
-    shares = probes.attention(bounded=True)(looking(built("swin"), rows))
+    shares = probes.attention_probe(bounded=True)(looking(built("swin"), rows))
     assert all(0 < score < 1 for score in shares.values())
 
 
@@ -178,7 +178,7 @@ def test_texts_of_the_model_itself_belong_to_each_example() -> None:
 
     model, rows = Classes(), clients.Few("vit", 1)
     before = trace(model)
-    found = probes.attention()(looking(model, rows))
+    found = probes.attention_probe()(looking(model, rows))
     with torch.no_grad():
         out = judge("clip")(input_ids=model.texts, **rows.rows, output_attentions=True)
     for i, seen in enumerate(out.text_model_output.attentions):
@@ -201,20 +201,20 @@ def test_padding_changes_no_score(name: str) -> None:
         cut.rows = {k: v[[i]] for k, v in rows.rows.items()}
         words = ("input_ids", "attention_mask", "labels")
         cut.rows |= {k: cut.rows[k][:, :length] for k in words}
-        alone.append(probes.attention()(looking(built(name), cut)))
-    found = probes.attention()(looking(built(name), rows))
+        alone.append(probes.attention_probe()(looking(built(name), cut)))
+    found = probes.attention_probe()(looking(built(name), rows))
     for block, score in found.items():
         assert score == pytest.approx(sum(each[block] for each in alone) / 3, rel=1e-5)
 
 
-@pytest.mark.parametrize("make", [probes.attention, probes.gradient])
+@pytest.mark.parametrize("make", [probes.attention_probe, probes.gradient_probe])
 def test_in_parts_is_as_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Padded([3, 8, 5, 6, 2, 8, 4, 7, 3, 1, 8], "right")
     del rows.rows["labels"]
-    look = Look(built("bert"), rows, tuple(blocks_of(built("bert"))), 5, mean_loss)
+    look = ProbeInput(built("bert"), rows, tuple(block_modules(built("bert"))), 5, mean_loss)
     scores = []
     for at_once in (64, 8, 3, 1):
-        monkeypatch.setattr(probes, "AT_ONCE", at_once)
+        monkeypatch.setattr(probes, "PROBE_BATCH_SIZE", at_once)
         scores.append(make()(look))
     for other in scores[1:]:
         assert other == {b: pytest.approx(s, rel=1e-5) for b, s in scores[0].items()}
@@ -228,18 +228,18 @@ def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def test_the_gradient_is_that_of_autograd(name: str) -> None:
     rows, model = clients.Few(name, 2, count=5), built(name)
     look = looking(model, rows, seed=9)
-    found = probes.gradient(rows=4)(look)
+    found = probes.gradient_probe(rows=4)(look)
     chosen = torch.randperm(5, generator=seeds.generator("probe", 9))[:4]
     other = fresh(name)
     clients.loss(other, rows.batch(chosen)).backward()
-    for block, module in blocks_of(other).items():
+    for block, module in block_modules(other).items():
         every = torch.cat([w.grad.flatten() for w in module.parameters() if w.grad is not None])
         assert found[block] == pytest.approx(every.double().norm().item(), rel=1e-5)
         assert found[block] > 0
 
 
 ALL: dict[str, Probe] = dict(probes.PROBES)
-ALL |= {"fixed": probes.fixed(0), "bounded": probes.attention(bounded=True, rows=2)}
+ALL |= {"fixed": probes.fixed_probe(0), "bounded": probes.attention_probe(bounded=True, rows=2)}
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -266,37 +266,37 @@ def test_an_error_in_the_loss_touches_nothing() -> None:
     def fails(model: nn.Module, batch: Any) -> Tensor:
         raise ZeroDivisionError
 
-    look = Look(model, clients.Few("bert", 1), tuple(blocks_of(model)), 5, fails)
+    look = ProbeInput(model, clients.Few("bert", 1), tuple(block_modules(model)), 5, fails)
     with pytest.raises(ZeroDivisionError):
-        probes.gradient()(look)
+        probes.gradient_probe()(look)
     assert trace(model) == before
 
 
 def test_the_gradient_needs_no_flag_and_no_mode_of_the_caller() -> None:
     rows, model = clients.Few("bert", 1), fresh("bert")
-    scores = probes.gradient()(looking(model, rows))
+    scores = probes.gradient_probe()(looking(model, rows))
     model.requires_grad_(False).train()
     with torch.no_grad():
-        assert probes.gradient()(looking(model, rows)) == scores
+        assert probes.gradient_probe()(looking(model, rows)) == scores
 
 
 def test_the_rows_looked_at_are_drawn_by_the_seed() -> None:
     rows = clients.Few("bert", 1, count=20)
     looks = [looking(built("bert"), rows, seed) for seed in (1, 2)]
-    first, second = (torch.cat(list(look.some(10))) for look in looks)
+    first, second = (torch.cat(list(look.sample_batches(10))) for look in looks)
     assert len(set(first.tolist())) == 10 and first.tolist() != second.tolist()
-    assert [len(each) for each in looks[0].some(64)] == [8, 8, 4]
-    few = probes.attention(rows=2)
+    assert [len(each) for each in looks[0].sample_batches(64)] == [8, 8, 4]
+    few = probes.attention_probe(rows=2)
     assert few(looks[0]) == few(looks[0]) != few(looks[1])
 
 
 def test_fixed_are_those_blocks() -> None:
     look = looking(built("t5"), clients.Few("t5", 1))
-    assert probes.fixed(1)(look) == {block: float(block.number) for block in look.blocks}
-    first, *_ = sorted(look.blocks, key=lambda b: -probes.fixed(1, 0)(look)[b])
+    assert probes.fixed_probe(1)(look) == {block: float(block.number) for block in look.blocks}
+    first, *_ = sorted(look.blocks, key=lambda b: -probes.fixed_probe(1, 0)(look)[b])
     assert first.number == 1
     with pytest.raises(FedplanError, match="no block 7"):
-        probes.fixed(0, 7)(look)
+        probes.fixed_probe(0, 7)(look)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 12])
@@ -304,7 +304,7 @@ def test_the_middle_is_that_of_each_stack(count: int) -> None:
     """Four of twelve are blocks 5 to 8 or 4 to 7, whatever other stacks there are."""
     model, rows = built("bert"), clients.Few("bert", 1)
     blocks = tuple(Block(stack, n) for stack in ("encoder", "decoder") for n in range(count))
-    found = probes.from_the_middle(replace(looking(model, rows), blocks=blocks))
+    found = probes.middle_probe(replace(looking(model, rows), blocks=blocks))
     for stack in ("encoder", "decoder"):
         order = sorted(range(count), key=lambda n: -found[Block(stack, n)])
         assert order[0] == count // 2
@@ -314,59 +314,61 @@ def test_the_middle_is_that_of_each_stack(count: int) -> None:
 
 def test_probes_have_names() -> None:
     look = looking(built("bert"), clients.Few("bert", 1))
-    assert probes.probe_named("last")(look) == probes.from_the_top(look)
-    assert probes.probe_named("middle")(look) == probes.from_the_middle(look)
-    assert probes.probe_named("random")(look) == probes.at_random(look)
-    assert probes.probe_named("attention")(look) == probes.attention()(look)
+    assert probes.get_probe("last")(look) == probes.last_probe(look)
+    assert probes.get_probe("middle")(look) == probes.middle_probe(look)
+    assert probes.get_probe("random")(look) == probes.random_probe(look)
+    assert probes.get_probe("attention")(look) == probes.attention_probe()(look)
     with pytest.raises(FedplanError, match="did you mean attention"):
-        probes.probe_named("attentoin")
+        probes.get_probe("attentoin")
 
 
 def test_what_cannot_be_scored_is_an_error() -> None:
     model, rows = fresh("bert"), clients.Few("bert", 1)
-    with pytest.raises(FedplanError, match="there are first, last, content, labelled"):
-        probes.attention(to="cls")
-    with pytest.raises(FedplanError, match="there are all, first, last"):
-        probes.attention(by="everyone")
+    with pytest.raises(FedplanError, match="use first, last, content, labelled"):
+        probes.attention_probe(to="cls")
+    with pytest.raises(FedplanError, match="use all, first, last"):
+        probes.attention_probe(by="everyone")
     with pytest.raises(FedplanError, match="a label for each token"):
-        probes.attention(to="labelled")(looking(model, rows))
+        probes.attention_probe(to="labelled")(looking(model, rows))
     with pytest.raises(FedplanError, match="the client has none"):
-        probes.attention()(looking(model, clients.Few("bert", 1, count=0)))
+        probes.attention_probe()(looking(model, clients.Few("bert", 1, count=0)))
     attend = model.bert.encoder.layer[1].attention
     attend.register_forward_hook(lambda _, __, out: (out[0], None))
-    with pytest.raises(FedplanError, match="heard in encoder block 1"):
-        probes.attention()(looking(model, rows))
+    with pytest.raises(FedplanError, match="encoder block 1 gives no attention"):
+        probes.attention_probe()(looking(model, rows))
 
 
 def test_who_does_not_say_that_he_is_public_looks_at_rows() -> None:
     """A closed list once said who is: a probe of the user could not be."""
-    said = {name for name, probe in ALL.items() if probes.is_public(probe)}
+    said = {name for name, probe in ALL.items() if probes.is_data_independent(probe)}
     assert said == {"random", "last", "middle", "fixed"}
 
-    def own(look: Look) -> dict[Block, float]:
+    def own(look: ProbeInput) -> dict[Block, float]:
         return dict.fromkeys(look.blocks, 1.0)
 
-    assert not probes.is_public(own) and not probes.is_public(lambda look: own(look))
-    assert probes.is_public(probes.public(own))
+    assert not probes.is_data_independent(own) and not probes.is_data_independent(
+        lambda look: own(look)
+    )
+    assert probes.is_data_independent(probes.data_independent(own))
 
 
 def test_a_public_probe_is_given_no_rows_whatever_it_says_of_itself(tmp_path: Path) -> None:
-    @probes.public
-    def honest(look: Look) -> dict[Block, float]:
+    @probes.data_independent
+    def honest(look: ProbeInput) -> dict[Block, float]:
         return {block: -float(block.number) for block in look.blocks}
 
-    @probes.public
-    def lying(look: Look) -> dict[Block, float]:
-        return {block: float(look.rows.batch(torch.tensor([0]))["x"]) for block in look.blocks}
+    @probes.data_independent
+    def lying(look: ProbeInput) -> dict[Block, float]:
+        return {block: float(look.examples.batch(torch.tensor([0]))["x"]) for block in look.blocks}
 
     def asked(probe: Probe, together: bool) -> None:
         model, place = fresh("bert"), tmp_path / f"{probe.__name__}-{together}"
-        method = Method(parse("chain(freeze(), best(1))"), probe=probe, together=together)
-        require_sound(Guarantee("client", 9.0, 1e-5, 1.0, 1.0), method)
-        agreement = Agreement("public", describe(model), method, Pace(batch=2, steps=1))
-        Federation(agreement, model, clients.few("bert"), clients.loss, place, rounds=1).round()
+        method = Method(parse("chain(freeze(), best(1))"), probe=probe, joint_choice=together)
+        require_private_method(Guarantee("client", 9.0, 1e-5, 1.0, 1.0), method)
+        agreement = Agreement("public", describe(model), method, TrainConfig(batch_size=2, steps=1))
+        Federation(agreement, model, clients.few("bert"), clients.loss, place, rounds=1).run_round()
 
     for together in (False, True):
         asked(honest, together)
-        with pytest.raises(FedplanError, match="said to look at no rows looked at some"):
+        with pytest.raises(FedplanError, match="marked as data_independent loaded examples"):
             asked(lying, together)

@@ -15,11 +15,11 @@ from fedplan.language.parser import parse
 from fedplan.language.plan import Role
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
-from fedplan.methods.registry import method_named
+from fedplan.methods.registry import method_by_name
 from fedplan.models.catalog import params_of
-from fedplan.models.description import blocks_of, describe
+from fedplan.models.description import block_modules, describe
 from fedplan.models.params import Block, Params
-from fedplan.training.freezing import mark
+from fedplan.training.freezing import trainable
 
 NAMES = ("bert", "llama", "vit", "gpt-neox", "t5")
 
@@ -27,7 +27,7 @@ NAMES = ("bert", "llama", "vit", "gpt-neox", "t5")
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_below_the_first_trained_one_get_no_backward_pass(name: str) -> None:
     model = zoo.build(name)
-    blocks = blocks_of(model)
+    blocks = block_modules(model)
     reached = set[Block]()
     for block, module in blocks.items():
         module.register_forward_hook(_note(reached, block))
@@ -36,8 +36,8 @@ def test_blocks_below_the_first_trained_one_get_no_backward_pass(name: str) -> N
     roles = resolve(
         parse(f"chain(freeze(), share({stack} & blocks({top})))"), describe(model), Turn()
     )
-    with mark(model, roles) as marked:
-        assert list(marked.parameters())
+    with trainable(model, roles) as trainable_params:
+        assert list(trainable_params.parameters())
         loss(model, few(name)["client-0"].batch(torch.arange(2))).backward()
     assert reached == {Block(stack, top)}
 
@@ -55,9 +55,9 @@ def _note(reached: set[Block], block: Block) -> Callable[..., None]:
 
 
 def _up(params: Params, name: str, **settings: object) -> int:
-    blocks = {p.at for p in params if p.at}
+    blocks = {p.block_id for p in params if p.block_id}
     scores = {block: float(block.number) for block in blocks if block}
-    roles = resolve(method_named(name, settings).plan, params, Turn(scores=scores))
+    roles = resolve(method_by_name(name, settings).plan, params, Turn(scores=scores))
     return sum(p.nbytes for p, role in roles.items() if role is Role.SHARE)
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attacks on what leaves a client: tried on tiny models, so that a user sees what privacy buys."""
+"""Attacks on updates and releases, on tiny models, to show what privacy prevents."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.audits.attacks.leaks import attack
+    from fedplan.audits.attacks.report import run_attacks
 
-__all__ = ["attack"]
+__all__ = ["run_attacks"]
 
-__getattr__, __dir__ = face(__name__, {"leaks": "attack"})
+__getattr__, __dir__ = lazy_exports(__name__, {"report": "run_attacks"})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inference: what an observer reads off an update, or off a choice of blocks.
+"""Inference attacks: token recovery from an update, and distinguishing two populations.
 
-None of them is the best there is. What they find is a floor of what leaks.
+Stronger attacks exist: the results are lower bounds of what leaks.
 """
 
 from __future__ import annotations
@@ -15,91 +15,90 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from fedplan.tensors.devices import at_rest
+from fedplan.tensors.devices import eval_mode
 
 FLOOR = 1e-5
-"""Directions in which a change is shorter than this, as a share of its longest, count as empty."""
+"""Singular values of a change below this, relative to the largest, count as zero."""
 
 
-def touched(change: Tensor) -> Tensor:
-    """How far each row of an embedding moved: rows of tokens that a client lacks hardly do."""
+def row_norms(change: Tensor) -> Tensor:
+    """Norm of each row of an embedding's change: large for tokens that the client has."""
     return change.double().square().sum(1).sqrt()
 
 
-def fit_in(change: Tensor, inputs: Tensor) -> Tensor:
-    """How well inputs of length one, the last dimension, lie in the span of a layer's change.
+def span_scores(change: Tensor, inputs: Tensor) -> Tensor:
+    """Score of each input vector by how well it lies in the row span of a layer's change.
 
-    The gradient of a layer is a sum of outer products, each with one of the layer's inputs: so its
-    rows span them, and no other vector while they are fewer than the layer is wide (Petrov et al.,
-    DAGER, 2024). A direction counts against an input by how short the change is along it.
+    inputs: candidates of norm one, in the last dimension. Higher scores fit better. The gradient of
+    a layer is a sum of outer products with its inputs: so its rows span the inputs of the client,
+    and no other vector while they are fewer than the layer is wide (Petrov et al., DAGER, 2024).
     """
-    lengths, directions = _spanned(change.double())
-    every = torch.zeros(len(directions), dtype=torch.float64)
-    every[: len(lengths)] = lengths / lengths[0].clamp(min=1e-300)
-    against = 1 / (every.square() + FLOOR**2)
-    return -((inputs.double() @ directions.T).square() @ against)
+    singular_values, directions = _row_directions(change.double())
+    relative = torch.zeros(len(directions), dtype=torch.float64)
+    relative[: len(singular_values)] = singular_values / singular_values[0].clamp(min=1e-300)
+    penalties = 1 / (relative.square() + FLOOR**2)
+    return -((inputs.double() @ directions.T).square() @ penalties)
 
 
-def _spanned(change: Tensor) -> tuple[Tensor, Tensor]:
-    """How long a change is along each of its directions, and these, one in each row."""
-    found = cast("tuple[Tensor, ...]", torch.linalg.svd(change, full_matrices=True))
-    return found[1], found[2]
+def _row_directions(change: Tensor) -> tuple[Tensor, Tensor]:
+    """Singular values of a change, and all right singular vectors as rows."""
+    svd = cast("tuple[Tensor, ...]", torch.linalg.svd(change, full_matrices=True))
+    return svd[1], svd[2]
 
 
-def lone_inputs(
+def single_token_inputs(
     model: nn.Module, layers: Iterable[str], tokens: Tensor, positions: int
 ) -> dict[str, Tensor]:
-    """What each layer is given for a token that stands alone: positions, tokens, and the input.
+    """Input of each layer for each single token at each position, [positions, tokens, width].
 
-    Before the first block's attention this is what the layer is given in any text. Behind it the
-    other tokens of a text have a part in it, and a token alone is a guess. Inputs are made of
-    length one.
+    Normalized to norm one, by layer name. Before the first block's attention this is the input in
+    any text; behind it other tokens contribute, and this is a guess.
     """
-    found: dict[str, list[Tensor]] = {name: [] for name in layers}
+    recorded: dict[str, list[Tensor]] = {name: [] for name in layers}
     hooks = [
-        model.get_submodule(name).register_forward_pre_hook(partial(_note, heard))
-        for name, heard in found.items()
+        model.get_submodule(name).register_forward_pre_hook(partial(_record_input, inputs))
+        for name, inputs in recorded.items()
     ]
     try:
-        with at_rest(model), torch.no_grad():
-            for place in range(positions):
-                at = torch.full((len(tokens), 1), place)
-                model(input_ids=tokens[:, None], position_ids=at)
+        with eval_mode(model), torch.no_grad():
+            for position in range(positions):
+                position_ids = torch.full((len(tokens), 1), position)
+                model(input_ids=tokens[:, None], position_ids=position_ids)
     finally:
         for hook in hooks:
             hook.remove()
-    inputs = {name: torch.stack(heard).double() for name, heard in found.items()}
-    return {name: normalize(each, dim=-1) for name, each in inputs.items()}
+    stacked = {name: torch.stack(inputs).double() for name, inputs in recorded.items()}
+    return {name: normalize(inputs, dim=-1) for name, inputs in stacked.items()}
 
 
-def _note(heard: list[Tensor], layer: nn.Module, args: tuple[Any, ...]) -> None:
-    heard.append(args[0].detach().flatten(1).clone())
+def _record_input(inputs: list[Tensor], layer: nn.Module, args: tuple[Any, ...]) -> None:
+    inputs.append(args[0].detach().flatten(1).clone())
 
 
-def named(scores: Tensor, held: Collection[int]) -> float:
-    """The share of a client's tokens among as many of the highest scores.
+def top_scores_recall(scores: Tensor, tokens: Collection[int]) -> float:
+    """Fraction of a client's tokens among as many highest scores.
 
-    Chance finds as large a share of them as they are of all tokens.
+    Random scores find len(tokens) / len(scores) of them on average.
     """
-    guessed = cast("list[int]", scores.topk(len(held)).indices.tolist())
-    return len(set(guessed) & set(held)) / len(held)
+    guesses = cast("list[int]", scores.topk(len(tokens)).indices.tolist())
+    return len(set(guesses) & set(tokens)) / len(tokens)
 
 
-def told_apart(one: Tensor, other: Tensor) -> float:
-    """The AUC of who must tell two populations apart by rows of zeros and ones.
+def distinguishing_auc(one: Tensor, other: Tensor) -> float:
+    """AUC of distinguishing two populations by rows of zeros and ones, by naive Bayes.
 
-    Each half of the rows is judged by the odds that the other half shows (naive Bayes).
+    Trained on each half of the rows and tested on the other; the mean of both.
     """
     halves = (slice(0, None, 2), slice(1, None, 2))
-    found = [
-        auc(*(rows[judged].double() @ _odds(one[shown], other[shown]) for rows in (one, other)))
-        for shown, judged in (halves, halves[::-1])
+    results = [
+        auc(*(rows[test].double() @ _log_odds(one[train], other[train]) for rows in (one, other)))
+        for train, test in (halves, halves[::-1])
     ]
-    return sum(found) / len(found)
+    return sum(results) / len(results)
 
 
 def auc(likely: Tensor, rare: Tensor) -> float:
-    """The chance that a draw of the first is above one of the second; a tie counts half."""
+    """Probability that a value of the first sample exceeds one of the second; ties count half."""
     ordered = rare.sort().values
     below = torch.searchsorted(ordered, likely)
     up_to = torch.searchsorted(ordered, likely, right=True)
@@ -107,10 +106,11 @@ def auc(likely: Tensor, rare: Tensor) -> float:
 
 
 def auc_error(one: int, other: int) -> float:
-    """The standard error of an AUC of rows that nobody can tell apart (Mann and Whitney)."""
+    """Standard error of the AUC of two such samples from one distribution (Mann-Whitney)."""
     return sqrt((one + other + 1) / (12 * one * other))
 
 
-def _odds(one: Tensor, other: Tensor) -> Tensor:
-    chances = [(rows.double().sum(0) + 1) / (len(rows) + 2) for rows in (one, other)]
-    return chances[0].logit() - chances[1].logit()
+def _log_odds(one: Tensor, other: Tensor) -> Tensor:
+    """Log odds ratio of each column, of smoothed frequencies."""
+    frequencies = [(rows.double().sum(0) + 1) / (len(rows) + 2) for rows in (one, other)]
+    return frequencies[0].logit() - frequencies[1].logit()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Victims: tiny models made from configurations, and clients whose rows are known, to be attacked.
+"""Tiny models and synthetic client data to attack.
 
-Tokens of one client are drawn evenly and never twice, so that no guess is better than chance.
+The tokens of one client are uniform and distinct, so that no guess is better than chance.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fedplan import seeds
-from fedplan.data.examples import Images, Ragged, Sequences
-from fedplan.models.dual import Dual
-from fedplan.tensors.devices import forked
+from fedplan.data.examples import ImageExamples, RaggedArray, TokenSequences
+from fedplan.models.dual_encoder import DualEncoder
+from fedplan.tensors.devices import fork_rng_state
 
-FIRST = 1
-"""The token that every text begins with."""
-WORDS = 4
-"""The first token that is a word; those before are special."""
+START_TOKEN = 1
+"""First token of every text."""
+FIRST_WORD = 4
+"""First token that is a word; those before are special."""
 CLASSES = ("cat", "dog", "fox")
 
 
-def reader(
+def text_classifier(
     *,
     vocabulary: int,
     width: int,
@@ -35,7 +35,10 @@ def reader(
     dropout: float = 0.0,
     number: int = 0,
 ) -> nn.Module:
-    """A BERT that classifies texts, as it is drawn; the same for the same number."""
+    """A randomly initialized BERT text classifier; the same for the same number.
+
+    spread: standard deviation of the initial weights.
+    """
     import transformers
 
     config = transformers.BertConfig(
@@ -49,11 +52,11 @@ def reader(
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
-    return _drawn(transformers.BertForSequenceClassification, config, number)
+    return _random_model(transformers.BertForSequenceClassification, config, number)
 
 
-def viewer() -> Dual:
-    """A CLIP that classifies pictures by the texts of their classes."""
+def image_classifier() -> DualEncoder:
+    """A randomly initialized CLIP that classifies images by the texts of CLASSES."""
     import transformers
 
     tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -66,55 +69,63 @@ def viewer() -> Dual:
         projection_dim=32,
     )
     ids = torch.tensor([[62, 4, 5, 6, 7, 8 + i, 63] for i in range(len(CLASSES))])
-    backbone = _drawn(transformers.CLIPModel, config)
-    return Dual(backbone, ids, torch.ones_like(ids), names=CLASSES, lead=4).eval()
+    backbone = _random_model(transformers.CLIPModel, config)
+    return DualEncoder(backbone, ids, torch.ones_like(ids), names=CLASSES, lead=4).eval()
 
 
-def _drawn(make: Any, config: Any, number: int = 0) -> nn.Module:
-    with forked(seed=seeds.seed("victims", "model", number)):
+def _random_model(make: Any, config: Any, number: int = 0) -> nn.Module:
+    with fork_rng_state(seed=seeds.seed("victims", "model", number)):
         return make(config).eval()
 
 
-def texts(number: int, rows: int, *, vocabulary: int, length: int) -> Sequences:
-    """A client's texts; no word of them comes twice."""
+def random_texts(number: int, examples: int, *, vocabulary: int, length: int) -> TokenSequences:
+    """Texts of client `number`; no word occurs twice."""
     draw = seeds.generator("victims", "texts", number)
-    words = torch.randperm(vocabulary - WORDS, generator=draw)[: rows * (length - 1)] + WORDS
-    return _sequences(words.view(rows, -1), draw)
-
-
-def spoken(people: int, number: int, rows: int, *, vocabulary: int, length: int) -> Sequences:
-    """Texts of a client of some people: each has words that it uses more often than others."""
-    order = torch.randperm(
-        vocabulary - WORDS, generator=seeds.generator("victims", "people", people)
+    words = (
+        torch.randperm(vocabulary - FIRST_WORD, generator=draw)[: examples * (length - 1)]
+        + FIRST_WORD
     )
-    often = torch.arange(1, vocabulary - WORDS + 1) ** -1.5
-    draw = seeds.generator("victims", "spoken", people, number)
-    words = order[often.multinomial(rows * (length - 1), replacement=True, generator=draw)] + WORDS
-    return _sequences(words.view(rows, -1), draw)
+    return _sequences(words.view(examples, -1), draw)
 
 
-def _sequences(words: Tensor, draw: torch.Generator) -> Sequences:
-    ids = torch.cat([torch.full((len(words), 1), FIRST), words], 1)
+def population_texts(
+    population: int, number: int, examples: int, *, vocabulary: int, length: int
+) -> TokenSequences:
+    """Texts of client `number` of a population, which has its own Zipf-like word frequencies."""
+    order = torch.randperm(
+        vocabulary - FIRST_WORD, generator=seeds.generator("victims", "people", population)
+    )
+    often = torch.arange(1, vocabulary - FIRST_WORD + 1) ** -1.5
+    draw = seeds.generator("victims", "spoken", population, number)
+    words = (
+        order[often.multinomial(examples * (length - 1), replacement=True, generator=draw)]
+        + FIRST_WORD
+    )
+    return _sequences(words.view(examples, -1), draw)
+
+
+def _sequences(words: Tensor, draw: torch.Generator) -> TokenSequences:
+    ids = torch.cat([torch.full((len(words), 1), START_TOKEN), words], 1)
     labels = torch.randint(2, (len(words),), generator=draw)
-    return Sequences(Ragged.of(ids.tolist()), 0, labels)
+    return TokenSequences(RaggedArray.from_lists(ids.tolist()), 0, labels)
 
 
-def words_in(rows: Sequences) -> set[int]:
-    """The words of a client's texts."""
-    return {token for token in cast("list[int]", rows.ids.flat.tolist()) if token >= WORDS}
+def distinct_words(examples: TokenSequences) -> set[int]:
+    """All words of a client's texts, without special tokens."""
+    return {token for token in cast("list[int]", examples.ids.flat.tolist()) if token >= FIRST_WORD}
 
 
-def pictures(number: int, rows: int) -> Images:
-    """A client's pictures: noise, each of some class."""
+def random_images(number: int, examples: int) -> ImageExamples:
+    """Images of client `number`: random pixels and labels."""
     draw = seeds.generator("victims", "pictures", number)
-    pixels = torch.randint(0, 256, (rows, 3, 16, 16), generator=draw, dtype=torch.uint8)
-    labels = torch.randint(len(CLASSES), (rows,), generator=draw)
-    return Images(pixels, labels, torch.full((3, 1, 1), 0.5), torch.full((3, 1, 1), 0.5))
+    pixels = torch.randint(0, 256, (examples, 3, 16, 16), generator=draw, dtype=torch.uint8)
+    labels = torch.randint(len(CLASSES), (examples,), generator=draw)
+    return ImageExamples(pixels, labels, torch.full((3, 1, 1), 0.5), torch.full((3, 1, 1), 0.5))
 
 
-def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """The mean cross entropy of a batch."""
-    inputs = {name: each for name, each in batch.items() if name != "labels"}
+def classification_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Mean cross entropy of a batch, for models that return logits or an output with logits."""
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     output: Any = model(**inputs)
     logits = cast("Tensor", output if isinstance(output, Tensor) else output.logits)
     return cross_entropy(logits, batch["labels"])

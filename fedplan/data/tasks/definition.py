@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks: what a model is asked to do, from rows of a table to batches, a loss and a score."""
+"""Task: the base class with examples, loss and metrics of a kind of task."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fedplan.data.examples import NO_LABEL, Examples
-from fedplan.data.metrics import METRICS, Answers, Metric, measured
-from fedplan.data.tables import DataError, values
-from fedplan.models.catalog import TASKS
-from fedplan.models.dual import TEMPLATE
-from fedplan.models.hub import fetched
-from fedplan.tensors.devices import at_rest, brought, device_of
+from fedplan.data.metrics import METRICS, AnswerKind, Metric, compute_metrics
+from fedplan.data.tables import DataError, column_values
+from fedplan.models.catalog import TASK_CLASSES
+from fedplan.models.dual_encoder import TEMPLATE
+from fedplan.models.hub import load_pretrained
+from fedplan.tensors.devices import eval_mode, model_device, to_device
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """What a model is asked to do with the rows of a table: build one with `task`.
+    """A task: how rows of a table become examples, and the loss and metrics of a model on them.
 
-    `labels` are the answers in the order of the model's classes. `source` is the folder or hub id
-    of the tokenizer, or of the image processor. `template` makes texts of labels, for image-text.
-    `max_length` is in tokens. `image_size` is the side of the pictures that the model takes: of
-    pictures it must be said. With `single` each row is one example: of a language model, the first
-    block of its text. `packing` puts several conversations into one row of tokens. `weights` are
-    what the loss of an answer is multiplied by; a label without one has 1. `extra` are metrics
-    beside those that the task has by itself.
+    Made by `make_task`. `source` is the folder or Hub id of the tokenizer or image processor.
+    `columns` are the input columns, `label` the label column, and `labels` the labels in the order
+    of the model's classes. `max_length` is in tokens. `image_size` is the side of the model's
+    images in pixels, required for images. `template` makes texts from labels, for image-text. With
+    `one_example_per_row`, only the first block of a text is used. `packing` joins several
+    conversations in one sequence. `weights` are loss weights by label, 1 by default.
+    `extra_metrics` are computed in addition to the task's own.
     """
 
     kind: str
@@ -46,162 +46,174 @@ class Task(ABC):
     max_length: int = 128
     image_size: int = 0
     template: str = TEMPLATE
-    single: bool = False
+    one_example_per_row: bool = False
     packing: bool = False
     weights: tuple[tuple[str, float], ...] = ()
-    extra: tuple[Metric, ...] = ()
+    extra_metrics: tuple[Metric, ...] = ()
 
-    takes: ClassVar[tuple[int, int]] = (1, 1)
-    """The fewest columns that a row's input may stand in, and the most."""
-    answers: ClassVar[Answers] = "class"
+    input_columns: ClassVar[tuple[int, int]] = (1, 1)
+    """The fewest and the most input columns."""
+    answer_kind: ClassVar[AnswerKind] = "class"
+    """The kind of predictions."""
     primary: ClassVar[str] = "accuracy"
-    """The one score that the task is known by, and whether a higher one is better."""
-    higher: ClassVar[bool] = True
+    """The metric by which models are compared."""
+    higher_is_better: ClassVar[bool] = True
+    """Whether a higher value of the primary metric is better."""
 
     @property
     def model_class(self) -> str:
-        """The class of transformers that loads a model for this task."""
-        return TASKS[self.kind]
+        """The name of the transformers class that loads a model for this task."""
+        return TASK_CLASSES[self.kind]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the task asks of a model's configuration: the names of the classes."""
+        """Settings for the model's configuration: the names of the classes."""
         names = dict(enumerate(self.labels))
-        places = {name: number for number, name in names.items()}
-        return {"id2label": names, "label2id": places} if names else {}
+        indices = {name: index for index, name in names.items()}
+        return {"id2label": names, "label2id": indices} if names else {}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of how rows are read."""
+        """Notes for the user on how rows are read."""
         return ()
 
     @abstractmethod
     def prepare(self, table: Dataset) -> Examples:
-        """The rows as tensors, tokenised or decoded once."""
+        """Return the rows of a table as examples; texts are tokenized and images decoded once.
+
+        Raises DataError if the rows do not fit the task.
+        """
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """The mean loss of a batch's answers."""
-        logits, labels, _ = self._answers(model, batch)
+        """Return the mean loss over the labels of a batch; 0 without labels."""
+        logits, labels, _ = self._labelled_logits(model, batch)
         return self._mean_loss(logits, labels) if len(labels) else logits.sum() * 0.0
 
     def score(self, model: nn.Module, rows: Examples, *, batch_size: int) -> dict[str, float]:
-        """Loss and what else the task measures; of no rows only that they are none."""
+        """Return the mean loss, the task's metrics, extra metrics and the number of examples.
+
+        Without examples or labels, only the number of examples.
+        """
         if not len(rows):
             return {"examples": 0.0}
         parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        with at_rest(model), torch.no_grad():
+        with eval_mode(model), torch.no_grad():
             for indices in cast("tuple[Tensor, ...]", torch.arange(len(rows)).split(batch_size)):
-                logits, labels, sizes = self._answers(model, rows.batch(indices))
-                losses = self._losses(logits, labels).cpu().double()
-                parts.append((losses, labels.cpu(), self._guess(logits).cpu(), sizes.cpu()))
+                logits, labels, sizes = self._labelled_logits(model, rows.batch(indices))
+                losses = self._loss_per_answer(logits, labels).cpu().double()
+                parts.append((losses, labels.cpu(), self._predict(logits).cpu(), sizes.cpu()))
         losses, truth, guess, sizes = (torch.cat(p) for p in zip(*parts, strict=True))
         if not len(truth):
             return {"examples": float(len(rows))}
         loss = losses.mean().item()
-        own = self._measures(loss, truth, guess, sizes.tolist())
-        asked = measured(self.extra, truth.numpy(), guess.numpy()) if self.extra else {}
-        return {"loss": loss, **own, **asked, "examples": float(len(rows))}
+        scores = {"loss": loss, **self._task_scores(loss, truth, guess, sizes.tolist())}
+        if self.extra_metrics:
+            scores |= compute_metrics(self.extra_metrics, truth.numpy(), guess.numpy())
+        return {**scores, "examples": float(len(rows))}
 
-    def _answers(
+    def _labelled_logits(
         self, model: nn.Module, batch: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits and labels wherever there is a label, and how many each row has."""
-        inputs = brought(batch, device_of(model))
+        """Return logits and labels of all labelled positions, and their number in each row."""
+        inputs = to_device(batch, model_device(model))
         labels = inputs.pop("labels")
-        output: Any = model(**self._inputs(model, inputs, labels))
+        output: Any = model(**self._model_inputs(model, inputs, labels))
         logits = cast("Tensor", output if isinstance(output, Tensor) else output.logits).float()
-        self._require_outputs(logits)
+        self._require_output_size(logits)
         labels = self._targets(labels)
-        asked = self._asked(labels)
-        return logits[asked], labels[asked], asked.reshape(len(asked), -1).sum(1)
+        mask = self._label_mask(labels)
+        return logits[mask], labels[mask], mask.reshape(len(mask), -1).sum(1)
 
-    def _inputs(
+    def _model_inputs(
         self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor
     ) -> Mapping[str, Any]:
-        """What the model is called with."""
+        """Return the keyword arguments of the model's call."""
         return inputs
 
-    def _require_outputs(self, logits: Tensor) -> None:
+    def _require_output_size(self, logits: Tensor) -> None:
         if self.labels and logits.shape[-1] != len(self.labels):
             raise DataError(
-                f"the model knows {logits.shape[-1]} classes and the task {len(self.labels)} "
+                f"the model has {logits.shape[-1]} classes, but the task has {len(self.labels)} "
                 f"labels: build the model with num_labels = {len(self.labels)}"
             )
 
     def _targets(self, labels: Tensor) -> Tensor:
+        """Return the label to predict at each position of the logits."""
         return labels
 
-    def _asked(self, labels: Tensor) -> Tensor:
-        """Where there is something to answer."""
+    def _label_mask(self, labels: Tensor) -> Tensor:
+        """Return the mask of positions with a label."""
         return labels != NO_LABEL
 
     def _mean_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         if self.weights:
-            return self._losses(logits, labels).mean()
+            return self._loss_per_answer(logits, labels).mean()
         return cross_entropy(logits, labels)
 
-    def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each answer.
+    def _loss_per_answer(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss at each label, times the label's weight.
 
-        A weight multiplies the loss of its answers, and the mean is over all: so what a row weighs
-        does not depend on which others are in its batch, and one alone has its weight too.
+        The mean is taken over all labels, not over weights, so that the weight of an example does
+        not depend on the others in its batch.
         """
         losses = cross_entropy(logits, labels, reduction="none")
-        return losses * self._factors(logits)[labels] if self.weights else losses
+        return losses * self._label_weights(logits)[labels] if self.weights else losses
 
-    def _factors(self, logits: Tensor) -> Tensor:
-        said = dict(self.weights)
-        return logits.new_tensor([said.get(label, 1.0) for label in self.labels])
+    def _label_weights(self, logits: Tensor) -> Tensor:
+        weights = dict(self.weights)
+        return logits.new_tensor([weights.get(label, 1.0) for label in self.labels])
 
-    def _guess(self, logits: Tensor) -> Tensor:
+    def _predict(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1)
 
-    def _measures(
+    def _task_scores(
         self, loss: float, truth: Tensor, guess: Tensor, sizes: list[int]
     ) -> dict[str, float]:
-        f1 = METRICS["f1_macro"].measure(truth.numpy(), guess.numpy())
-        return {"accuracy": share_right(truth, guess), "f1": f1}
+        """Return the task's metrics; `sizes` are the numbers of labels in each example."""
+        f1 = METRICS["f1_macro"].function(truth.numpy(), guess.numpy())
+        return {"accuracy": accuracy(truth, guess), "f1": f1}
 
-    def _numbers(self, words: Sequence[str]) -> list[int]:
-        """The class of each label."""
-        places = {label: place for place, label in enumerate(self.labels)}
-        unknown = sorted(set(words) - places.keys())
+    def _class_indices(self, labels: Sequence[str]) -> list[int]:
+        """Return the class index of each label; raise DataError for an unknown label."""
+        indices = {label: index for index, label in enumerate(self.labels)}
+        unknown = sorted(set(labels) - indices.keys())
         if unknown:
             raise DataError(
-                f"label {unknown[0]!r} in column {self.label!r} is none of the task's labels: "
+                f"label {unknown[0]!r} in column {self.label!r} is not one of the task's labels: "
                 f"{', '.join(self.labels)}"
             )
-        return [places[word] for word in words]
+        return [indices[label] for label in labels]
 
-    def _texts(self, table: Dataset, column: str) -> list[str]:
-        found = values(table, column)
-        if not all(isinstance(text, str) for text in found):
-            raise DataError(f"column {column!r} holds {type(found[0]).__name__}, and not texts")
-        return found
+    def _text_column(self, table: Dataset, column: str) -> list[str]:
+        """Return the texts of a column; raise DataError if a cell is no text."""
+        texts = column_values(table, column)
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError(f"column {column!r} has {type(texts[0]).__name__} cells, not texts")
+        return texts
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer that texts are read with."""
+        """The tokenizer of `source`, loaded once; raises DataError if there is none."""
         import transformers
 
         try:
-            said = {"add_prefix_space": True} if self.kind == "token-classification" else {}
-            found = fetched(transformers.AutoTokenizer, self.source, **said)
+            options = {"add_prefix_space": True} if self.kind == "token-classification" else {}
+            tokenizer = load_pretrained(transformers.AutoTokenizer, self.source, **options)
         except (OSError, ValueError) as error:
             raise DataError(
-                f"there is no tokenizer in {self.source!r}: give a folder that holds one, or a "
-                "name of the hub as hub:org/name"
+                f"there is no tokenizer in {self.source!r}: give a folder with a tokenizer, or a "
+                "model of the Hub as hub:org/name"
             ) from error
-        return self._fitted(found)
+        return self._prepare_tokenizer(tokenizer)
 
-    def _fitted(self, tokenizer: Any) -> Any:
-        """The tokenizer with what the task needs beside it."""
+    def _prepare_tokenizer(self, tokenizer: Any) -> Any:
+        """Return the tokenizer with changes that the task needs."""
         return tokenizer
 
-    def _limit(self, tokenizer: Any) -> int:
+    def _max_tokens(self, tokenizer: Any) -> int:
         return min(self.max_length, int(tokenizer.model_max_length))
 
 
-def share_right(truth: Tensor, guess: Tensor) -> float:
-    """How many of some answers are right, as a share of all."""
+def accuracy(truth: Tensor, guess: Tensor) -> float:
+    """Return the fraction of predictions that are right."""
     return (truth == guess).double().mean().item()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds: every task by its word, and what each of them must be told."""
+"""All kinds of tasks by name, and `make_task`, which checks the arguments of each kind."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from math import isfinite
 from typing import Any
 
 from fedplan.data.metrics import METRICS, Metric
-from fedplan.data.tables import DataError, label_order, label_text
+from fedplan.data.tables import DataError, label_sort_key, label_text
 from fedplan.data.tasks.definition import Task
+from fedplan.data.tasks.images import ImageClassification, ImageText
 from fedplan.data.tasks.language import (
     CausalLanguage,
     Instruction,
     MaskedLanguage,
     SequenceToSequence,
 )
-from fedplan.data.tasks.pictures import ImageClassification, ImageText
-from fedplan.data.tasks.texts import MultiLabel, Regression, TextClassification
-from fedplan.data.tasks.words import TokenClassification
+from fedplan.data.tasks.text import MultiLabel, Regression, TextClassification
+from fedplan.data.tasks.token_classification import TokenClassification
 from fedplan.naming import Registry
 
 TASK_KINDS: dict[str, type[Task]] = {
@@ -34,22 +34,25 @@ TASK_KINDS: dict[str, type[Task]] = {
     "seq2seq-lm": SequenceToSequence,
     "instruction": Instruction,
 }
-"""What a model can be asked to do; `catalog.TASKS` says for each how a model of it is loaded."""
+"""Built-in tasks by kind; `catalog.TASK_CLASSES` has the model class of each."""
 
 
 TASK_NAMES: Registry[type[Task]] = Registry("task", TASK_KINDS)
-"""All tasks that a study can name: those, and classes of `Task` with a `model_class` of theirs."""
+"""All tasks that a study can name: TASK_KINDS, and subclasses of Task with a `model_class`."""
 
 
 def task_class(kind: str) -> type[Task]:
-    """The class of a task, by its kind or where it stands: `package.module:Class`."""
-    found: Any = TASK_NAMES.find(kind).value
-    if not isinstance(found, type) or not issubclass(found, Task):
-        raise DataError(f"the task {kind!r} is no class of fedplan.data.Task: make it one")
-    return found
+    """Return the class of a task by its kind, or by its place as `package.module:Class`.
+
+    Raises an error if there is none, or if it is no subclass of Task.
+    """
+    value: Any = TASK_NAMES.find(kind).value
+    if not isinstance(value, type) or not issubclass(value, Task):
+        raise DataError(f"the task {kind!r} is not a subclass of fedplan.data.Task: make it one")
+    return value
 
 
-def task(
+def make_task(
     kind: str,
     *,
     columns: str | Sequence[str],
@@ -60,93 +63,106 @@ def task(
     max_length: int = Task.max_length,
     image_size: int = Task.image_size,
     template: str = Task.template,
-    single: bool = Task.single,
+    one_example_per_row: bool = Task.one_example_per_row,
     packing: bool = Task.packing,
     weights: Mapping[str, float] | Iterable[tuple[str, float]] = Task.weights,
-    extra: Iterable[Metric] = Task.extra,
+    extra_metrics: Iterable[Metric] = Task.extra_metrics,
 ) -> Task:
-    """A task by its kind.
+    """Return a task of a kind; the other arguments are the fields of Task.
 
-    `columns` is where a row's input stands: one column, or two for pairs of texts, for a text and
-    the one that follows from it, and for a prompt and its response. `labels` are all labels of all
-    clients; their order does not matter. The tokenizer or the image processor is that of `model`, a
-    folder or hub id, unless `tokenizer` names another. With `single` each row is one example,
-    whatever is cut off.
+    `columns` is the input column, or two: a pair of texts, a text and its target, or a prompt and
+    its response. `labels` are the labels of all clients, in any order. The tokenizer or image
+    processor is that of `model`, a folder or Hub id, unless `tokenizer` names another. Raises
+    DataError if an argument is missing or does not fit the kind.
     """
-    found = task_class(kind)
+    cls = task_class(kind)
     columns = (columns,) if isinstance(columns, str) else tuple(columns)
-    known = tuple(sorted({str(each) for each in labels}, key=label_order))
+    sorted_labels = tuple(sorted({str(each) for each in labels}, key=label_sort_key))
     _require_columns(kind, columns)
-    if found.answers in ("class", "labels") and not (label and known):
-        raise DataError(f"{kind} needs the column of labels, and all labels: see labels_in")
-    if found.answers == "number" and not label:
-        raise DataError(f"{kind} needs the column of its numbers: name it as the label")
-    if found.answers == "tokens":
+    if cls.answer_kind in ("class", "labels") and not (label and sorted_labels):
+        raise DataError(f"{kind} needs the label column and all labels: see label_names")
+    if cls.answer_kind == "number" and not label:
+        raise DataError(f"{kind} needs the column of its numbers: give it as the label")
+    if cls.answer_kind == "tokens":
         label = ""
-    if found.answers in ("number", "tokens"):
-        known = ()
+    if cls.answer_kind in ("number", "tokens"):
+        sorted_labels = ()
     if kind.startswith("image") and image_size < 1:
         raise DataError(
-            f"{kind} has image_size = {image_size}: say the side of the pictures that the model "
-            "takes, such as 224"
+            f"{kind} has image_size = {image_size}: give the side of the model's images in pixels, "
+            "such as 224"
         )
-    _require_packing(kind, packing=packing, single=single)
-    return found(
+    _require_packing(kind, packing=packing, one_example_per_row=one_example_per_row)
+    return cls(
         kind,
         tokenizer or model,
         columns,
         label,
-        known,
+        sorted_labels,
         max_length,
         image_size,
         template,
-        single,
+        one_example_per_row,
         packing,
-        _weights(kind, known, weights),
-        _extra(kind, extra),
+        _label_weights(kind, sorted_labels, weights),
+        _applicable_metrics(kind, extra_metrics),
     )
 
 
-def refitted(made: Task, *, single: bool, extra: Iterable[Metric]) -> Task:
-    """A task that somebody made, each row one example where that is asked, with more metrics."""
-    _require_packing(made.kind, packing=made.packing, single=single)
-    more = (*made.extra, *_extra(made.kind, extra))
-    return replace(made, single=single or made.single, extra=more)
+def adapt_task(task: Task, *, one_example_per_row: bool, extra_metrics: Iterable[Metric]) -> Task:
+    """Return a task with more extra metrics, and with one example per row if asked for.
+
+    Raises DataError if a metric or packing does not fit.
+    """
+    _require_packing(task.kind, packing=task.packing, one_example_per_row=one_example_per_row)
+    return replace(
+        task,
+        one_example_per_row=one_example_per_row or task.one_example_per_row,
+        extra_metrics=(*task.extra_metrics, *_applicable_metrics(task.kind, extra_metrics)),
+    )
 
 
 def _require_columns(kind: str, columns: tuple[str, ...]) -> None:
-    least, most = task_class(kind).takes
-    if not least <= len(columns) <= most:
-        count = f"{least}" if least == most else f"{least} or {most}"
-        raise DataError(f"{kind} has columns {list(columns)}: it takes {count}, as names apart")
-
-
-def _require_packing(kind: str, *, packing: bool, single: bool) -> None:
-    if packing and kind != "instruction":
-        raise DataError(f"{kind} has packing = true: only the conversations of instruction have it")
-    if packing and single:
+    fewest, most = task_class(kind).input_columns
+    if not fewest <= len(columns) <= most:
+        count = f"{fewest}" if fewest == most else f"{fewest} or {most}"
         raise DataError(
-            "packing puts several rows into one example, and privacy by example hides one row: "
-            "leave packing out, or hide clients"
+            f"{kind} has the input columns {list(columns)}: it takes {count}, as separate names"
         )
 
 
-def _weights(
-    kind: str, labels: tuple[str, ...], said: Mapping[str, float] | Iterable[tuple[str, float]]
+def _require_packing(kind: str, *, packing: bool, one_example_per_row: bool) -> None:
+    """Raise DataError if packing is on for another kind than instruction, or with one example."""
+    if packing and kind != "instruction":
+        raise DataError(f"{kind} has packing = true: only the task instruction can be packed")
+    if packing and one_example_per_row:
+        raise DataError(
+            "packing joins several rows in one example, but example-level privacy needs one row "
+            "per example: set packing = false, or use client-level privacy"
+        )
+
+
+def _label_weights(
+    kind: str, labels: tuple[str, ...], weights: Mapping[str, float] | Iterable[tuple[str, float]]
 ) -> tuple[tuple[str, float], ...]:
-    """The weight of each label, in the order of the labels."""
-    found = {label_text(label): float(weight) for label, weight in dict(said).items()}
-    if strange := found.keys() - set(labels):
-        there = ", ".join(labels) or "none"
-        raise DataError(f"{kind} has a weight for {min(strange)!r}; its labels are {there}")
-    if wrong := [label for label, weight in found.items() if not (isfinite(weight) and weight > 0)]:
-        raise DataError(f"the weight of {wrong[0]!r} is {found[wrong[0]]}: it must be above 0")
-    return tuple((label, found[label]) for label in labels if label in found)
+    """Return (label, weight) pairs in the order of the labels; raise DataError for invalid ones."""
+    by_label = {label_text(label): float(weight) for label, weight in dict(weights).items()}
+    if unknown := by_label.keys() - set(labels):
+        names = ", ".join(labels) or "none"
+        raise DataError(f"{kind} has a weight for {min(unknown)!r}; its labels are {names}")
+    for label, weight in by_label.items():
+        if not (isfinite(weight) and weight > 0):
+            raise DataError(f"the weight of {label!r} is {weight}: it must be above 0")
+    return tuple((label, by_label[label]) for label in labels if label in by_label)
 
 
-def _extra(kind: str, said: Iterable[Metric]) -> tuple[Metric, ...]:
-    asked, answers = tuple(said), task_class(kind).answers
-    if odd := [metric.name for metric in asked if answers not in metric.of]:
-        there = ", ".join(name for name, metric in METRICS.items() if answers in metric.of)
-        raise DataError(f"the metric {odd[0]!r} cannot be taken of {kind}: there are {there}")
-    return asked
+def _applicable_metrics(kind: str, metrics: Iterable[Metric]) -> tuple[Metric, ...]:
+    """Return the metrics; raise DataError if one does not apply to the predictions of a kind."""
+    metrics, answer_kind = tuple(metrics), task_class(kind).answer_kind
+    for metric in metrics:
+        if answer_kind not in metric.answer_kinds:
+            names = ", ".join(n for n, each in METRICS.items() if answer_kind in each.answer_kinds)
+            raise DataError(
+                f"the metric {metric.name!r} does not apply to {kind}: use one of {names}"
+            )
+    return metrics

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Language: the next token, the hidden ones, the text that follows from another, the answers."""
+"""Language model tasks: next token, masked tokens, target texts, and answers in chats."""
 
 from __future__ import annotations
 
@@ -11,12 +11,26 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 import torch
 from torch import Tensor, nn
 
-from fedplan.data.chats import NO_TEMPLATE, PLAIN, conversations, read, templated
-from fedplan.data.examples import NO_LABEL, Masked, Packed, Ragged, Sequences, keys_of, pieces
-from fedplan.data.metrics import Answers
+from fedplan.data.chats import (
+    NO_TEMPLATE_NOTE,
+    PLAIN_TEMPLATE,
+    read_conversations,
+    tokenize_chat,
+    with_chat_template,
+)
+from fedplan.data.examples import (
+    NO_LABEL,
+    MaskedTokens,
+    PackedSequences,
+    RaggedArray,
+    TokenSequences,
+    block_seeds,
+    chunk_slices,
+)
+from fedplan.data.metrics import AnswerKind
 from fedplan.data.tables import DataError
-from fedplan.data.tasks.definition import Task, share_right
-from fedplan.data.tokens import blocks, packs, pad_of, require_tokens
+from fedplan.data.tasks.definition import Task, accuracy
+from fedplan.data.tokens import pack_sequences, pad_token_id, require_tokens, token_blocks
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,149 +38,169 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Language(Task):
-    """Tokens, each of which is an answer."""
+    """A task that predicts tokens, measured by perplexity."""
 
-    answers: ClassVar[Answers] = "tokens"
+    answer_kind: ClassVar[AnswerKind] = "tokens"
     primary: ClassVar[str] = "perplexity"
-    higher: ClassVar[bool] = False
+    higher_is_better: ClassVar[bool] = False
 
-    def _measures(
+    def _task_scores(
         self, loss: float, truth: Tensor, guess: Tensor, sizes: list[int]
     ) -> dict[str, float]:
-        return {"accuracy": share_right(truth, guess), "perplexity": exp(min(loss, 700.0))}
+        return {"accuracy": accuracy(truth, guess), "perplexity": exp(min(loss, 700.0))}
 
 
 @dataclass(frozen=True)
-class _Blocks(_Language):
-    """Texts as tokens, each cut into blocks of its own."""
+class _BlockTask(_Language):
+    """A language task on texts that are cut into blocks of at most `max_length` tokens."""
 
-    def _blocks(self, table: Dataset, tokenizer: Any, *, framed: bool, end: int | None) -> Ragged:
-        texts, rows = self._texts(table, self.columns[0]), list[list[int]]()
-        for piece in pieces(len(table)):
-            rows += tokenizer(texts[piece], add_special_tokens=framed, verbose=False)["input_ids"]
+    def _blocks(
+        self, table: Dataset, tokenizer: Any, *, special_tokens: bool, end: int | None
+    ) -> RaggedArray:
+        """Return the texts of a table in blocks, with special tokens or with an end token."""
+        texts, rows = self._text_column(table, self.columns[0]), list[list[int]]()
+        for chunk in chunk_slices(len(table)):
+            rows += tokenizer(texts[chunk], add_special_tokens=special_tokens, verbose=False)[
+                "input_ids"
+            ]
         require_tokens(rows, tokenizer, self.columns[0])
         closed = rows if end is None else [[*row, end] for row in rows]
-        return Ragged.of(blocks(closed, self._limit(tokenizer), single=self.single))
+        return RaggedArray.from_lists(
+            token_blocks(
+                closed, self._max_tokens(tokenizer), one_block_per_row=self.one_example_per_row
+            )
+        )
 
 
 @final
-class CausalLanguage(_Blocks):
-    """The next token, at each token."""
+class CausalLanguage(_BlockTask):
+    """Prediction of the next token."""
 
-    def prepare(self, table: Dataset) -> Sequences:
-        """The texts in blocks, each text closed by the end token."""
+    def prepare(self, table: Dataset) -> TokenSequences:
+        """Return the texts in blocks, each text with an end token."""
         tokenizer = self.tokenizer
         end = tokenizer.eos_token_id
         end = tokenizer.sep_token_id if end is None else end
-        found = self._blocks(table, tokenizer, framed=False, end=end)
-        return Sequences(found, pad_of(tokenizer), found)
+        blocks = self._blocks(table, tokenizer, special_tokens=False, end=end)
+        return TokenSequences(blocks, pad_token_id(tokenizer), blocks)
 
     def _targets(self, labels: Tensor) -> Tensor:
-        return _next(labels)
+        return _shift_left(labels)
 
 
 @final
-class MaskedLanguage(_Blocks):
-    """The hidden tokens of a text."""
+class MaskedLanguage(_BlockTask):
+    """Prediction of masked tokens."""
 
-    def prepare(self, table: Dataset) -> Masked:
-        """The texts in blocks, of which each batch hides some tokens."""
+    def prepare(self, table: Dataset) -> MaskedTokens:
+        """Return the texts in blocks for masking; raise DataError without a mask token."""
         tokenizer = self.tokenizer
         if tokenizer.mask_token_id is None:
-            raise DataError(f"the tokenizer of {self.source!r} has no mask token: take causal-lm")
-        found = self._blocks(table, tokenizer, framed=True, end=None)
-        special = torch.tensor(tokenizer.all_special_ids)
-        rows = Sequences(found, pad_of(tokenizer), found)
-        return Masked(rows, keys_of(found), tokenizer.mask_token_id, special, len(tokenizer))
+            raise DataError(f"the tokenizer of {self.source!r} has no mask token: use causal-lm")
+        blocks = self._blocks(table, tokenizer, special_tokens=True, end=None)
+        return MaskedTokens(
+            TokenSequences(blocks, pad_token_id(tokenizer), blocks),
+            block_seeds(blocks),
+            tokenizer.mask_token_id,
+            torch.tensor(tokenizer.all_special_ids),
+            len(tokenizer),
+        )
 
 
 @final
 class SequenceToSequence(_Language):
-    """A text that follows from another: its input stands in the first column, it in the second."""
+    """Generation of a target text (second column) from an input text (first column)."""
 
-    takes: ClassVar[tuple[int, int]] = (2, 2)
+    input_columns: ClassVar[tuple[int, int]] = (2, 2)
 
-    def prepare(self, table: Dataset) -> Sequences:
-        """Both texts as tokens, each cut at the longest length."""
+    def prepare(self, table: Dataset) -> TokenSequences:
+        """Return input and target tokens, each cut at `max_length`."""
         tokenizer, sides = self.tokenizer, list[list[list[int]]]()
-        for column, word in zip(self.columns, ("text", "text_target"), strict=True):
-            texts, rows = self._texts(table, column), list[list[int]]()
-            for piece in pieces(len(table)):
-                asked = {word: texts[piece], "truncation": True}
-                rows += tokenizer(**asked, max_length=self._limit(tokenizer))["input_ids"]
+        for column, argument in zip(self.columns, ("text", "text_target"), strict=True):
+            texts, rows = self._text_column(table, column), list[list[int]]()
+            for chunk in chunk_slices(len(table)):
+                options = {argument: texts[chunk], "truncation": True}
+                rows += tokenizer(**options, max_length=self._max_tokens(tokenizer))["input_ids"]
             require_tokens(rows, tokenizer, column)
             sides.append(rows)
-        texts, targets = map(Ragged.of, sides)
-        return Sequences(texts, pad_of(tokenizer), targets, follows=True)
+        texts, targets = map(RaggedArray.from_lists, sides)
+        return TokenSequences(texts, pad_token_id(tokenizer), targets, seq2seq=True)
 
-    def _inputs(
+    def _model_inputs(
         self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor
     ) -> Mapping[str, Any]:
-        """With the text to be said so far, as the model's own loss has it."""
-        begun = cast("Any", model).prepare_decoder_input_ids_from_labels(labels)
-        return {**inputs, "decoder_input_ids": begun}
+        """Add the decoder's inputs: the labels shifted right, as for the model's own loss."""
+        decoder_ids = cast("Any", model).prepare_decoder_input_ids_from_labels(labels)
+        return {**inputs, "decoder_input_ids": decoder_ids}
 
 
 @final
 class Instruction(_Language):
-    """The answers of a conversation: nothing is learnt of what is asked.
+    """Prediction of the assistant's answers in conversations; prompts have no loss.
 
-    A conversation stands in one column of messages, or in two, as a prompt and its response.
+    The input is one column of messages, or two columns, prompt and response.
     """
 
-    takes: ClassVar[tuple[int, int]] = (1, 2)
+    input_columns: ClassVar[tuple[int, int]] = (1, 2)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """That the tokenizer has no chat template, if it has none."""
-        plain = self.tokenizer.chat_template == PLAIN
-        return (NO_TEMPLATE.format(self.source),) if plain else ()
+        """A note if the tokenizer has no chat template of its own."""
+        plain = self.tokenizer.chat_template == PLAIN_TEMPLATE
+        return (NO_TEMPLATE_NOTE.format(self.source),) if plain else ()
 
-    def _fitted(self, tokenizer: Any) -> Any:
-        """The tokenizer, with the plain template if it has none of its own."""
-        return templated(tokenizer)
+    def _prepare_tokenizer(self, tokenizer: Any) -> Any:
+        """Set the plain chat template if the tokenizer has none."""
+        return with_chat_template(tokenizer)
 
-    def prepare(self, table: Dataset) -> Sequences | Packed:
-        """The conversations as tokens, those of the answers as labels too."""
-        tokenizer, limit = self.tokenizer, self._limit(self.tokenizer)
+    def prepare(self, table: Dataset) -> TokenSequences | PackedSequences:
+        """Return the conversations as tokens with labels on the answers, packed if asked for.
+
+        Raises DataError if a conversation has no answer within `max_length`.
+        """
+        tokenizer, limit = self.tokenizer, self._max_tokens(self.tokenizer)
         ids, labels = list[list[int]](), list[list[int]]()
-        for said in conversations(table, self.columns):
-            tokens, wanted = read(tokenizer, said, row=len(ids))
-            ids.append(tokens[:limit])
-            labels.append(wanted[:limit])
+        for chat in read_conversations(table, self.columns):
+            chat_ids, chat_labels = tokenize_chat(tokenizer, chat, row=len(ids))
+            ids.append(chat_ids[:limit])
+            labels.append(chat_labels[:limit])
         self._require_answers(labels)
         if not self.packing:
-            return Sequences(Ragged.of(ids), pad_of(tokenizer), Ragged.of(labels))
-        rows = packs(list(map(len, ids)), limit)
-        places = [list(range(len(row))) for row in ids]
-        words, answers, begun = (_together(side, rows) for side in (ids, labels, places))
-        return Packed(words, answers, begun, pad_of(tokenizer))
+            return TokenSequences(
+                RaggedArray.from_lists(ids), pad_token_id(tokenizer), RaggedArray.from_lists(labels)
+            )
+        packs = pack_sequences(list(map(len, ids)), limit)
+        positions = [list(range(len(row))) for row in ids]
+        packed_ids, packed_labels, packed_positions = (
+            _join_packs(rows, packs) for rows in (ids, labels, positions)
+        )
+        return PackedSequences(packed_ids, packed_labels, packed_positions, pad_token_id(tokenizer))
 
     def _require_answers(self, labels: list[list[int]]) -> None:
-        empty = sum(all(each == NO_LABEL for each in row) for row in labels)
+        empty = sum(all(label == NO_LABEL for label in row) for row in labels)
         if empty:
             raise DataError(
                 f"{empty} of {len(labels)} rows of column {' '.join(self.columns)!r} have no token "
-                f"of an answer within max_length = {self.max_length}: raise it, or take these rows "
-                "out of the table"
+                f"of an answer within max_length = {self.max_length}: raise max_length, or remove "
+                "these rows from the table"
             )
 
-    def _inputs(
+    def _model_inputs(
         self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor
     ) -> Mapping[str, Any]:
-        """Packed conversations without a cache: with one, transformers does not tell them apart."""
+        """Turn off the cache for packed conversations: with it, transformers would mix them."""
         return {**inputs, "use_cache": False} if self.packing else inputs
 
     def _targets(self, labels: Tensor) -> Tensor:
-        return _next(labels)
+        return _shift_left(labels)
 
 
-def _together(side: list[list[int]], rows: list[list[int]]) -> Ragged:
-    """Some lists as longer ones, each of several."""
-    return Ragged.of([[each for number in row for each in side[number]] for row in rows])
+def _join_packs(rows: list[list[int]], packs: list[list[int]]) -> RaggedArray:
+    """Return the joined rows of each pack; a pack is a list of row indices."""
+    return RaggedArray.from_lists([[n for index in pack for n in rows[index]] for pack in packs])
 
 
-def _next(labels: Tensor) -> Tensor:
-    """At each token the label of the next one; at the last, none."""
+def _shift_left(labels: Tensor) -> Tensor:
+    """Return the label of the next token at each token; NO_LABEL at the last."""
     last = torch.full_like(labels[:, :1], NO_LABEL)
     return torch.cat([labels[:, 1:], last], 1)

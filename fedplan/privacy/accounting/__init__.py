@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What costs privacy, how much of it, and the file of charges."""
+"""Privacy accounting: events, epsilon of their composition, and the budget of charges."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fedplan.privacy.accounting.accountant import calibrate, epsilon
     from fedplan.privacy.accounting.budget import Budget
-    from fedplan.privacy.accounting.events import Release, Steps
+    from fedplan.privacy.accounting.events import DPSGDSteps, Release
 
-__all__ = ["Budget", "Release", "Steps", "calibrate", "epsilon"]
+__all__ = ["Budget", "DPSGDSteps", "Release", "calibrate", "epsilon"]
 
-__getattr__, __dir__ = face(
-    __name__, {"accountant": "calibrate epsilon", "budget": "Budget", "events": "Release Steps"}
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {"accountant": "calibrate epsilon", "budget": "Budget", "events": "DPSGDSteps Release"},
 )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budget: a file of charges that is written and synced before anything is released.
+"""Budget: a file of privacy charges, each written and synced before its release leaves.
 
-Each line is a charge and a seal, which is a digest of it and of the seal before: no line can be
-changed, lost from the middle or moved without being noticed.
+Each line is a charge and a seal, a digest of the line and of the seal before it: a line that is
+changed, moved or lost from the middle is noticed.
 """
 
 from __future__ import annotations
@@ -19,22 +19,37 @@ from pathlib import Path
 from typing import BinaryIO, Literal, get_args
 
 from fedplan.privacy.accounting.accountant import epsilon
-from fedplan.privacy.accounting.events import Event, Spent, events_of, read_spent, written_spent
+from fedplan.privacy.accounting.events import (
+    Charge,
+    Event,
+    charge_from_json,
+    charge_to_json,
+    composed_events,
+)
 from fedplan.privacy.errors import PrivacyError
-from fedplan.storage.failpoints import reach
-from fedplan.storage.locks import alone, synced
+from fedplan.storage.failpoints import failpoint
+from fedplan.storage.locks import locked_folder, sync_folder
 
 Unit = Literal["client", "example"]
+"""The unit of privacy: client-level or example-level DP."""
 FORMAT = 1
+"""Version of the file, written in its first line."""
 
 _LINE = re.compile(rb'\{"seal": "([0-9a-f]{32})", "line": (\{.*\})\}')
 
 
 @dataclass
-class _Held:
-    """What a file holds: its charges, and the seal, the start and the end of the last good line."""
+class _FileState:
+    """The content of a budget's file.
 
-    charges: list[Spent] = field(default_factory=list[Spent])
+    charges: all charges, in order.
+    seal: the seal of the last whole line; `last` and `length`: the byte at which that line starts
+        and ends.
+    epsilon: epsilon of all charges, None until computed.
+    settled: whether this process has synced the last line.
+    """
+
+    charges: list[Charge] = field(default_factory=list[Charge])
     seal: str = ""
     last: int = 0
     length: int = 0
@@ -43,20 +58,23 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class Cap:
-    """An epsilon that some charges of a file may not pass: those whose names begin with `of`."""
+class EpsilonCap:
+    """A limit on the charges whose name starts with `name_prefix`: at most `epsilon` at `delta`."""
 
     epsilon: float
     delta: float
-    of: str = ""
+    name_prefix: str = ""
 
 
 class Budget:
-    """What was spent, on disk, and what may still be spent.
+    """The charges in a file, and the limits on them. The file is created by the first charge.
 
-    `unit` says whose presence is hidden: a client's, or an example's. Without a limit all is
-    charged and nothing refused. A `cap` holds for one run among those that a file is of. Whoever
-    has a charge may release; whoever was killed before it was synced has not, and charges it again.
+    limit: largest epsilon of all charges at `delta`; None refuses nothing.
+    unit: the unit of privacy. A file of the other unit is refused.
+    accountant: "pld" or "rdp".
+    cap: a further limit, on the charges of one run.
+
+    Raises a PrivacyError for wrong settings, or for a file that was changed or cannot be read.
     """
 
     def __init__(
@@ -67,7 +85,7 @@ class Budget:
         limit: float | None = None,
         unit: Unit = "client",
         accountant: str = "pld",
-        cap: Cap | None = None,
+        cap: EpsilonCap | None = None,
     ) -> None:
         if unit not in get_args(Unit):
             raise PrivacyError(f"the unit is {unit!r}: it is a client or an example")
@@ -76,145 +94,151 @@ class Budget:
         self.file, self.delta, self.limit = file, delta, limit
         self.unit, self.accountant, self.cap = unit, accountant, cap
         epsilon([], delta, accountant)  # refuses a wrong delta or accountant
-        self._found, self._doubtful = self._read(), False
+        self._last_state, self._stale = self._read(), False
 
     @property
-    def charges(self) -> tuple[Spent, ...]:
-        """All that was charged, in order."""
-        return tuple(self._held.charges)
+    def charges(self) -> tuple[Charge, ...]:
+        """All charges, in order."""
+        return tuple(self._state.charges)
 
-    def spent(self, *more: Spent) -> float:
-        """The epsilon of all charges, and of some that might come."""
+    def epsilon_spent(self, *more: Charge) -> float:
+        """Epsilon of all charges, and of `more` as if they were charged too, at `delta`."""
         if more:
-            return self._with(*more)
-        if self._held.epsilon is None:
-            self._held.epsilon = self._with()
-        return self._held.epsilon
+            return self._epsilon_with(*more)
+        if self._state.epsilon is None:
+            self._state.epsilon = self._epsilon_with()
+        return self._state.epsilon
 
-    def spent_of(self, cap: Cap, *more: Spent) -> float:
-        """The epsilon of the charges that a cap is for, at its delta, and of some that may come."""
-        charges = [each for each in self._held.charges if each.about.startswith(cap.of)]
-        return epsilon(events_of([*charges, *more]), cap.delta, self.accountant)
+    def epsilon_spent_under(self, cap: EpsilonCap, *more: Charge) -> float:
+        """Epsilon of the charges under a cap, and of `more`, at the cap's delta."""
+        charges = [each for each in self._state.charges if each.name.startswith(cap.name_prefix)]
+        return epsilon(composed_events([*charges, *more]), cap.delta, self.accountant)
 
     @property
-    def left(self) -> float | None:
-        """How far the limit is from what was spent; None without one."""
-        return None if self.limit is None else self.limit - self.spent()
+    def epsilon_left(self) -> float | None:
+        """The limit minus epsilon spent; None without a limit."""
+        return None if self.limit is None else self.limit - self.epsilon_spent()
 
-    def charge(self, event: Event, about: str, *, digest: str = "") -> None:
-        """Write a charge down for good, or refuse it: release only after this returns.
+    def charge(self, event: Event, name: str, *, digest: str = "") -> None:
+        """Append a charge to the file and sync it. Release only after this returns.
 
-        To charge the same event about the same thing again is free: the same bytes are released
-        again. With another `digest` it is another content, and is charged as such. Another event
-        under the same name is an error.
+        A charge equal to an earlier one (event, name and digest) is free: the same bytes are
+        released again. Another digest under the same name is charged as other content. Raises a
+        PrivacyError if a limit or the cap does not allow it, if the name was charged as another
+        event, or if the file cannot be written.
         """
-        spent = Spent(event, about, digest)
+        charge = Charge(event, name, digest)
         with self._open() as file:
             self._settle(file)
-            if self._known(spent):
+            if self._is_charged(charge):
                 return
-            after = self.require_room(spent)
-            reach("budget.before")
-            self._append(file, written_spent(spent))
-            self._held.charges.append(spent)
-            self._held.epsilon = after
+            after = self.require_affordable(charge)
+            failpoint("budget.before")
+            self._append(file, charge_to_json(charge))
+            self._state.charges.append(charge)
+            self._state.epsilon = after
 
-    def _known(self, spent: Spent) -> bool:
-        same = [charge for charge in self._held.charges if charge.about == spent.about]
-        for charge in same:
-            if charge.event != spent.event:
+    def _is_charged(self, charge: Charge) -> bool:
+        """Whether an equal charge is in the file. Raises a PrivacyError if its event is another."""
+        same_name = [earlier for earlier in self._state.charges if earlier.name == charge.name]
+        for earlier in same_name:
+            if earlier.event != charge.event:
                 raise PrivacyError(
-                    f"{spent.about} was charged as {charge.event}, not as {spent.event}: "
+                    f"{charge.name} was charged as {earlier.event}, not as {charge.event}: "
                     "what is released again is released as it was"
                 )
-        return spent in same
+        return charge in same_name
 
-    def _with(self, *more: Spent) -> float:
-        return epsilon(events_of([*self._held.charges, *more]), self.delta, self.accountant)
+    def _epsilon_with(self, *more: Charge) -> float:
+        return epsilon(composed_events([*self._state.charges, *more]), self.delta, self.accountant)
 
-    def require_room(self, *due: Spent) -> float | None:
-        """Refuse what the limit or the cap does not pay for.
+    def require_affordable(self, *due: Charge) -> float | None:
+        """Raise a PrivacyError if charges that are not made yet would pass the cap or the limit.
 
-        What will have been spent; None if nobody needs to know.
+        Returns epsilon of all charges with the due ones, None if it was not computed.
         """
-        due = tuple(each for each in due if each not in self._held.charges)
+        due = tuple(each for each in due if each not in self._state.charges)
         if not due:
-            return self._held.epsilon
-        if self.cap and (after := self.spent_of(self.cap, *due)) > self.cap.epsilon:
+            return self._state.epsilon
+        if self.cap and (after := self.epsilon_spent_under(self.cap, *due)) > self.cap.epsilon:
             raise PrivacyError(
-                f"{due[-1].about} would make epsilon {after:.4g}, and {self.cap.epsilon:g} was "
-                f"promised: the run ends here, with epsilon {self.spent_of(self.cap):.4g} spent"
-            ).coded("promise")
+                f"{due[-1].name} would make epsilon {after:.4g}, and {self.cap.epsilon:g} was "
+                "promised: the run ends here, with epsilon "
+                f"{self.epsilon_spent_under(self.cap):.4g} spent"
+            ).with_code("promise")
         if self.limit is None:
             return None
-        after = self._with(*due)
+        after = self._epsilon_with(*due)
         if after > self.limit:
             raise PrivacyError(
                 f"epsilon would be {after:.6g} and may be {self.limit:g}: nothing more is "
-                "released; end here, or raise the limit for all to see"
-            ).coded("limit-epsilon")
+                "released; end the run, or raise the limit and say so"
+            ).with_code("limit-epsilon")
         return after
 
     @property
-    def _held(self) -> _Held:
-        """What the file held when it was last read; after an error it is read anew."""
-        if self._doubtful:
-            self._found, self._doubtful = self._read_on(self._found), False
-        return self._found
+    def _state(self) -> _FileState:
+        """Content of the file as last read or written. Reads the file again after an error."""
+        if self._stale:
+            self._last_state, self._stale = self._read_on(self._last_state), False
+        return self._last_state
 
     @contextmanager
     def _open(self) -> Generator[BinaryIO]:
-        """The file, with no other process at it."""
+        """Open the file for writing under a lock. Raises a PrivacyError if that fails."""
         try:
-            with alone(self.file.parent, strictly=True, wait=60.0):
+            with locked_folder(self.file.parent, require_locks=True, timeout=60.0):
                 self.file.touch(0o600)
-                if self._held.length == 0:
-                    synced(self.file.parent)
+                if self._state.length == 0:
+                    sync_folder(self.file.parent)
                 with self.file.open("r+b", buffering=0) as file:
-                    if file.seek(0, os.SEEK_END) != self._held.length:
-                        self._found = self._read_on(self._held)
+                    if file.seek(0, os.SEEK_END) != self._state.length:
+                        self._last_state = self._read_on(self._state)
                     yield file
         except BaseException as error:
-            # Whatever broke in, an interrupt too: what is on disk decides.
-            self._doubtful = True
+            # After any error, an interrupt too, the file on disk decides.
+            self._stale = True
             if not isinstance(error, OSError):
                 raise
             raise PrivacyError(
-                f"{self.file} cannot be written: {error}; release nothing, mend the disk, go on"
+                f"{self.file} cannot be written: {error}; nothing is released; repair the disk "
+                "and resume"
             ) from error
 
     def _settle(self, file: BinaryIO) -> None:
-        """Cut off a line that was never finished, and put on disk what a killed process left.
+        """Write the first line of a new file; of an old one, cut off a torn line and sync the rest.
 
-        The last line is written once more: after a sync that failed, another one may say that all
-        is well though the line was never stored.
+        Does nothing the second time.
         """
-        if self._held.settled:
+        # The last line is written once more: after a sync that failed, another one may succeed
+        # though the line was never stored.
+        if self._state.settled:
             return
-        if self._held.length == 0:
+        if self._state.length == 0:
             file.truncate(0)
             self._append(file, {"format": FORMAT, "unit": self.unit})
             return
-        file.seek(self._held.last)
-        line = file.read(self._held.length - self._held.last).rstrip(b"\n") + b"\n"
-        _write(file, self._held.last, line)
-        self._held.length = file.tell()
+        file.seek(self._state.last)
+        line = file.read(self._state.length - self._state.last).rstrip(b"\n") + b"\n"
+        _write(file, self._state.last, line)
+        self._state.length = file.tell()
         file.truncate()
         os.fsync(file.fileno())
-        self._held.settled = True
+        self._state.settled = True
 
     def _append(self, file: BinaryIO, data: dict[str, object]) -> None:
+        """Write and sync a sealed line at the end of the file, and update the state."""
         body = json.dumps(data, sort_keys=True, allow_nan=False).encode()
-        seal = _seal(self._held.seal, body)
-        _write(file, self._held.length, b'{"seal": "%s", "line": %s}\n' % (seal.encode(), body))
-        reach("budget.written")
+        seal = _seal(self._state.seal, body)
+        _write(file, self._state.length, b'{"seal": "%s", "line": %s}\n' % (seal.encode(), body))
+        failpoint("budget.written")
         os.fsync(file.fileno())
-        self._held.seal, self._held.last = seal, self._held.length
-        self._held.length, self._held.settled = file.tell(), True
-        reach("budget.synced")
+        self._state.seal, self._state.last = seal, self._state.length
+        self._state.length, self._state.settled = file.tell(), True
+        failpoint("budget.synced")
 
-    def _read_on(self, before: _Held) -> _Held:
-        """What another process added; what was charged once stays."""
+    def _read_on(self, before: _FileState) -> _FileState:
+        """Read the file again. Raises a PrivacyError if it lacks charges that it had `before`."""
         after = self._read()
         if after.charges[: len(before.charges)] != before.charges:
             raise PrivacyError(
@@ -222,45 +246,49 @@ class Budget:
             )
         return after
 
-    def _read(self) -> _Held:
-        """All charges of the file. Only a last line without its end may be unreadable."""
+    def _read(self) -> _FileState:
+        """Read the file; no file is an empty one. Only an unfinished last line may be unreadable.
+
+        Raises a PrivacyError for a line whose seal is wrong, and for another unit or format.
+        """
         try:
             content = self.file.read_bytes() if self.file.exists() else b""
         except OSError as error:
             raise PrivacyError(f"{self.file} cannot be read: {error}") from error
-        held = _Held()
+        state = _FileState()
         *lines, tail = content.split(b"\n")
         for number, line in enumerate(lines, start=1):
-            body = _opened(held.seal, _LINE.fullmatch(line))
+            body = _verified_body(state.seal, _LINE.fullmatch(line))
             if body is None:
                 raise PrivacyError(
                     f"line {number} of {self.file} was changed or is lost: put a copy of the file "
                     "back; without it nobody knows what was spent"
                 )
-            self._take(held, body, len(line) + 1)
-        found = _LINE.match(tail)
-        if found and (body := _opened(held.seal, found)) is not None:
-            self._take(held, body, found.end())
-        return held
+            self._add_line(state, body, len(line) + 1)
+        match = _LINE.match(tail)
+        if match and (body := _verified_body(state.seal, match)) is not None:
+            self._add_line(state, body, match.end())
+        return state
 
-    def _take(self, held: _Held, body: bytes, size: int) -> None:
+    def _add_line(self, state: _FileState, body: bytes, size: int) -> None:
+        """Add a line of `size` bytes to the state: a charge, or the header if it is the first."""
         try:
             data: object = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise PrivacyError(f"{self.file} holds what is not JSON: {error}") from error
-        if held.length:
-            held.charges.append(read_spent(data))
+        if state.length:
+            state.charges.append(charge_from_json(data))
         elif data != {"format": FORMAT, "unit": self.unit}:
             raise PrivacyError(
                 f"{self.file} begins with {data}, and this run counts by {self.unit}, format "
                 f"{FORMAT}: what was spent by one unit is not spent by the other"
             )
-        held.seal = _seal(held.seal, body)
-        held.last, held.length = held.length, held.length + size
+        state.seal = _seal(state.seal, body)
+        state.last, state.length = state.length, state.length + size
 
 
-def unit_in(file: Path) -> Unit:
-    """By which unit a file counts, as its first line says; a budget of the other refuses it."""
+def read_budget_unit(file: Path) -> Unit:
+    """Unit in the first line of a budget's file; "example" if there is no file."""
     with file.open("rb") if file.exists() else BytesIO() as lines:
         return "client" if b'"client"' in lines.readline() else "example"
 
@@ -269,15 +297,15 @@ def _seal(before: str, body: bytes) -> str:
     return hashlib.sha256(before.encode() + body).hexdigest()[:32]
 
 
-def _opened(before: str, found: re.Match[bytes] | None) -> bytes | None:
-    """What a line says, if its seal follows from it and from the line before."""
-    if found is None or found[1].decode() != _seal(before, found[2]):
+def _verified_body(before: str, match: re.Match[bytes] | None) -> bytes | None:
+    """Body of a line whose seal follows from the seal `before`; None for any other line."""
+    if match is None or match[1].decode() != _seal(before, match[2]):
         return None
-    return found[2]
+    return match[2]
 
 
 def _write(file: BinaryIO, at: int, content: bytes) -> None:
-    """Write all of it: a raw file may take less at a time."""
+    """Write all bytes at a position: one write of a raw file may take fewer."""
     file.seek(at)
     while content:
         content = content[file.write(content) or 0 :]

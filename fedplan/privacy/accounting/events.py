@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: what costs privacy, as values that can be written down and read back.
+"""Privacy events: releases that cost privacy, and the charges for them, with their JSON form.
 
-Neighbours differ by one unit that is there or not: one client, or one example.
+Neighbouring data sets differ by one unit that is present or absent: one client, or one example.
 """
 
 from __future__ import annotations
@@ -13,106 +13,118 @@ from typing import Any, cast
 
 from fedplan.privacy.errors import PrivacyError
 
-NOISES = (1e-3, 1e6)
-RATES = (1e-6, 1.0)
+NOISE_MULTIPLIERS = (1e-3, 1e6)
+"""Smallest and largest noise multiplier that can be accounted for."""
+SAMPLING_RATES = (1e-6, 1.0)
+"""Smallest and largest sampling rate that can be accounted for."""
 LARGEST_COUNT = 10**7
+"""Largest number of DP-SGD steps in one event."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """One sum of clipped units with Gaussian noise, as a multiple of the clip.
+    """One sum of clipped units with Gaussian noise.
 
-    `rate` is the chance of each unit to be in the sum, drawn apart for each (Poisson); None claims
-    nothing of how they were drawn.
+    noise: the noise multiplier, stddev divided by the clipping norm.
+    rate: the Poisson sampling rate of units; None: no amplification by sampling is claimed.
     """
 
+    # The field names are the keys of the JSON form.
     noise: float
     rate: float | None = None
 
     def __post_init__(self) -> None:
-        _require(self, "noise", self.noise, NOISES)
+        _require(self, "noise", self.noise, NOISE_MULTIPLIERS)
         if self.rate is not None:
-            _require(self, "rate", self.rate, RATES)
+            _require(self, "rate", self.rate, SAMPLING_RATES)
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Steps of DP-SGD, each over a fresh Poisson batch of a client's examples."""
+class DPSGDSteps:
+    """`count` steps of DP-SGD, each on a new Poisson sample of a client's examples.
+
+    noise: the noise multiplier; rate: the sampling rate of each step.
+    """
 
     noise: float
     rate: float
     count: int
 
     def __post_init__(self) -> None:
-        _require(self, "noise", self.noise, NOISES)
-        _require(self, "rate", self.rate, RATES)
+        _require(self, "noise", self.noise, NOISE_MULTIPLIERS)
+        _require(self, "rate", self.rate, SAMPLING_RATES)
         if type(self.count) is not int or not 1 <= self.count <= LARGEST_COUNT:
             raise _wrong(self, "count", self.count, f"a whole number from 1 to {LARGEST_COUNT}")
 
 
-Event = Release | Steps
-_KINDS: dict[str, type[Event]] = {"release": Release, "steps": Steps}
+Event = Release | DPSGDSteps
+_KINDS: dict[str, type[Event]] = {"release": Release, "steps": DPSGDSteps}
 
 
 @dataclass(frozen=True)
-class Spent:
-    """One charge: the event, the name of what was released, and a keyed digest of it if known."""
+class Charge:
+    """One charge: the event, the name of the release, and a keyed digest of its content, or ""."""
 
     event: Event
-    about: str
+    name: str
     digest: str = ""
 
 
-def together(*noises: float) -> float:
-    """The noise of several Gaussian sums over the same units, as that of one.
+def combined_noise(*noise_multipliers: float) -> float:
+    """Noise multiplier of one Gaussian sum that costs as much as several over the same sample.
 
-    Sums over one and the same sampled cohort are one event: charged as several, each with the rate,
-    they would claim that the cohort was drawn anew for each.
+    Sums over one sampled cohort are one event. Charged as several events, each with the sampling
+    rate, they would claim a new sample for each.
     """
-    return 1 / sqrt(sum(noise**-2 for noise in noises))
+    return 1 / sqrt(sum(noise**-2 for noise in noise_multipliers))
 
 
-def events_of(charges: Iterable[Spent]) -> list[Event]:
-    """What is to be accounted for: sums of one name are over one cohort, whatever they held."""
-    found, sums = list[Event](), dict[tuple[str, float | None], list[float]]()
+def composed_events(charges: Iterable[Charge]) -> list[Event]:
+    """Events to account for: all DP-SGD steps, then one release per name and sampling rate.
+
+    Releases of one name, whatever their digest, are over one cohort: they become one release with
+    their combined noise.
+    """
+    steps, noises = list[Event](), dict[tuple[str, float | None], list[float]]()
     for charge in charges:
         if isinstance(charge.event, Release):
-            sums.setdefault((charge.about, charge.event.rate), []).append(charge.event.noise)
+            noises.setdefault((charge.name, charge.event.rate), []).append(charge.event.noise)
         else:
-            found.append(charge.event)
-    return found + [Release(together(*noises), rate) for (_, rate), noises in sums.items()]
+            steps.append(charge.event)
+    releases = [Release(combined_noise(*noise), rate) for (_, rate), noise in noises.items()]
+    return steps + releases
 
 
-def written(event: Event) -> dict[str, Any]:
-    """An event as JSON."""
-    kind = next(kind for kind, made in _KINDS.items() if made is type(event))
+def event_to_json(event: Event) -> dict[str, Any]:
+    """The event's fields, with its "kind"."""
+    kind = next(kind for kind, event_type in _KINDS.items() if event_type is type(event))
     return {"kind": kind, **asdict(event)}
 
 
-def read(data: object) -> Event:
-    """The event that `written` wrote, or a PrivacyError."""
-    held = _object(data, "an event")
-    kind = held.pop("kind", None)
+def event_from_json(data: object) -> Event:
+    """The event that `event_to_json` wrote. Raises a PrivacyError for any other value."""
+    values = _object(data, "an event")
+    kind = values.pop("kind", None)
     if not isinstance(kind, str) or kind not in _KINDS:
         raise PrivacyError(f"an event of kind {kind!r} is not known: {', '.join(_KINDS)} are")
-    made = _KINDS[kind]
-    _require_keys(held, {field.name for field in fields(made)}, f"a {kind}")
-    return made(**{key: _number(key, value) for key, value in held.items()})
+    event_type = _KINDS[kind]
+    _require_keys(values, {field.name for field in fields(event_type)}, f"a {kind}")
+    return event_type(**{key: _number(key, value) for key, value in values.items()})
 
 
-def written_spent(spent: Spent) -> dict[str, Any]:
-    """A charge as JSON."""
-    return {"about": spent.about, "digest": spent.digest, "event": written(spent.event)}
+def charge_to_json(charge: Charge) -> dict[str, Any]:
+    """The charge as JSON, as a line of the budget's file has it."""
+    return {"about": charge.name, "digest": charge.digest, "event": event_to_json(charge.event)}
 
 
-def read_spent(data: object) -> Spent:
-    """The charge that `written_spent` wrote, or a PrivacyError."""
-    held = _object(data, "a charge")
-    _require_keys(held, {"about", "digest", "event"}, "a charge")
-    about, digest = held["about"], held["digest"]
-    if not isinstance(about, str) or not isinstance(digest, str):
-        raise PrivacyError(f"a charge is about {about!r} with digest {digest!r}, not two texts")
-    return Spent(read(held["event"]), about, digest)
+def charge_from_json(data: object) -> Charge:
+    """The charge that `charge_to_json` wrote. Raises a PrivacyError for any other value."""
+    values = _object(data, "a charge")
+    _require_keys(values, {"about", "digest", "event"}, "a charge")
+    name, digest = values["about"], values["digest"]
+    if not isinstance(name, str) or not isinstance(digest, str):
+        raise PrivacyError(f"a charge is about {name!r} with digest {digest!r}, not two texts")
+    return Charge(event_from_json(values["event"]), name, digest)
 
 
 def _object(data: object, what: str) -> dict[str, Any]:
@@ -121,14 +133,14 @@ def _object(data: object, what: str) -> dict[str, Any]:
     return dict(cast("Mapping[str, Any]", data))
 
 
-def _require_keys(held: Mapping[str, Any], wanted: set[str], what: str) -> None:
-    if set(held) != wanted:
-        has = ", ".join(map(str, held)) or "nothing"
-        raise PrivacyError(f"{what} has {', '.join(sorted(wanted))}, not {has}")
+def _require_keys(values: Mapping[str, Any], expected: set[str], what: str) -> None:
+    if set(values) != expected:
+        has = ", ".join(map(str, values)) or "nothing"
+        raise PrivacyError(f"{what} has {', '.join(sorted(expected))}, not {has}")
 
 
 def _number(key: str, value: object) -> Any:
-    """JSON writes 1.0 and 1 alike; a count stays whole."""
+    """A JSON number as the event's field has it: a float, except `count`."""
     if type(value) is int and key != "count":
         return float(value) if abs(value) < 2**1000 else value
     return value
@@ -140,5 +152,5 @@ def _require(event: Event, field: str, value: object, range: tuple[float, float]
         raise _wrong(event, field, value, f"a number from {lowest:g} to {highest:g}")
 
 
-def _wrong(event: Event, field: str, value: object, wanted: str) -> PrivacyError:
-    return PrivacyError(f"{field} of a {type(event).__name__} is {value!r}: give {wanted}")
+def _wrong(event: Event, field: str, value: object, expected: str) -> PrivacyError:
+    return PrivacyError(f"{field} of a {type(event).__name__} is {value!r}: give {expected}")

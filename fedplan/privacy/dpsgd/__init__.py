@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DP-SGD: every step hides each single example of a client."""
+"""DP-SGD: training with example-level differential privacy."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.privacy.dpsgd.fit import DPSGD, dp_sgd
+    from fedplan.privacy.dpsgd.fit import DPSGDConfig, dp_sgd
 
-__all__ = ["DPSGD", "dp_sgd"]
+__all__ = ["DPSGDConfig", "dp_sgd"]
 
-__getattr__, __dir__ = face(__name__, {"fit": "DPSGD dp_sgd"})
+__getattr__, __dir__ = lazy_exports(__name__, {"fit": "DPSGDConfig dp_sgd"})

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DP-SGD: a fit whose every step hides each single example of the client.
+"""DP-SGD: training of one turn with example-level differential privacy.
 
-Abadi et al., Deep Learning with Differential Privacy, 2016. Each step draws its examples apart
-(Poisson), clips the gradient of each over all trained params, shared and kept, adds Gaussian noise
-to every trained coordinate and divides by a public number. Nothing else leaves the fit: its loss is
-not said, since that would be a release of its own.
+Abadi et al., Deep Learning with Differential Privacy, 2016. Each step samples its examples
+(Poisson), clips the gradient of each over all trained params, shared and personal, adds Gaussian
+noise to every trained coordinate and divides by a public number. The loss is not reported: it would
+be a release of its own.
 """
 
 from __future__ import annotations
@@ -18,246 +18,305 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fedplan.data.examples import Examples, Seeded
-from fedplan.privacy.accounting.events import Steps
-from fedplan.privacy.dpsgd.factors import Unfactored
-from fedplan.privacy.dpsgd.ghost import distrust, ghost
-from fedplan.privacy.dpsgd.per_example import Subject, Sum, one_by_one, require_apart, trained
+from fedplan.data.examples import Examples, SeededExamples
+from fedplan.privacy.accounting.events import DPSGDSteps
+from fedplan.privacy.dpsgd.factors import GhostClippingError
+from fedplan.privacy.dpsgd.ghost_clipping import add_ghost_clipped, why_not_ghost_clipping
+from fedplan.privacy.dpsgd.per_example import (
+    ClippedSum,
+    Objective,
+    add_clipped_one_by_one,
+    require_independent_examples,
+    trained_tensors,
+)
 from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.mechanisms.noise import finest, on_grid
-from fedplan.tensors.devices import device_of, forked, widest
-from fedplan.training.fit import Done, Fit, Job, Pace, adjust
-from fedplan.training.freezing import Marked, mark
-from fedplan.training.passes import checkpointed
+from fedplan.privacy.mechanisms.noise import finest_grid_step, round_to_grid
+from fedplan.tensors.devices import fork_rng_state, model_device, sum_dtype
+from fedplan.training.fit import Fit, FitResult, Job, TrainConfig, adjust_gradients
+from fedplan.training.forward_options import use_gradient_checkpointing
+from fedplan.training.freezing import TrainableParams, trainable
 
 Normal = Callable[[tuple[int, ...]], Tensor]
-"""Gives float64 numbers of N(0, 1) in a shape, from a source that nobody can foresee."""
+"""Samples a float64 tensor of N(0, 1) of a shape, cryptographically secure."""
 Uniform = Callable[[int], Tensor]
-"""Gives so many float64 numbers of [0, 1), from a source that nobody can foresee."""
-_TOKENS = 2**12
-"""How many tokens run at a time: of more, the factors of all layers would need much memory."""
+"""Samples that many float64 numbers of [0, 1), cryptographically secure."""
+_MAX_TOKENS = 2**12
+"""Most tokens in a microbatch, to bound the memory of all layers' gradient factors."""
 _CHUNK = 2**15
-"""Coordinates that get their noise at a time: their scratch stays in a core's cache."""
-_USUAL = 2**8
-"""The tokens of an example that does not say them, such as a picture."""
+"""Coordinates that get their noise at a time, so that temporary tensors stay in the cache."""
+_DEFAULT_LENGTH = 2**8
+"""Tokens assumed for an example without an attention mask, such as an image."""
 
 
 @dataclass(frozen=True)
-class DPSGD:
-    """How a client hides each of its examples; all of it is public.
+class DPSGDConfig:
+    """Settings of DP-SGD. All are public: none may depend on a client's number of examples.
 
-    `noise` is a multiple of `clip`. `rate` is the chance of each example to be in a step and
-    `expected_batch` what the noisy sum is divided by: neither may be worked out from the number of
-    rows that a client really has. `microbatch` is how many examples run at a time, at most: fewer
-    of long texts.
+    max_grad_norm: L2 norm to which each example's gradient is clipped.
+    noise_multiplier: stddev of the noise divided by `max_grad_norm`; 0 is no privacy.
+    expected_batch_size: number that the noisy sum of gradients is divided by.
+    sampling_rate: probability of each example to be in a step.
+    steps: steps of one fit.
+    microbatch_size: most examples that run at a time; fewer of long texts.
+
+    Raises a PrivacyError for values out of range.
     """
 
-    clip: float
-    noise: float
-    expected_batch: int
-    rate: float
+    max_grad_norm: float
+    noise_multiplier: float
+    expected_batch_size: int
+    sampling_rate: float
     steps: int
-    microbatch: int = 64
+    microbatch_size: int = 64
 
     def __post_init__(self) -> None:
         wholes = {
-            "expected_batch": self.expected_batch,
+            "expected_batch_size": self.expected_batch_size,
             "steps": self.steps,
-            "microbatch": self.microbatch,
+            "microbatch_size": self.microbatch_size,
         }
         for name, value in wholes.items():
             if type(value) is not int or value < 1:
                 raise PrivacyError(f"{name} is {value!r}: give a whole number, 1 or more")
-        if not 0 < self.rate <= 1:
-            raise PrivacyError(f"rate is {self.rate!r}: give a number above 0 and at most 1")
-        if not (self.clip > 0 and isfinite(self.clip)):
-            raise PrivacyError(f"clip is {self.clip!r}: give a number above 0")
-        if not (self.noise >= 0 and isfinite(self.noise)):
-            raise PrivacyError(f"noise is {self.noise!r}: give 0, which hides nothing, or more")
+        if not 0 < self.sampling_rate <= 1:
+            raise PrivacyError(
+                f"sampling_rate is {self.sampling_rate!r}: give a number above 0 and at most 1"
+            )
+        if not (self.max_grad_norm > 0 and isfinite(self.max_grad_norm)):
+            raise PrivacyError(f"max_grad_norm is {self.max_grad_norm!r}: give a number above 0")
+        if not (self.noise_multiplier >= 0 and isfinite(self.noise_multiplier)):
+            raise PrivacyError(
+                f"noise_multiplier is {self.noise_multiplier!r}: give 0 (no privacy) or more"
+            )
 
     @property
-    def event(self) -> Steps:
-        """What one fit costs: to be charged before it begins."""
-        return Steps(self.noise, self.rate, self.steps)
+    def event(self) -> DPSGDSteps:
+        """Privacy event of one fit, to be charged before it starts."""
+        return DPSGDSteps(self.noise_multiplier, self.sampling_rate, self.steps)
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """What a fit did. Only `steps`, the noisy steps it took, is public; the rest stays at home.
+class DPSGDStats:
+    """Counts of one fit. Only `steps` is public; the rest must not leave the client.
 
-    `examples` counts those drawn over all steps, `clipped` those that were too long, `spoiled`
-    those that counted for nothing because their gradient was not finite. `slow` says why examples
-    had to be taken one by one, if they had.
+    examples: examples sampled over all steps; clipped: those whose gradient was clipped;
+    non_finite: those whose gradient was not finite and was left out.
+    slow_reason: why examples ran one by one instead of by ghost clipping; "" if they did not.
     """
 
     steps: int = 0
     examples: int = 0
     clipped: int = 0
-    spoiled: int = 0
-    slow: str = ""
+    non_finite: int = 0
+    slow_reason: str = ""
 
 
-def dp_sgd(privately: DPSGD, *, normal: Normal, uniform: Uniform) -> Fit:
-    """The fit by DP-SGD: it trains every SHARE and KEEP param.
+def dp_sgd(config: DPSGDConfig, *, normal: Normal, uniform: Uniform) -> Fit:
+    """A fit that trains the SHARE and KEEP params of a job by DP-SGD. See `train_dp_sgd`.
 
-    Of the pace it takes the optimiser, its rate and schedule, decay and momentum, the clip of the
-    noisy gradient, bf16 and checkpointing; how many steps and of what size it says itself, and
-    `require_pace` refuses the rest. What changes gradients, as FedProx does, changes noisy ones.
+    normal and uniform: sources of noise and of sampling.
     """
 
-    def fit(job: Job) -> Done:
-        return train(job, privately, normal=normal, uniform=uniform)[0]
+    def fit(job: Job) -> FitResult:
+        return train_dp_sgd(job, config, normal=normal, uniform=uniform)[0]
 
     return fit
 
 
-def require_pace(pace: Pace) -> None:
-    """Refuse what a fit by DP-SGD cannot take, rather than leave it out in silence."""
+def require_train_config(train_config: TrainConfig) -> None:
+    """Raise a PrivacyError for a training setting that DP-SGD does not support."""
     refusals = {
-        "accumulate": (
-            pace.accumulate > 1,
-            "a step draws its rows by chance, and takes as many at a time as fit: say a larger "
-            "batch alone",
+        "gradient_accumulation_steps": (
+            train_config.gradient_accumulation_steps > 1,
+            "a step samples its examples, and splits them into microbatches by itself: raise the "
+            "batch size instead",
         ),
         "precision": (
-            pace.dtype is torch.float16,
-            "the scaler of fp16 leaves out steps by what the gradients are, which is a release "
-            "that nobody pays for: take bf16",
+            train_config.dtype is torch.float16,
+            "the gradient scaler of fp16 skips steps depending on the gradients, which is a "
+            "release that is not charged: use bf16",
         ),
-        "compile": (bool(pace.compile), "what each example adds is heard layer by layer"),
-        "by_length": (pace.by_length, "a step draws its rows by chance alone"),
-        "reuse": (pace.reuse, "its loop takes each example's gradient through the whole model"),
-        "workers": (pace.workers > 0, "nobody knows ahead which rows a step draws"),
+        "torch_compile": (
+            bool(train_config.torch_compile),
+            "per-example gradients need hooks on each layer",
+        ),
+        "group_by_length": (train_config.group_by_length, "a step samples its examples at random"),
+        "cache_activations": (
+            train_config.cache_activations,
+            "each example's gradient goes through the whole model",
+        ),
+        "num_workers": (
+            train_config.num_workers > 0,
+            "the examples of a step are not known in advance",
+        ),
     }
-    for word, (wrong, why) in refusals.items():
-        if wrong:
-            raise PrivacyError(f"train.{word} does not go together with hiding examples: {why}")
+    for option, (is_set, reason) in refusals.items():
+        if is_set:
+            raise PrivacyError(
+                f"train.{option} cannot be used with example-level privacy: {reason}"
+            )
 
 
-def train(job: Job, privately: DPSGD, *, normal: Normal, uniform: Uniform) -> tuple[Done, Sampled]:
-    """Train by DP-SGD, and say what was done."""
-    require_pace(job.pace)
+def train_dp_sgd(
+    job: Job, config: DPSGDConfig, *, normal: Normal, uniform: Uniform
+) -> tuple[FitResult, DPSGDStats]:
+    """Train a job's model in place by DP-SGD; return the result (its loss is nan) and the counts.
+
+    Of the job's train config it uses the optimizer, lr, schedule, weight decay, max_grad_norm (of
+    the noisy gradient), bf16 and gradient checkpointing; steps and batch size are those of
+    `config`. Gradient changes of the job, as of FedProx, apply to noisy gradients. Raises a
+    PrivacyError for unsupported settings, devices without float64, and models or losses that mix
+    examples.
+    """
+    require_train_config(job.train_config)
     _require_float64(job.model)
-    # Were masks known, a row that is there would show in the masks of those after it.
-    seed = int(float(_require(uniform(1), (1,))) * 2**53)
-    with forked(device_of(job.model), seed), _marked(job) as marked:
-        if not list(marked.parameters()):
-            return Done(loss=nan, steps=0), Sampled()
+    # The seed is secret: with known dropout masks, an example would show in those after it.
+    seed = int(float(_require_shape(uniform(1), (1,))) * 2**53)
+    with fork_rng_state(model_device(job.model), seed), _trainable(job) as params:
+        if not list(params.parameters()):
+            return FitResult(loss=nan, steps=0), DPSGDStats()
         job.model.train()
-        noisy = Noisy(_subject(job, seed), privately, marked, normal)
-        stepper = job.stepper(marked, privately.steps)
-        for _ in range(privately.steps):
-            drawn = _require(uniform(len(job.rows)), (len(job.rows),))
-            noisy.write_gradients((drawn < privately.rate).nonzero().flatten())
-            stepper.step(lambda: adjust(marked, job))
+        noisy = NoisyGradients(_make_objective(job, seed), config, params, normal)
+        stepper = job.stepper(params, config.steps)
+        for _ in range(config.steps):
+            draws = _require_shape(uniform(len(job.examples)), (len(job.examples),))
+            noisy.write_gradients((draws < config.sampling_rate).nonzero().flatten())
+            stepper.step(lambda: adjust_gradients(params, job))
         job.model.eval()
-    done = Done(loss=nan, steps=noisy.taken, distance=job.pace.rate * stepper.factors)
-    return done, noisy.sampled()
+    result = FitResult(loss=nan, steps=noisy.steps, lr_sum=job.train_config.lr * stepper.factor_sum)
+    return result, noisy.stats()
 
 
 @contextmanager
-def _marked(job: Job) -> Generator[Marked]:
-    with mark(job.model, job.roles) as marked, checkpointed(job.model, job.pace.checkpointing):
-        yield marked
+def _trainable(job: Job) -> Generator[TrainableParams]:
+    """The trainable params of a job, with gradient checkpointing as its config says."""
+    with (
+        trainable(job.model, job.roles) as params,
+        use_gradient_checkpointing(job.model, job.train_config.gradient_checkpointing),
+    ):
+        yield params
 
 
-def _subject(job: Job, seed: int) -> Subject:
-    rows = job.rows.seeded(seed) if isinstance(job.rows, Seeded) else job.rows
-    subject = Subject(job.model, trained(job.model, job.roles), rows, job.loss, job.pace.dtype)
-    require_apart(subject)
-    return subject
+def _make_objective(job: Job, seed: int) -> Objective:
+    """Objective of a job. Raises a PrivacyError if its model or loss mixes examples."""
+    examples = (
+        job.examples.with_seed(seed) if isinstance(job.examples, SeededExamples) else job.examples
+    )
+    objective = Objective(
+        job.model, trained_tensors(job.model, job.roles), examples, job.loss, job.train_config.dtype
+    )
+    require_independent_examples(objective)
+    return objective
 
 
-class Noisy:
-    """The noisy gradients of one fit, step by step, and the count of all that went into them.
+class NoisyGradients:
+    """Writes the noisy gradient of each step of one fit into `.grad` of its params, and counts.
 
-    `slow` says why examples are taken one by one, if they are.
+    slow_reason: why examples run one by one instead of by ghost clipping; "" if they do not.
+    steps: gradients written so far.
     """
 
-    def __init__(self, subject: Subject, privately: DPSGD, marked: Marked, normal: Normal) -> None:
-        self._subject, self._privately, self._normal = subject, privately, normal
-        self._leaves = dict(marked.named_parameters())
-        self.slow = distrust(subject)
-        self.taken = self._examples = self._clipped = self._spoiled = 0
+    def __init__(
+        self, objective: Objective, config: DPSGDConfig, params: TrainableParams, normal: Normal
+    ) -> None:
+        self._objective, self._config, self._normal = objective, config, normal
+        self._params = dict(params.named_parameters())
+        self.slow_reason = why_not_ghost_clipping(objective)
+        self.steps = self._examples = self._clipped = self._non_finite = 0
 
-    def write_gradients(self, drawn: Tensor) -> None:
-        """Give each leaf the noisy mean over the rows drawn; there may be none."""
-        found = Sum(self._subject.tensors, self._privately.clip)
-        for indices in _portions(self._subject.rows, drawn, self._privately.microbatch):
-            self._add(indices, found)
-        for each in self._subject.tensors:
-            for key, view in each.views(found.totals[each.name]).items():
-                self._leaves[key].grad = self._noisy(view, self._leaves[key])
-        self.taken += 1
-        self._examples += len(drawn)
-        self._clipped += int((found.lengths.isfinite() & (found.lengths > found.bound)).sum())
-        self._spoiled += found.spoiled
+    def write_gradients(self, indices: Tensor) -> None:
+        """Set `.grad` of each param to the noisy mean of the clipped gradients of some examples.
 
-    def _add(self, indices: Tensor, into: Sum) -> None:
-        if not self.slow:
+        Without examples it is noise alone.
+        """
+        clipped = ClippedSum(self._objective.tensors, self._config.max_grad_norm)
+        size = self._config.microbatch_size
+        for microbatch in _microbatches(self._objective.examples, indices, size):
+            self._add(microbatch, clipped)
+        for trained in self._objective.tensors:
+            for key, total in trained.views(clipped.totals[trained.name]).items():
+                self._params[key].grad = self._noisy(total, self._params[key])
+        self.steps += 1
+        self._examples += len(indices)
+        too_long = clipped.norms.isfinite() & (clipped.norms > clipped.max_grad_norm)
+        self._clipped += int(too_long.sum())
+        self._non_finite += clipped.non_finite
+
+    def _add(self, indices: Tensor, into: ClippedSum) -> None:
+        """Add clipped gradients by ghost clipping; one by one, from now on, if that fails."""
+        if not self.slow_reason:
             try:
-                return ghost(self._subject, indices, into)
-            except Unfactored as error:
-                self.slow = str(error)
-        one_by_one(self._subject, indices, into)
+                return add_ghost_clipped(self._objective, indices, into)
+            except GhostClippingError as error:
+                self.slow_reason = str(error)
+        add_clipped_one_by_one(self._objective, indices, into)
 
-    def _noisy(self, view: Tensor, leaf: nn.Parameter) -> Tensor:
-        private, shape = self._privately, tuple(view.shape)
-        drawn = _require(self._normal(shape), shape).to(view.device)
-        made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
-        scale = private.noise * private.clip
-        # A step is so fine that rounding, over all coordinates, stays within clipping's hair.
-        step = finest(scale) * 2.0**12 if scale else 0.0
-        for into, exact, noise in zip(*map(_chunks, (made, view, drawn)), strict=True):
+    def _noisy(self, total: Tensor, param: nn.Parameter) -> Tensor:
+        """A sum of clipped gradients plus noise, divided by the expected batch size.
+
+        In the dtype and on the device of `param`.
+        """
+        config, shape = self._config, tuple(total.shape)
+        samples = _require_shape(self._normal(shape), shape).to(total.device)
+        gradient = torch.empty(shape, dtype=param.dtype, device=param.device)
+        stddev = config.noise_multiplier * config.max_grad_norm
+        # So fine that rounding, over all coordinates, stays within the margin left by clipping.
+        step = finest_grid_step(stddev) * 2.0**12 if stddev else 0.0
+        for target, exact, noise in zip(*map(_chunks, (gradient, total, samples)), strict=True):
             noisy = exact.to(torch.float64, copy=True)
             if step:
-                noisy = on_grid(noisy, step).add_(on_grid(noise.mul_(scale), step))
-            into.copy_(noisy.div_(private.expected_batch))
-        return made
+                noisy = round_to_grid(noisy, step).add_(round_to_grid(noise.mul_(stddev), step))
+            target.copy_(noisy.div_(config.expected_batch_size))
+        return gradient
 
-    def sampled(self) -> Sampled:
-        """What went into them."""
-        return Sampled(self.taken, self._examples, self._clipped, self._spoiled, self.slow)
+    def stats(self) -> DPSGDStats:
+        """The counts so far."""
+        return DPSGDStats(
+            self.steps, self._examples, self._clipped, self._non_finite, self.slow_reason
+        )
 
 
 def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
     return cast("tuple[Tensor, ...]", tensor.reshape(-1).split(_CHUNK))
 
 
-def _portions(rows: Examples, drawn: Tensor, most: int) -> Iterator[Tensor]:
-    """The rows drawn, in portions of at most so many tokens, each of texts of one length.
-
-    Were a text filled up to the length of another, the values of a server might make its gradient
-    follow from that: then one row would change what all others add.
-    """
-    if not len(drawn):
+def _microbatches(examples: Examples, indices: Tensor, most: int) -> Iterator[Tensor]:
+    """Split indices into microbatches of at most `most` examples, of texts of equal length each."""
+    # No padding: the server's values could make a gradient depend on it, so that one example would
+    # change what the others add.
+    if not len(indices):
         return
-    if "attention_mask" not in rows.batch(drawn[:1]):
-        yield from cast("tuple[Tensor, ...]", drawn.split(_fitting(_USUAL, most)))
+    if "attention_mask" not in examples.batch(indices[:1]):
+        size = _microbatch_size(_DEFAULT_LENGTH, most)
+        yield from cast("tuple[Tensor, ...]", indices.split(size))
         return
-    lengths = rows.batch(drawn)["attention_mask"].flatten(1).sum(1)
+    lengths = examples.batch(indices)["attention_mask"].flatten(1).sum(1)
     for length in cast("list[int]", lengths.unique().tolist()):
-        alike = drawn[lengths == length]
-        yield from cast("tuple[Tensor, ...]", alike.split(_fitting(length, most)))
+        same_length = indices[lengths == length]
+        yield from cast("tuple[Tensor, ...]", same_length.split(_microbatch_size(length, most)))
 
 
-def _fitting(width: int, most: int) -> int:
-    """How many rows of a width run at a time."""
-    return max(1, min(most, _TOKENS // max(1, width)))
+def _microbatch_size(length: int, most: int) -> int:
+    """Number of examples of a length that run at a time, at most `most`."""
+    return max(1, min(most, _MAX_TOKENS // max(1, length)))
 
 
 def _require_float64(model: nn.Module) -> None:
-    device = device_of(model)
-    if widest(device) is not torch.float64:
+    """Raise a PrivacyError for a model on a device without float64."""
+    device = model_device(model)
+    if sum_dtype(device) is not torch.float64:
         raise PrivacyError(
-            f"the model is on {device}, which has no float64, and clipped gradients are added up "
-            'in that: say device = "cpu"'
+            f"the model is on {device}, which has no float64, the dtype in which clipped gradients "
+            'are summed: use device = "cpu"'
         )
 
 
-def _require(drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """One number for each place: fewer would be spread over several, and hide none of them."""
-    if drawn.shape != shape or drawn.dtype != torch.float64:
-        found = f"{tuple(drawn.shape)} of {drawn.dtype}"
-        raise PrivacyError(f"a source of chance gave {found}, and {shape} of float64 was asked for")
-    return drawn
+def _require_shape(numbers: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return random numbers, or raise a PrivacyError if they are not float64 of this shape.
+
+    Fewer numbers would be broadcast: the same noise on many coordinates hides none.
+    """
+    if numbers.shape != shape or numbers.dtype != torch.float64:
+        actual = f"{tuple(numbers.shape)} of {numbers.dtype}"
+        raise PrivacyError(f"a random source returned {actual}, not {shape} of torch.float64")
+    return numbers

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per example: what each example adds to a private step, at most a bound long.
+"""Per-example gradients, clipped and summed, with one backward pass for each example.
 
-An example's gradient is that of the loss on its row alone, over all trained params as one vector.
-Here the rows are taken one by one, which is right for every model; `ghost` is the faster way.
+An example's gradient is that of the loss on this example alone, over all trained params as one
+vector. This works for every model; `ghost_clipping` is faster.
 """
 
 from __future__ import annotations
@@ -19,212 +19,232 @@ from torch import Tensor, nn
 from fedplan.data.examples import Examples, Loss
 from fedplan.language.plan import Roles
 from fedplan.models.params import Param, Params
-from fedplan.models.quantised import mixes_rows
+from fedplan.models.quantized import mixes_examples
 from fedplan.privacy.errors import PrivacyError
-from fedplan.tensors.devices import at_rest, autocast, brought, device_of, forked
+from fedplan.tensors.devices import autocast, eval_mode, fork_rng_state, model_device, to_device
 
-_PIECE = 2**14
-_HAIR = 1 - 2.0**-20
-"""What is clipped ends a hair inside the bound, so that rounding never puts it outside."""
+_CHUNK = 2**14
+"""Numbers that are made float64 at a time, so that temporary tensors stay in the cache."""
+_MARGIN = 1 - 2.0**-20
+"""A clipped norm ends slightly inside the limit, so that rounding never puts it outside."""
 _SLACK = 0.05
+"""Relative tolerance when the loss of a batch is compared with those of its examples."""
 _SMALLEST = 1e-300
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A tensor of a model that is trained, all of it or some of its `rows`."""
+class TrainedTensor:
+    """A trained tensor of a model.
+
+    row_params: the params of its trained rows; () if the whole tensor is trained.
+    """
 
     name: str
     tensor: nn.Parameter
-    rows: Params = ()
+    row_params: Params = ()
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """What is trained of a tensor of this shape, by the keys that `mark` gives the leaves."""
-        return {p.key: p.view(whole) for p in self.rows} if self.rows else {self.name: whole}
+        """The trained parts of a tensor of this shape, as views, keyed as `trainable` keys them."""
+        return (
+            {p.key: p.view(whole) for p in self.row_params}
+            if self.row_params
+            else {self.name: whole}
+        )
 
 
-def trained(model: nn.Module, roles: Roles) -> tuple[Trained, ...]:
-    """The tensors that a turn trains."""
-    held: dict[str, list[Param]] = {}
+def trained_tensors(model: nn.Module, roles: Roles) -> tuple[TrainedTensor, ...]:
+    """The tensors of a model that have a trained param, by the roles of a turn."""
+    params: dict[str, list[Param]] = {}
     for param in roles:
-        held.setdefault(param.name, []).append(param)
-    found = list[Trained]()
+        params.setdefault(param.name, []).append(param)
+    tensors = list[TrainedTensor]()
     for name, tensor in model.named_parameters():
-        awake = [param for param in held.get(name, []) if roles[param].trained]
-        if awake:
-            whole = len(awake) == len(held[name])
-            found.append(Trained(name, tensor, () if whole else tuple(awake)))
-    return tuple(found)
+        trained = [param for param in params.get(name, []) if roles[param].is_trained]
+        if trained:
+            is_whole = len(trained) == len(params[name])
+            tensors.append(TrainedTensor(name, tensor, () if is_whole else tuple(trained)))
+    return tuple(tensors)
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What gradients are taken of: a model with some tensors trained, and a loss on rows."""
+class Objective:
+    """A model with its trained tensors, its examples and its loss. `dtype` is that of autocast."""
 
     model: nn.Module
-    tensors: tuple[Trained, ...]
-    rows: Examples
+    tensors: tuple[TrainedTensor, ...]
+    examples: Examples
     loss: Loss
     dtype: torch.dtype | None = None
 
     @property
     def name(self) -> str:
-        """The model as an error names it."""
+        """Class name of the model, for messages."""
         return type(self.model).__name__
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Where forward passes belong, as in any other fit."""
-        return autocast(device_of(self.model), self.dtype)
+        """Context of forward passes: autocast to `dtype`, if set."""
+        return autocast(model_device(self.model), self.dtype)
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        """Some rows, where the model is."""
-        return brought(self.rows.batch(indices), device_of(self.model))
+        """Some examples as a batch on the model's device."""
+        return to_device(self.examples.batch(indices), model_device(self.model))
 
-    def loss_of(self, indices: Tensor) -> Tensor:
-        """The loss on some rows."""
+    def batch_loss(self, indices: Tensor) -> Tensor:
+        """The model's loss on a batch of some examples."""
         with self.autocast():
             return self.loss(self.model, self.batch(indices))
 
 
-class Sum:
-    """Clipped gradients of examples, added up, and the length that each had before.
+class ClippedSum:
+    """Sum of clipped per-example gradients, in float64.
 
-    Lengths and sums are in float64, so that a sum of any order is that of the clipped gradients but
-    for a share of 2**-53 of each number in it. A gradient that is not finite adds nothing. What is
-    added to the frozen rows of a tensor is nobody's: only the views of `Trained` count.
+    totals: the sum for each tensor, by name. Frozen rows of a tensor may hold anything: read the
+        sum by `TrainedTensor.views`.
+    norms: the norm of each gradient before clipping; one that is not finite adds nothing.
     """
 
-    def __init__(self, tensors: Iterable[Trained], bound: float) -> None:
-        self.bound = bound
-        self.totals = {each.name: _zeros(each.tensor) for each in tensors}
-        self.lengths = torch.empty(0, dtype=torch.float64)
+    def __init__(self, tensors: Iterable[TrainedTensor], max_grad_norm: float) -> None:
+        self.max_grad_norm = max_grad_norm
+        self.totals = {
+            trained.name: torch.zeros_like(trained.tensor, dtype=torch.float64)
+            for trained in tensors
+        }
+        self.norms = torch.empty(0, dtype=torch.float64)
 
     @property
-    def spoiled(self) -> int:
-        """How many gradients were not finite."""
-        return int((~self.lengths.isfinite()).sum())
+    def non_finite(self) -> int:
+        """Number of gradients that were not finite."""
+        return int((~self.norms.isfinite()).sum())
 
-    def scales(self, squares: Tensor) -> Tensor:
-        """What gradients of these squared lengths are multiplied by; their lengths are noted."""
-        lengths = squares.double().cpu().sqrt()
-        self.lengths = torch.cat([self.lengths, lengths])
-        clipped = self.bound * _HAIR / lengths.clamp(min=_SMALLEST)
-        scales = torch.where(lengths <= self.bound * _HAIR, 1.0, clipped)
-        return torch.where(lengths.isfinite(), scales, 0.0)
+    def clip_factors(self, squared_norms: Tensor) -> Tensor:
+        """Factors that clip gradients of these squared norms; 0 for one that is not finite.
+
+        Appends the norms to `norms`.
+        """
+        norms = squared_norms.double().cpu().sqrt()
+        self.norms = torch.cat([self.norms, norms])
+        clipping = self.max_grad_norm * _MARGIN / norms.clamp(min=_SMALLEST)
+        factors = torch.where(norms <= self.max_grad_norm * _MARGIN, 1.0, clipping)
+        return torch.where(norms.isfinite(), factors, 0.0)
 
 
-def one_by_one(subject: Subject, indices: Tensor, into: Sum) -> None:
-    """Add what each of some rows contributes, one backward pass each."""
-    leaves = [each.tensor for each in subject.tensors]
+def add_clipped_one_by_one(objective: Objective, indices: Tensor, into: ClippedSum) -> None:
+    """Add the clipped gradient of each of some examples to a sum, one backward pass each."""
+    leaves = [trained.tensor for trained in objective.tensors]
     for index in cast("tuple[Tensor, ...]", indices.split(1)):
-        loss = subject.loss_of(index)
-        pairs = zip(subject.tensors, slopes(loss, leaves), strict=True)
-        gradients = {each: gradient for each, gradient in pairs if gradient is not None}
-        views = [v for each, whole in gradients.items() for v in each.views(whole).values()]
-        squares = torch.stack([torch.zeros((), dtype=torch.float64), *map(square, views)]).sum()
-        scale = float(into.scales(squares[None]))
-        for each, gradient in gradients.items() if scale else ():
-            into.totals[each.name].add_(gradient, alpha=scale)
+        loss = objective.batch_loss(index)
+        pairs = zip(objective.tensors, gradients_or_none(loss, leaves), strict=True)
+        gradients = {trained: gradient for trained, gradient in pairs if gradient is not None}
+        views = [view for trained, g in gradients.items() for view in trained.views(g).values()]
+        squares = [torch.zeros((), dtype=torch.float64), *map(squared_norm, views)]
+        factor = float(into.clip_factors(torch.stack(squares).sum()[None]))
+        for trained, gradient in gradients.items() if factor else ():
+            into.totals[trained.name].add_(gradient, alpha=factor)
 
 
-def slopes(
-    loss: Tensor, of: Sequence[Tensor], times: Tensor | None = None
+def gradients_or_none(
+    output: Tensor, inputs: Sequence[Tensor], output_grad: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """The gradient of a loss in each of some tensors, None in one that it does not depend on."""
-    if not loss.requires_grad:
-        return (None,) * len(of)
-    return torch.autograd.grad(loss, of, times, allow_unused=True)
+    """Gradient of an output in each input; None for an input that it does not depend on.
 
-
-def square(tensor: Tensor) -> Tensor:
-    """The squared length of a tensor, in float64: of pieces, whose scratch stays in a cache."""
-    flat = tensor.detach().reshape(-1)
-    pieces = (piece.double() for piece in cast("tuple[Tensor, ...]", flat.split(_PIECE)))
-    return torch.stack([torch.dot(piece, piece) for piece in pieces]).sum().cpu()
-
-
-def require_apart(subject: Subject) -> None:
-    """Refuse what mixes the examples of a batch: then no example has a gradient of its own.
-
-    The loss on rows together must be their mean, weighted or not, or their sum. Those tried are of
-    one length: a server's values must not decide by what fills a row up whether there is an answer.
+    output_grad: gradient of the loss in the output; None for a scalar loss.
     """
-    _require_no_statistics(subject)
-    rows = alike(subject.rows)
-    if not len(rows):
+    if not output.requires_grad:
+        return (None,) * len(inputs)
+    return torch.autograd.grad(output, inputs, output_grad, allow_unused=True)
+
+
+def squared_norm(tensor: Tensor) -> Tensor:
+    """Squared L2 norm of a tensor, in float64, on the CPU."""
+    flat = tensor.detach().reshape(-1)
+    chunks = (chunk.double() for chunk in cast("tuple[Tensor, ...]", flat.split(_CHUNK)))
+    return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).sum().cpu()
+
+
+def require_independent_examples(objective: Objective) -> None:
+    """Raise a PrivacyError if the model or loss mixes the examples of a batch.
+
+    Then no example has a gradient of its own to clip. Checks for batch norm, for buffers that
+    change in training, and, on up to three examples, that the loss of a batch is the mean (weighted
+    or not) or the sum of the losses of its examples.
+    """
+    # Examples of one length: otherwise the server's values could decide, by their effect on
+    # padding, whether there is an answer.
+    _require_no_batch_statistics(objective)
+    indices = same_length_examples(objective.examples)
+    if not len(indices):
         return
-    _require_no_memory(subject, rows)
-    with at_rest(subject.model), torch.no_grad():
-        alone = [subject.loss_of(row).item() for row in cast("tuple[Tensor, ...]", rows.split(1))]
-        together, twice = subject.loss_of(rows).item(), subject.loss_of(rows[[0, 0]]).item()
+    _require_unchanged_buffers(objective, indices)
+    with eval_mode(objective.model), torch.no_grad():
+        singles = cast("tuple[Tensor, ...]", indices.split(1))
+        alone = [objective.batch_loss(index).item() for index in singles]
+        together = objective.batch_loss(indices).item()
+        twice = objective.batch_loss(indices[[0, 0]]).item()
     if not all(map(isfinite, (*alone, together, twice))):
         return
-    if not (_mixes_not(alone, together) and _mixes_not([alone[0]] * 2, twice)):
+    if not (_is_mean_or_sum(alone, together) and _is_mean_or_sum([alone[0]] * 2, twice)):
         raise PrivacyError(
-            f"the loss of {subject.name} on several examples is neither a mean nor the sum of "
+            f"the loss of {objective.name} on several examples is neither a mean nor the sum of "
             "their own: each is compared with the others, as contrastive losses do, so no example "
             "has a gradient of its own to clip. Take a loss of single examples, such as image-text "
             "against the classes, or privacy at the level of clients"
         )
 
 
-def _require_no_statistics(subject: Subject) -> None:
+def _require_no_batch_statistics(objective: Objective) -> None:
+    """Raise a PrivacyError for batch norm in training mode, and for int8 layers."""
     batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    modules: dict[str, nn.Module] = dict(subject.model.named_modules())
+    modules: dict[str, nn.Module] = dict(objective.model.named_modules())
     for name, module in modules.items():
         if isinstance(module, batch_norms) and module.training:
             raise PrivacyError(
-                f"{name} of {subject.name} is a {type(module).__name__}: it takes the mean of a "
+                f"{name} of {objective.name} is a {type(module).__name__}: it takes the mean of a "
                 "batch, so that examples change each other's gradients. Put GroupNorm or LayerNorm "
                 "in its place, or take privacy at the level of clients"
             )
-        if mixes_rows(module):
+        if mixes_examples(module):
             raise PrivacyError(
-                f"{name} of {subject.name} is packed in int8, and takes the columns apart in which "
-                "any example of a batch has a large number, so that examples change each other's "
-                "gradients. Pack it in nf4, or take privacy at the level of clients"
+                f"{name} of {objective.name} is quantized to int8, which treats the columns apart "
+                "in which any example of a batch has a large number, so that examples change each "
+                "other's gradients. Quantize it to nf4, or take privacy at the level of clients"
             )
 
 
-def alike(rows: Examples) -> Tensor:
-    """Up to three rows of one length, that of most."""
-    some = torch.arange(min(1000, len(rows)))
-    if not len(some) or "attention_mask" not in rows.batch(some[:1]):
-        return some[:3]
-    lengths = rows.batch(some)["attention_mask"].flatten(1).sum(1)
-    return some[lengths == lengths.mode().values][:3]
+def same_length_examples(examples: Examples) -> Tensor:
+    """Indices of up to three of the first 1,000 examples, all of the most common length."""
+    first = torch.arange(min(1000, len(examples)))
+    if not len(first) or "attention_mask" not in examples.batch(first[:1]):
+        return first[:3]
+    lengths = examples.batch(first)["attention_mask"].flatten(1).sum(1)
+    return first[lengths == lengths.mode().values][:3]
 
 
-def telling(rows: Examples) -> Tensor:
-    """Up to three rows to try things on: of texts, the shortest and the longest among them."""
-    some = torch.arange(min(1000, len(rows)))
-    if not len(some) or "attention_mask" not in rows.batch(some[:1]):
-        return some[:3]
-    order = rows.batch(some)["attention_mask"].flatten(1).sum(1).argsort(stable=True)
+def probe_examples(examples: Examples) -> Tensor:
+    """Indices of up to three of the first 1,000 examples: shortest, longest and median text."""
+    first = torch.arange(min(1000, len(examples)))
+    if not len(first) or "attention_mask" not in examples.batch(first[:1]):
+        return first[:3]
+    order = examples.batch(first)["attention_mask"].flatten(1).sum(1).argsort(stable=True)
     return order[[0, -1, len(order) // 2]] if len(order) > 2 else order
 
 
-def _require_no_memory(subject: Subject, rows: Tensor) -> None:
-    """Refuse a model that writes something of its rows into a buffer while it trains."""
-    held = {name: buffer.clone() for name, buffer in subject.model.named_buffers()}
-    with forked(device_of(subject.model)), torch.no_grad():
-        subject.loss_of(rows)
-    for name, buffer in subject.model.named_buffers():
-        was = held.get(name)
-        if was is None or was.shape != buffer.shape or not torch.equal(was, buffer):
+def _require_unchanged_buffers(objective: Objective, indices: Tensor) -> None:
+    """Raise a PrivacyError for a model that changes a buffer in a forward pass in training."""
+    before = {name: buffer.clone() for name, buffer in objective.model.named_buffers()}
+    with fork_rng_state(model_device(objective.model)), torch.no_grad():
+        objective.batch_loss(indices)
+    for name, buffer in objective.model.named_buffers():
+        old = before.get(name)
+        if old is None or old.shape != buffer.shape or not torch.equal(old, buffer):
             raise PrivacyError(
-                f"{name} of {subject.name} changes while it trains: it remembers rows, so that "
-                "they change the gradients of those after them. Take privacy at the level of "
-                "clients, or a model without such a memory"
+                f"{name} of {objective.name} changes while it trains: it remembers examples, so "
+                "that they change the gradients of later ones. Use client-level privacy, or a "
+                "model without such a buffer"
             )
 
 
-def _mixes_not(alone: list[float], together: float) -> bool:
+def _is_mean_or_sum(alone: list[float], together: float) -> bool:
+    """Whether a batch's loss lies in the range of its examples' losses, or is about their sum."""
     slack = _SLACK * max(map(abs, alone)) + 1e-4
     mean = min(alone) - slack <= together <= max(alone) + slack
     return mean or abs(sum(alone) - together) <= slack * len(alone)
-
-
-def _zeros(tensor: Tensor) -> Tensor:
-    """Room for a sum."""
-    return torch.zeros_like(tensor, dtype=torch.float64)

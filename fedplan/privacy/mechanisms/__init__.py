@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping, noise, votes and sums: what hides, without a budget."""
+"""Mechanisms of differential privacy: clipping, sampling, Gaussian noise and noisy votes."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.privacy.mechanisms.gaussian import Mechanism, aggregate
-    from fedplan.privacy.mechanisms.noise import Noise
-    from fedplan.privacy.mechanisms.vote import Vote
+    from fedplan.privacy.mechanisms.gaussian import GaussianMechanism, aggregate
+    from fedplan.privacy.mechanisms.noise import NoiseStream
+    from fedplan.privacy.mechanisms.vote import NoisyVote
 
-__all__ = ["Mechanism", "Noise", "Vote", "aggregate"]
+__all__ = ["GaussianMechanism", "NoiseStream", "NoisyVote", "aggregate"]
 
-__getattr__, __dir__ = face(
-    __name__, {"gaussian": "Mechanism aggregate", "noise": "Noise", "vote": "Vote"}
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {"gaussian": "GaussianMechanism aggregate", "noise": "NoiseStream", "vote": "NoisyVote"},
 )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gaussian: the sum of clients' changes with the noise that hides each of them.
+"""Gaussian mechanism for client-level DP: the sum of clipped client changes with noise.
 
-What each client adds is clipped as one vector; every coordinate of the public set gets noise,
-whoever sent it and whether anybody did; and the divisor is public. So the support, the divisor and
-the noise tell nothing of who was there, what they trained, or how many examples they hold.
+Each client's change is clipped as one vector. Every coordinate of the public set gets noise,
+whether anybody sent it or not, and the divisor is public. So neither reveals who took part, what
+they trained, or how many examples they hold.
 """
 
 from __future__ import annotations
@@ -19,26 +19,33 @@ from torch import Tensor
 
 from fedplan.privacy.accounting.events import Release
 from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.mechanisms.clipping import clip, require_bound
-from fedplan.privacy.mechanisms.noise import Noise, finest, on_grid
-from fedplan.privacy.mechanisms.secret import derived
-from fedplan.tensors.sums import GRID, LARGEST_VALUE, ExactSum
+from fedplan.privacy.mechanisms.clipping import clip_change, require_clipping_norm
+from fedplan.privacy.mechanisms.noise import NoiseStream, finest_grid_step, round_to_grid
+from fedplan.privacy.mechanisms.secret import derive_key
+from fedplan.tensors.sums import GRID, MAX_VALUE, ExactSum
 
 Change = Mapping[str, Tensor]
-Shared = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""The public set: the shape and dtype of each name that any client may share in a round."""
+"""A client's update minus the base, by tensor name."""
+PublicShapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""The public set: shape and dtype of each tensor that any client may share in a round."""
 RATIO = 2.0**30
-"""A share of the noise is so many steps of its grid at least: the sum of shares, each rounded, is
-then as good as one rounded Gaussian. docs/design/secure-sums.md says by how much."""
+"""Smallest stddev of a share of the noise, in grid steps: the sum of rounded shares is then as good
+as one rounded Gaussian. docs/explanation/secure-aggregation.md says by how much."""
 
 
 @dataclass(frozen=True)
-class Mechanism:
-    """The client-level Gaussian mechanism of one round; all that it holds is public.
+class GaussianMechanism:
+    """The client-level Gaussian mechanism of one round. All fields are public.
 
-    `noise` is a multiple of `bound`, and the sum is divided by `over`: the expected size of a
-    cohort, say. `rate` is the chance of each client to be in the cohort, None if it was not drawn.
-    With `parts` nobody adds the noise alone: each client adds a share, of which so many have it.
+    public_shapes: shape and dtype of each tensor that any client may share; all get noise.
+    clipping_norm: L2 norm to which each client's change is clipped.
+    noise_multiplier: stddev of the noise divided by the clipping norm.
+    divisor: number that the noisy sum is divided by, such as the expected cohort size.
+    sampling_rate: probability of each client to be in the cohort; None: not sampled.
+    noise_shares: with distributed DP, the number of clients whose shares add up to the whole noise;
+        0: one party adds all of it.
+
+    Raises a PrivacyError for settings whose sums would not be exact.
 
         total = ExactSum()
         for change in changes:
@@ -47,124 +54,131 @@ class Mechanism:
         mean = mechanism.release(total, secret, "round 7")
     """
 
-    shared: Shared
-    bound: float
-    noise: float
-    over: float
-    rate: float | None = None
-    parts: int = 0
+    public_shapes: PublicShapes
+    clipping_norm: float
+    noise_multiplier: float
+    divisor: float
+    sampling_rate: float | None = None
+    noise_shares: int = 0
 
     def __post_init__(self) -> None:
-        require_bound(self.bound)
-        if not self.over > 0 or not isfinite(self.over):
-            raise PrivacyError(f"the public divisor is {self.over!r}: give a number above 0")
-        if not GRID * 2**20 <= self.scale <= LARGEST_VALUE / 2**6:
-            raise PrivacyError(f"noise {self.noise!r} by {self.bound!r} cannot be summed exactly")
-        if self.parts and self.part < RATIO * self._step:
+        require_clipping_norm(self.clipping_norm)
+        if not self.divisor > 0 or not isfinite(self.divisor):
+            raise PrivacyError(f"the public divisor is {self.divisor!r}: give a number above 0")
+        if not GRID * 2**20 <= self.stddev <= MAX_VALUE / 2**6:
             raise PrivacyError(
-                f"a share of the noise is {self.part:.3g}, in steps of {self._step:.3g}: too "
-                "coarse for shares to be one Gaussian; take a larger clip, by "
-                f"{RATIO * self._step / self.part:.2g} times, or more noise"
+                f"noise_multiplier {self.noise_multiplier!r} times clipping norm "
+                f"{self.clipping_norm!r} cannot be summed exactly"
+            )
+        if self.noise_shares and self.share_stddev < RATIO * self._grid_step:
+            raise PrivacyError(
+                f"a share of the noise is {self.share_stddev:.3g}, in steps of "
+                f"{self._grid_step:.3g}: too coarse for shares to be one Gaussian; take a larger "
+                "clipping norm, by "
+                f"{RATIO * self._grid_step / self.share_stddev:.2g} times, or more noise"
             )
 
     @property
-    def scale(self) -> float:
-        """The standard deviation of the noise on each coordinate of the sum."""
-        return self.noise * self.bound
+    def stddev(self) -> float:
+        """Standard deviation of the whole noise on each coordinate of the sum."""
+        return self.noise_multiplier * self.clipping_norm
 
     @property
-    def part(self) -> float:
-        """The standard deviation of what one draws: a share of the noise, or all of it."""
-        return self.scale / sqrt(self.parts or 1)
+    def share_stddev(self) -> float:
+        """Standard deviation of the noise that one party adds: a share, or all of it."""
+        return self.stddev / sqrt(self.noise_shares or 1)
 
     @property
     def event(self) -> Release:
-        """What a release costs. Which coordinates it has makes no difference."""
-        return Release(self.noise, self.rate)
+        """Privacy event of one release, the same for any set of coordinates."""
+        return Release(self.noise_multiplier, self.sampling_rate)
 
     def add(self, total: ExactSum, change: Change, *, weight: float = 1.0) -> bool:
-        """Add one client's clipped change; say whether it was within the bound.
+        """Clip one client's change and add it to `total`; return whether its norm was within.
 
-        Names that it does not have count as zeros. A change that does not fit is refused and leaves
-        the sum as it was.
+        Tensors that the change lacks count as zeros. Raises a PrivacyError, and leaves `total` as
+        it was, for an unknown name, another shape, or numbers that are not finite.
         """
-        self._require_shared(change)
-        clipped = clip(change, self.bound, weight=weight)
-        # Rounded to whole steps towards zero: to the nearest step it could get longer.
-        step = self._step
+        self._require_public_shapes(change)
+        clipped = clip_change(change, self.clipping_norm, weight=weight)
+        # Rounded towards zero: rounding to nearest could increase the norm.
+        step = self._grid_step
         total.add({n: v.div_(step).trunc_().mul_(step) for n, v in clipped.values.items()}, 1)
         return clipped.within
 
-    def clipped(self, change: Change) -> ExactSum:
-        """One client's clipped change as a sum of its own."""
+    def clipped_sum(self, change: Change) -> ExactSum:
+        """A new sum that holds one client's clipped change."""
         total = ExactSum()
         self.add(total, change)
         return total
 
-    def release(self, total: ExactSum, secret: bytes, about: str) -> dict[str, Tensor]:
-        """The sum with noise, divided: the same bits for the same sum, secret and name.
+    def release(self, total: ExactSum, secret: bytes, name: str) -> dict[str, Tensor]:
+        """The sum with noise, divided by `divisor`. Charge `event` first.
 
-        Charge `event` before.
+        The same sum, secret and name give the same bits.
         """
-        return self.divided(self.noised(total, secret, about))
+        return self.divide(self.add_noise(total, secret, name))
 
-    def noised(self, total: ExactSum, secret: bytes, about: str, *of: bytes) -> ExactSum:
-        """A sum with noise: all of it on all clients' sum, or on one client's its share.
+    def add_noise(self, total: ExactSum, secret: bytes, name: str, *content: bytes) -> ExactSum:
+        """A new sum: `total` plus noise of `share_stddev` on every coordinate of the public set.
 
-        It is added in whole steps of the grid, as one more sender, on every coordinate of the
-        public set, so that no rounding depends on the sum. `of` is what else it follows from.
+        The noise follows from the secret, the name, `content` and the bits of `total`.
         """
-        source = Noise.for_release(secret, about, *of, self._content(total))
+        # Added in whole grid steps, as one more sender: no rounding depends on the sum.
+        source = NoiseStream.for_release(secret, name, *content, self._digest(total))
         noisy = ExactSum()
         noisy.merge(total)
-        noisy.add(self._noises(source), 1)
+        noisy.add(self._sample_noise(source), 1)
         return noisy
 
-    def divided(self, noisy: ExactSum) -> dict[str, Tensor]:
-        """A sum that has its noise, divided by the public number: of what it holds."""
-        sums = noisy.mean(dict.fromkeys(self.shared, 1))
-        return {name: sums[name].div_(self.over).to(self.shared[name][1]) for name in sums}
+    def divide(self, noisy: ExactSum) -> dict[str, Tensor]:
+        """A noisy sum divided by `divisor`, in the public dtypes."""
+        sums = noisy.mean(dict.fromkeys(self.public_shapes, 1))
+        return {
+            name: sums[name].div_(self.divisor).to(self.public_shapes[name][1]) for name in sums
+        }
 
-    def digest(self, total: ExactSum, secret: bytes, about: str) -> str:
-        """A name for this sum that only the secret's owner can make, fit to be written down."""
-        return derived(secret, "digest", about, self._content(total)).hex()[:32]
+    def digest(self, total: ExactSum, secret: bytes, name: str) -> str:
+        """Keyed digest of a sum, for its charge: it reveals nothing without the secret."""
+        return derive_key(secret, "digest", name, self._digest(total)).hex()[:32]
 
-    def _noises(self, source: Noise) -> dict[str, Tensor]:
-        shapes = {name: self.shared[name][0] for name in sorted(self.shared)}
-        drawn = {name: source.gaussian(shape, self.part) for name, shape in shapes.items()}
-        return {name: on_grid(values, self._step) for name, values in drawn.items()}
+    def _sample_noise(self, source: NoiseStream) -> dict[str, Tensor]:
+        shapes = {name: self.public_shapes[name][0] for name in sorted(self.public_shapes)}
+        noise = {name: source.gaussian(shape, self.share_stddev) for name, shape in shapes.items()}
+        return {name: round_to_grid(values, self._grid_step) for name, values in noise.items()}
 
     @property
-    def _step(self) -> float:
-        """The step of changes and of noise: where the largest noise has no finer bits, no less.
+    def _grid_step(self) -> float:
+        """Grid step to which changes and noise are rounded.
 
-        Bits that no noise has, a sum would show as they are.
+        Not finer than the noise is exact: bits below the noise's own would be released unhidden.
         """
-        return max(GRID, finest(self.part))
+        return max(GRID, finest_grid_step(self.share_stddev))
 
-    def _content(self, total: ExactSum) -> bytes:
-        """A digest of all that decides a release: every bit of the sum, the set and the scale."""
-        tensors, facts = total.tensors()
-        shapes = sorted((name, shape) for name, (shape, _) in self.shared.items())
-        found = hashlib.sha256(json.dumps([facts, shapes, self.part.hex()]).encode())
+    def _digest(self, total: ExactSum) -> bytes:
+        """SHA-256 of everything that decides a release: sum, public set and stddev."""
+        tensors, facts = total.to_tensors()
+        shapes = sorted((name, shape) for name, (shape, _) in self.public_shapes.items())
+        digest = hashlib.sha256(json.dumps([facts, shapes, self.share_stddev.hex()]).encode())
         for name in sorted(tensors):
-            found.update(tensors[name].numpy().tobytes())
-        return found.digest()
+            digest.update(tensors[name].numpy().tobytes())
+        return digest.digest()
 
-    def _require_shared(self, change: Change) -> None:
+    def _require_public_shapes(self, change: Change) -> None:
+        """Raise a PrivacyError for a tensor that is not in the public set, or of another shape."""
         for name, tensor in change.items():
-            if name not in self.shared:
-                raise PrivacyError(f"{name!r} is not among what this round shares")
-            shape = self.shared[name][0]
+            if name not in self.public_shapes:
+                raise PrivacyError(f"{name!r} is not shared in this round")
+            shape = self.public_shapes[name][0]
             if tuple(tensor.shape) != shape:
                 raise PrivacyError(f"{name!r} has shape {tuple(tensor.shape)}, not {shape}")
 
 
 def aggregate(
-    mechanism: Mechanism, changes: Iterable[Change], secret: bytes, about: str
+    mechanism: GaussianMechanism, changes: Iterable[Change], secret: bytes, name: str
 ) -> dict[str, Tensor]:
-    """One release from all changes at once."""
+    """Noisy mean of all changes: the sum of `add`, then `release`. Charges nothing."""
     total = ExactSum()
     for change in changes:
         mechanism.add(total, change)
-    return mechanism.release(total, secret, about)
+    return mechanism.release(total, secret, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise: Gaussian numbers from a cryptographic stream."""
+"""NoiseStream: Gaussian and uniform random numbers from a cryptographic stream."""
 
 from __future__ import annotations
 
@@ -11,62 +11,63 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedplan.privacy.errors import needed
-from fedplan.privacy.mechanisms.secret import SIZE, derived
+from fedplan.privacy.errors import import_extra
+from fedplan.privacy.mechanisms.secret import SECRET_SIZE, derive_key
 
 _CHUNK = 2**16
-"""Pairs of numbers made at a time: their scratch stays in a core's cache."""
-COUNTS = 2.0**-30
-"""The step of noisy counts."""
+"""Pairs of numbers made at a time, so that temporary tensors stay in the cache."""
+COUNT_GRID_STEP = 2.0**-30
+"""Grid step to which noise on counts is rounded."""
 
 
-def on_grid(values: Tensor, step: float) -> Tensor:
-    """Float64 numbers as whole steps, which are a power of two, in place.
+def round_to_grid(values: Tensor, step: float) -> Tensor:
+    """Round float64 `values` in place to multiples of `step`, a power of two, and return them.
 
-    The last bits of a Gaussian tell how it was made, and those of a sum with it what it was added
-    to (Mironov 2012; Jin et al., arXiv 2112.05307). So a sum and its noise are both put on one
-    grid, so coarse that every step has noise that leads to it, before they are added.
+    The low bits of floating-point noise reveal the value it was added to (Mironov 2012; Jin et al.,
+    arXiv 2112.05307). So a sum and its noise are rounded to one grid before they are added.
     """
     return values.mul_(1 / step).round_().mul_(step)
 
 
-def finest(scale: float) -> float:
-    """The finest step on which all noise of a scale is exact: none is 19 times as large."""
-    return 2.0 ** (ceil(log2(19 * scale)) - 52)
+def finest_grid_step(stddev: float) -> float:
+    """Smallest grid step on which Gaussian noise of a stddev is exact in float64.
+
+    No sample is 19 times as large as the stddev.
+    """
+    return 2.0 ** (ceil(log2(19 * stddev)) - 52)
 
 
-class Noise:
-    """A stream of random numbers that nobody without its key can foresee.
+class NoiseStream:
+    """A stream of cryptographically secure random numbers: AES-256 in counter mode under a key.
 
-    The stream is AES-256 in counter mode; seeds of numpy or torch have no part in it. Numbers are
-    float64 from 63 random bits. Who adds them to something takes both `on_grid`.
+    Independent of the seeds of numpy and torch. Apply `round_to_grid` to the numbers and to the
+    values they are added to. Raises a PrivacyError if `cryptography` is not installed.
     """
 
     def __init__(self, key: bytes) -> None:
-        ciphers = needed("cryptography.hazmat.primitives.ciphers", "noise")
+        ciphers = import_extra("cryptography.hazmat.primitives.ciphers", "cryptographic noise")
         counter = ciphers.modes.CTR(bytes(16))
         self._stream = ciphers.Cipher(ciphers.algorithms.AES(key), counter).encryptor()
 
     @staticmethod
-    def fresh() -> Noise:
-        """Noise that can be drawn once, keyed by the system's source."""
-        return Noise(os.urandom(SIZE))
+    def fresh() -> NoiseStream:
+        """Stream under a new random key: its numbers cannot be drawn again."""
+        return NoiseStream(os.urandom(SECRET_SIZE))
 
     @staticmethod
-    def for_release(secret: bytes, about: str, *of: str | int | bytes) -> Noise:
-        """The noise of one release of one content, and of no other.
+    def for_release(secret: bytes, name: str, *content: str | int | bytes) -> NoiseStream:
+        """Stream for one release: the key follows from the secret, the name and the content.
 
-        A server that was killed closes its round again. If it drew anew, the same sum would be out
-        twice with two noises, and their mean is closer to it than was paid for: so the noise
-        follows from the secret and from what the release is called. And if the sum, or the scale of
-        the noise, is another the second time, one noise on both would give both away: so it follows
-        also from `of`, which says all that the release is made of. The bits are the same on the
-        same machine; another processor may round the last one of a logarithm differently.
+        `content` must determine everything that is released. The same arguments give the same
+        bits on the same machine; another processor may round a logarithm differently.
         """
-        return Noise(derived(secret, "noise", about, *of))
+        # After a restart the same sum gets the same noise: two noises on one sum would average out.
+        # Another sum under the same name gets other noise: the same noise on both would reveal
+        # their difference.
+        return NoiseStream(derive_key(secret, "noise", name, *content))
 
-    def gaussian(self, shape: tuple[int, ...], scale: float) -> Tensor:
-        """Float64 numbers of standard deviation `scale`."""
+    def gaussian(self, shape: tuple[int, ...], stddev: float) -> Tensor:
+        """Float64 tensor of Gaussian numbers with mean 0, the next of the stream."""
         values = torch.empty(shape, dtype=torch.float64)
         flat = values.view(-1)
         for start in range(0, flat.numel(), 2 * _CHUNK):
@@ -75,24 +76,24 @@ class Noise:
             real, imaginary = self._pairs(half)
             part[:half] = real
             part[half:] = imaginary[: part.numel() - half]
-        return values.mul_(scale)
+        return values.mul_(stddev)
 
     def uniform(self, count: int) -> Tensor:
-        """Float64 numbers from 0 to below 1."""
+        """The next `count` uniform float64 numbers of [0, 1)."""
         words = (self.words(count) >> np.uint64(11)).view(np.int64)
         return torch.from_numpy(words).double().mul_(2.0**-53)
 
     def _pairs(self, count: int) -> tuple[Tensor, Tensor]:
-        """Two independent Gaussians per place (Box and Muller)."""
+        """Two tensors of `count` independent standard Gaussians (Box and Muller)."""
         radius = self._above_zero(count).log_().mul_(-2).sqrt_()
         angle = self._above_zero(count).mul_(2 * pi)
         return radius * angle.cos(), angle.sin_().mul_(radius)
 
     def _above_zero(self, count: int) -> Tensor:
-        """Numbers above 0 and at most 1, in steps of 2**-63: the tails reach as far as that."""
+        """`count` uniform numbers of (0, 1] in steps of 2**-63, the limit of the Gaussian tails."""
         words = (self.words(count) >> np.uint64(1)).view(np.int64)
         return torch.from_numpy(words).double().add_(0.5).mul_(2.0**-63)
 
     def words(self, count: int) -> NDArray[np.uint64]:
-        """Random words of 64 bits."""
+        """The next `count` random 64-bit words."""
         return np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8")

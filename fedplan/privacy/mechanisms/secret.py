@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secret: 32 bytes that only the server, or the site, has, and keys that follow from them.
+"""Secret of a server or site: 32 random bytes in a file, and the keys derived from them.
 
-Whoever has the secret can take the noise off every release. It stays in a file of its own, that
-only its owner may read, and in no checkpoint that leaves it. With a seal the file is sealed.
+With the secret, the noise of every release can be removed. It is stored in a file that only its
+owner may read, encrypted if an `Encryption` is given, and in no checkpoint.
 """
 
 from __future__ import annotations
@@ -17,63 +17,72 @@ from pathlib import Path
 
 from fedplan.privacy.errors import PrivacyError
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.locks import synced
+from fedplan.storage.locks import sync_folder
 
-SIZE = 32
+SECRET_SIZE = 32
+"""Bytes of a secret."""
 _ABOUT = "secret"
 
 
-def secret_of(file: Path, seal: Encryption | None = None) -> bytes:
-    """The secret in a file; one is drawn from the system's source if there is no file."""
+def load_or_create_secret(file: Path, encryption: Encryption | None = None) -> bytes:
+    """Secret in a file; a new random one is written there first if there is no file.
+
+    Raises a PrivacyError if the file cannot be used, see `read_secret`.
+    """
     try:
         if not file.exists():
-            _make(file, seal)
-        synced(file.parent)
+            _create(file, encryption)
+        sync_folder(file.parent)
     except OSError as error:
         raise PrivacyError(f"the secret {file} cannot be used: {error}") from error
-    return read_secret(file, seal)
+    return read_secret(file, encryption)
 
 
-def read_secret(file: Path, seal: Encryption | None = None) -> bytes:
-    """The secret in a file that is there. Nothing is drawn, and nothing on the disk is changed."""
+def read_secret(file: Path, encryption: Encryption | None = None) -> bytes:
+    """Secret in an existing file. Writes nothing.
+
+    Raises a PrivacyError if the file is missing, readable by others, or of the wrong size.
+    """
     try:
         mode = file.stat().st_mode
         content = file.read_bytes()
     except OSError as error:
         raise PrivacyError(f"the secret {file} cannot be used: {error}") from error
     if stat.S_IMODE(mode) & 0o077:
-        raise PrivacyError(f"others may read the secret {file}: chmod 600 it, or begin anew")
-    found = content if seal is None else seal.open(content, _ABOUT)
-    if len(found) != SIZE:
-        raise PrivacyError(f"{file} must have {SIZE} bytes, not {len(found)}: put a copy back")
-    return found
-
-
-def checked(secret: bytes) -> bytes:
-    """A secret of the right size, or an error."""
-    if len(secret) != SIZE:
-        raise PrivacyError(f"a secret has {SIZE} bytes, not {len(secret)}: use secret_of()")
+        raise PrivacyError(f"others may read the secret {file}: chmod 600 it, or start a new run")
+    secret = content if encryption is None else encryption.decrypt(content, _ABOUT)
+    if len(secret) != SECRET_SIZE:
+        raise PrivacyError(
+            f"{file} must have {SECRET_SIZE} bytes, not {len(secret)}: restore a copy"
+        )
     return secret
 
 
-def derived(secret: bytes, purpose: str, *words: str | int | bytes) -> bytes:
-    """A key for one purpose: HMAC-SHA256 of the words, each with its type and length."""
-    said = hmac.new(checked(secret), purpose.encode() + b"\0", hashlib.sha256)
+def derive_key(secret: bytes, purpose: str, *words: str | int | bytes) -> bytes:
+    """32-byte key for one purpose: HMAC-SHA256 of the words, each with its type and length.
+
+    Raises a PrivacyError if the secret has not 32 bytes.
+    """
+    if len(secret) != SECRET_SIZE:
+        raise PrivacyError(
+            f"a secret has {SECRET_SIZE} bytes, not {len(secret)}: use load_or_create_secret()"
+        )
+    mac = hmac.new(secret, purpose.encode() + b"\0", hashlib.sha256)
     for word in words:
         content = word if isinstance(word, bytes) else str(word).encode()
-        said.update(f"{type(word).__name__} {len(content)}:".encode() + content)
-    return said.digest()
+        mac.update(f"{type(word).__name__} {len(content)}:".encode() + content)
+    return mac.digest()
 
 
-def _make(file: Path, seal: Encryption | None) -> None:
-    """Write a new secret: the file is there whole or not at all, and the first one stays."""
-    drawn = os.urandom(SIZE)
-    opened, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+def _create(file: Path, encryption: Encryption | None) -> None:
+    """Write a new random secret atomically; an existing file is left as it is."""
+    secret = os.urandom(SECRET_SIZE)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
-        os.write(opened, drawn if seal is None else seal.close(drawn, _ABOUT))
-        os.fsync(opened)
+        os.write(descriptor, secret if encryption is None else encryption.encrypt(secret, _ABOUT))
+        os.fsync(descriptor)
         with suppress(FileExistsError):
             os.link(temporary, file)
     finally:
-        os.close(opened)
+        os.close(descriptor)
         os.unlink(temporary)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vote: whoever is hidden has one ballot, and the counts are hidden by noise.
+"""Differentially private vote on blocks: ballots, and counts with Gaussian noise.
 
-Clients vote where clients are hidden, rows where rows are: each names up to K blocks, those of its
-highest scores, and every count gets Gaussian noise. Whatever is chosen by the noisy counts costs
-nothing more. With or without one ballot, each of at most K counts differs by 1.
+Each unit of privacy (client or example) names up to k blocks, those of its highest scores. One
+ballot changes at most k counts by 1 each. A choice by the noisy counts costs no further privacy.
 """
 
 from __future__ import annotations
@@ -15,77 +14,85 @@ from typing import TypeVar
 
 from fedplan.privacy.accounting.events import Release
 from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.mechanisms.noise import COUNTS, Noise, on_grid
-from fedplan.privacy.mechanisms.secret import derived
+from fedplan.privacy.mechanisms.noise import COUNT_GRID_STEP, NoiseStream, round_to_grid
+from fedplan.privacy.mechanisms.secret import derive_key
 
 T = TypeVar("T", bound=Hashable)
 
 
-def ballot(scores: Mapping[T, float], k: int) -> frozenset[T]:
-    """The K of the highest scores; of equals, the earlier. Scores that are no numbers name none."""
+def make_ballot(scores: Mapping[T, float], k: int) -> frozenset[T]:
+    """The `k` keys of the highest scores, of equal ones the first; none if any is not finite."""
     if not all(map(isfinite, scores.values())):
         return frozenset()
     return frozenset(sorted(scores, key=lambda each: -scores[each])[:k])
 
 
-def counted(votes: Iterable[Collection[T]], blocks: Sequence[T], k: int) -> dict[T, int]:
-    """How many ballots named each of the public blocks. What is not a ballot counts for nothing.
+def count_ballots(ballots: Iterable[Collection[T]], blocks: Sequence[T], k: int) -> dict[T, int]:
+    """Number of valid ballots that name each block.
 
-    Nothing is said of it, since to say so would be a release; who cast it can check its own.
+    A ballot with more than `k` names, a repeated one or an unknown one is ignored silently: an
+    error would be a release.
     """
     counts = dict.fromkeys(blocks, 0)
-    for vote in votes:
-        if len(vote) <= k and len(set(vote)) == len(vote) and counts.keys() >= set(vote):
-            for block in vote:
+    for ballot in ballots:
+        if len(ballot) <= k and len(set(ballot)) == len(ballot) and counts.keys() >= set(ballot):
+            for block in ballot:
                 counts[block] += 1
     return counts
 
 
-def asked(round: int, period: int) -> bool:
-    """Whether there is a vote in a round; its counts hold until the next."""
+def is_voting_round(round: int, period: int) -> bool:
+    """Whether a vote is held in a round: the first, and every `period` rounds after it.
+
+    Raises a PrivacyError for a period below 1.
+    """
     if period < 1:
-        raise PrivacyError(f"the period is {period!r}: let there be a vote every 1 rounds or more")
+        raise PrivacyError(f"the period is {period!r}: give a number of rounds, 1 or more")
     return round % period == 1 % period
 
 
 @dataclass(frozen=True)
-class Vote:
-    """Counts with Gaussian noise; a ballot is a vector of length sqrt(K) at most.
+class NoisyVote:
+    """A vote whose counts get Gaussian noise. Its sensitivity is sqrt(k), the norm of a ballot.
 
-    `noise` is a multiple of that, and `rate` the chance of each ballot to be cast, None if nothing
-    is claimed of it. It composes with the rounds as one Gaussian sum more; Gumbel noise would need
-    no delta, and would add up.
+    k: most blocks in a ballot.
+    noise_multiplier: stddev of the noise divided by the sensitivity.
+    sampling_rate: probability that a ballot is cast; None: none is claimed.
     """
 
+    # Gumbel noise would need no delta, but its epsilons would add up; this composes as a Gaussian.
+
     k: int
-    noise: float
-    rate: float | None = None
+    noise_multiplier: float
+    sampling_rate: float | None = None
 
     @property
     def event(self) -> Release:
-        """What the counts cost."""
-        return Release(self.noise, self.rate)
+        """Privacy event of one vote, to be charged before `release`."""
+        return Release(self.noise_multiplier, self.sampling_rate)
 
     @property
-    def scale(self) -> float:
-        """The standard deviation of the noise on each count."""
-        return self.noise * sqrt(self.k)
+    def stddev(self) -> float:
+        """Standard deviation of the noise on each count."""
+        return self.noise_multiplier * sqrt(self.k)
 
     def release(
-        self, counts: Mapping[T, int], secret: bytes, about: str, of: str = ""
+        self, counts: Mapping[T, int], secret: bytes, name: str, content: str = ""
     ) -> dict[T, float]:
-        """The noisy counts, the same for the same counts, secret and name. Charge before.
+        """Noisy counts. The same arguments give the same bits. Charge `event` first.
 
-        `of` is what the ballots follow from: the same counts of something else are another release.
+        `content` is a digest of what the ballots depend on: other content gets other noise, even
+        if the counts are the same.
         """
-        source = Noise.for_release(secret, about, of, *self._content(counts))
-        noise = on_grid(source.gaussian((len(counts),), self.scale), COUNTS)
+        source = NoiseStream.for_release(secret, name, content, *self._words(counts))
+        noise = round_to_grid(source.gaussian((len(counts),), self.stddev), COUNT_GRID_STEP)
         return {block: counts[block] + float(n) for block, n in zip(counts, noise, strict=True)}
 
-    def digest(self, counts: Mapping[T, int], secret: bytes, about: str, of: str = "") -> str:
-        """A name for these counts that only the secret's owner can make."""
-        return derived(secret, "digest", about, of, *self._content(counts)).hex()[:32]
+    def digest(self, counts: Mapping[T, int], secret: bytes, name: str, content: str = "") -> str:
+        """Keyed digest of the counts, for the charge: it reveals nothing without the secret."""
+        return derive_key(secret, "digest", name, content, *self._words(counts)).hex()[:32]
 
-    def _content(self, counts: Mapping[T, int]) -> tuple[str | int, ...]:
-        named = [word for block, count in counts.items() for word in (repr(block), count)]
-        return (self.scale.hex(), *named)
+    def _words(self, counts: Mapping[T, int]) -> tuple[str | int, ...]:
+        """The stddev, then each block and its count, as words of a digest."""
+        words = [word for block, count in counts.items() for word in (repr(block), count)]
+        return (self.stddev.hex(), *words)

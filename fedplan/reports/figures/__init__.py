@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures from plain numbers, each as SVG, as CSV and as PNG."""
+"""Charts from plain numbers, each available as SVG, CSV and PNG."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fedplan.reports.figures.bars import Bar, bar_chart
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from fedplan.reports.figures.grids import GridCell, GridRow, cell_grid
     from fedplan.reports.figures.lines import line_chart
     from fedplan.reports.figures.multiples import small_multiples
-    from fedplan.reports.figures.palette import colours
-    from fedplan.reports.figures.pictures import save_png
+    from fedplan.reports.figures.palette import palette_css
+    from fedplan.reports.figures.png import save_png
     from fedplan.reports.figures.series import Series, mean_series
 
 __all__ = [
@@ -25,14 +25,14 @@ __all__ = [
     "bar_chart",
     "bubble_chart",
     "cell_grid",
-    "colours",
+    "palette_css",
     "line_chart",
     "mean_series",
     "save_png",
     "small_multiples",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "bars": "Bar bar_chart",
@@ -41,8 +41,8 @@ __getattr__, __dir__ = face(
         "grids": "GridCell GridRow cell_grid",
         "lines": "line_chart",
         "multiples": "small_multiples",
-        "palette": "colours",
-        "pictures": "save_png",
+        "palette": "palette_css",
+        "png": "save_png",
         "series": "Series mean_series",
     },
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bubbles: how much each row has of each column, as dots whose area is the amount."""
+"""Bubble charts: a dot for each row and column whose area is the amount."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import sqrt
 
-from fedplan.reports.figures.drawing import Dot, Drawing, Shape, Words, shortened, width_of
+from fedplan.reports.figures.drawing import (
+    Dot,
+    Drawing,
+    Shape,
+    TextLabel,
+    text_width,
+    truncate_text,
+)
 
-TALL, NARROW, BROAD = 22.0, 14.0, 84.0
-"""How tall a row is; how wide a column is at least, and at most."""
-LABEL, SUM = 150.0, 64.0
+ROW_HEIGHT, MIN_COLUMN, MAX_COLUMN = 22.0, 14.0, 84.0
+"""The height of a row, and the least and most width of a column."""
+MAX_LABEL_WIDTH, SUM_WIDTH = 150.0, 64.0
+"""The most room for names at the left, and the room for sums at the right."""
 
 
 def bubble_chart(
@@ -24,40 +32,51 @@ def bubble_chart(
     column: str = "column",
     width: float = 720,
 ) -> Drawing:
-    """A dot for each amount, of one hue for all; columns whose names are too long are numbered."""
-    left = min(LABEL, 18 + max((width_of(name) for name in amounts), default=0.0))
-    step = min(BROAD, max(NARROW, (width - left - SUM) / max(1, len(columns))))
-    spoken = all(width_of(name, 11) + 6 <= step for name in columns)
+    """Return a drawing with a dot for each amount, given by row and column.
+
+    `sums` are the numbers at the ends of rows; `row` and `column` name the columns of the CSV. If
+    column names are too long, the columns are numbered and listed below.
+    """
+    left = min(MAX_LABEL_WIDTH, 18 + max((text_width(name) for name in amounts), default=0.0))
+    step = min(MAX_COLUMN, max(MIN_COLUMN, (width - left - SUM_WIDTH) / max(1, len(columns))))
+    fits = all(text_width(name, 11) + 6 <= step for name in columns)
     shapes, top = list[Shape](), 22.0 if columns else 4.0
     for number, name in enumerate(columns):
-        if spoken or number == 0 or not (number + 1) % (5 if step < 22 else 1):
+        if fits or number == 0 or not (number + 1) % (5 if step < 22 else 1):
             at = left + (number + 0.5) * step
-            shapes.append(Words(at, 14, name if spoken else str(number + 1), "faint", "middle", 11))
-    most = max((n for held in amounts.values() for n in held.values()), default=0) or 1
-    room = min(TALL, step) / 2 - 1
-    for place, (name, held) in enumerate(amounts.items()):
-        y = top + place * TALL + TALL / 2
-        shapes.append(Words(left - 8, y + 4, shortened(name, left - 10), anchor="end"))
+            shapes.append(
+                TextLabel(at, 14, name if fits else str(number + 1), "faint", "middle", 11)
+            )
+    largest = max((n for counts in amounts.values() for n in counts.values()), default=0) or 1
+    max_radius = min(ROW_HEIGHT, step) / 2 - 1
+    for place, (name, counts) in enumerate(amounts.items()):
+        y = top + place * ROW_HEIGHT + ROW_HEIGHT / 2
+        shapes.append(TextLabel(left - 8, y + 4, truncate_text(name, left - 10), anchor="end"))
         for number, each in enumerate(columns):
-            if amount := held.get(each, 0):
+            if amount := counts.get(each, 0):
                 at, tip = left + (number + 0.5) * step, f"{name}, {each}: {amount}"
-                shapes.append(Dot(at, y, "c0", size=max(1.0, room * sqrt(amount / most)), tip=tip))
+                radius = max(1.0, max_radius * sqrt(amount / largest))
+                shapes.append(Dot(at, y, "c0", size=radius, tip=tip))
         end = left + len(columns) * step + 8
-        shapes.append(Words(end, y + 4, f"{sums[name]:,}", "faint", size=11))
-    bottom, wide = top + len(amounts) * TALL, max(width, left + len(columns) * step + SUM)
-    named = [] if spoken else [f"{n} {name}" for n, name in enumerate(columns, 1)]
-    for line in _lines(named, wide):
+        shapes.append(TextLabel(end, y + 4, f"{sums[name]:,}", "faint", size=11))
+    bottom, full_width = (
+        top + len(amounts) * ROW_HEIGHT,
+        max(width, left + len(columns) * step + SUM_WIDTH),
+    )
+    key = [] if fits else [f"{n} {name}" for n, name in enumerate(columns, 1)]
+    for line in _wrap(key, full_width):
         bottom += 16
-        shapes.append(Words(8, bottom, line, "faint", size=11))
-    told = [(name, each, n) for name, held in amounts.items() for each, n in held.items()]
-    return Drawing(title, wide, bottom + 8, tuple(shapes), (row, column, "count"), tuple(told))
+        shapes.append(TextLabel(8, bottom, line, "faint", size=11))
+    rows = [(name, each, n) for name, counts in amounts.items() for each, n in counts.items()]
+    columns_csv = (row, column, "count")
+    return Drawing(title, full_width, bottom + 8, tuple(shapes), columns_csv, tuple(rows))
 
 
-def _lines(words: Sequence[str], width: float) -> Iterator[str]:
-    """Words with commas, in as many lines as a width takes."""
-    held = ""
-    for word, after in pairwise([*words, ""]):
-        held += word + (", " if after else "")
-        if width_of(held + after, 11) > width - 16 or not after:
-            yield held
-            held = ""
+def _wrap(texts: Sequence[str], width: float) -> Iterator[str]:
+    """Yield texts joined by commas, in lines that fit into a width."""
+    line = ""
+    for text, following in pairwise([*texts, ""]):
+        line += text + (", " if following else "")
+        if text_width(line + following, 11) > width - 16 or not following:
+            yield line
+            line = ""

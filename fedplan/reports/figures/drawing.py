@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawings: a figure as shapes on a sheet, with the numbers that it was made of."""
+"""A drawing: shapes at coordinates, and the numbers behind them, written as SVG or CSV."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from io import StringIO
 from typing import Literal
 
-from fedplan.reports.figures.palette import colours
+from fedplan.reports.figures.palette import palette_css
 
-SIZE = 12.0
-"""The size of words on a sheet, whose width is about 480."""
-WIDE = 0.56
-"""How wide a letter is at most, for its size."""
+FONT_SIZE = 12.0
+"""The default size of text; a drawing is about 480 wide."""
+CHAR_WIDTH = 0.56
+"""The width of a character relative to the font size, an upper estimate."""
 
 Anchor = Literal["start", "middle", "end"]
 
 
 @dataclass(frozen=True)
 class Box:
-    """A filled rectangle; `tip` is told when a pointer rests on it."""
+    """A filled rectangle; `tip` is shown when a pointer is over it."""
 
     x: float
     y: float
@@ -34,7 +34,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Stroke:
-    """A line through points; `dash` is a pattern of lengths, or nothing."""
+    """A line through points; `dash` is an SVG dash pattern, or empty."""
 
     points: tuple[tuple[float, float], ...]
     paint: str
@@ -44,7 +44,7 @@ class Stroke:
 
 @dataclass(frozen=True)
 class Area:
-    """A filled shape that one sees through."""
+    """A translucent filled polygon."""
 
     points: tuple[tuple[float, float], ...]
     paint: str
@@ -52,7 +52,7 @@ class Area:
 
 @dataclass(frozen=True)
 class Dot:
-    """A point of some form."""
+    """A marker: `form` is disc, ring, square, triangle, diamond or cross; `size` is its radius."""
 
     x: float
     y: float
@@ -63,24 +63,24 @@ class Dot:
 
 
 @dataclass(frozen=True)
-class Words:
-    """Words at a place."""
+class TextLabel:
+    """A text at a position; `anchor` is the side of the text at `x`."""
 
     x: float
     y: float
     text: str
     paint: str = "ink"
     anchor: Anchor = "start"
-    size: float = SIZE
+    size: float = FONT_SIZE
     bold: bool = False
 
 
-Shape = Box | Stroke | Area | Dot | Words
+Shape = Box | Stroke | Area | Dot | TextLabel
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure: what it is called, its sheet, its shapes, and its numbers as a table."""
+    """A figure: title, size, shapes, and its numbers as a table of `columns` and `rows`."""
 
     title: str
     width: float
@@ -90,59 +90,61 @@ class Drawing:
     rows: tuple[tuple[object, ...], ...] = ()
 
     def svg(self, *, alone: bool = False) -> str:
-        """It as SVG. One that stands `alone` brings its colours; a page has them once for all."""
-        said = f"0 0 {_short(self.width)} {_short(self.height)}"
-        style = f"<style>{colours()}\ntext {{ font-family: {FONTS} }}</style>" if alone else ""
+        """Return the drawing as an SVG element; an `alone` one has the style sheet of colours."""
+        box = f"0 0 {_short(self.width)} {_short(self.height)}"
+        style = f"<style>{palette_css()}\ntext {{ font-family: {FONTS} }}</style>" if alone else ""
+        elements = "".join(map(_svg_element, self.shapes))
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{said}" role="img" '
-            f'aria-label="{escape(printable(self.title))}">{style}{"".join(self._marks())}</svg>'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" role="img" '
+            f'aria-label="{escape(replace_control_chars(self.title))}">{style}{elements}</svg>'
         )
 
     def csv(self) -> str:
-        """Its numbers as CSV, with a heading. No cell begins as a formula of a spreadsheet."""
+        """Return the numbers as CSV with a header; no cell can be read as a spreadsheet formula."""
         out = StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(self.columns)
-        writer.writerows([harmless(each) for each in row] for row in self.rows)
+        writer.writerows([spreadsheet_safe(each) for each in row] for row in self.rows)
         return out.getvalue()
-
-    def _marks(self) -> Iterator[str]:
-        for shape in self.shapes:
-            yield _mark(shape)
 
 
 FONTS = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
+"""The CSS font stack of figures and pages."""
 
 
-def shortened(text: str, width: float, size: float = SIZE) -> str:
-    """A text that is cut to a width, with a sign that it was."""
-    most = max(1, int(width / (WIDE * size)))
-    return text if len(text) <= most else text[: max(1, most - 1)] + "…"
+def truncate_text(text: str, width: float, size: float = FONT_SIZE) -> str:
+    """Return a text cut to a width, with an ellipsis if it was cut."""
+    length = max(1, int(width / (CHAR_WIDTH * size)))
+    return text if len(text) <= length else text[: max(1, length - 1)] + "…"
 
 
-def width_of(text: str, size: float = SIZE) -> float:
-    """About how wide a text is."""
-    return WIDE * size * len(text)
+def text_width(text: str, size: float = FONT_SIZE) -> float:
+    """Return the estimated width of a text."""
+    return CHAR_WIDTH * size * len(text)
 
 
-def printable(text: str) -> str:
-    """A text without signs that XML does not have."""
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+def replace_control_chars(text: str) -> str:
+    """Replace characters that are not printable, among them those that XML forbids."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
-def harmless(value: object) -> object:
-    """A value for a spreadsheet: what a client called itself is never a formula there."""
+def spreadsheet_safe(value: object) -> object:
+    """Return a value for a CSV cell: None is empty, a text like a formula gets a leading quote.
+
+    Names of clients are not trusted.
+    """
     if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
         return f"'{value}"
     return "" if value is None else value
 
 
-def _mark(shape: Shape) -> str:
+def _svg_element(shape: Shape) -> str:
+    """Return a shape as an SVG element; colours are CSS classes of its paint."""
     match shape:
         case Box():
-            where = f'x="{_short(shape.x)}" y="{_short(shape.y)}"'
+            position = f'x="{_short(shape.x)}" y="{_short(shape.y)}"'
             sizes = f'width="{_short(shape.wide)}" height="{_short(shape.tall)}"'
-            return _tipped(f'<rect {where} {sizes} class="f-{shape.paint}"', shape.tip)
+            return _with_tip(f'<rect {position} {sizes} class="f-{shape.paint}"', shape.tip)
         case Stroke():
             dash = f' stroke-dasharray="{shape.dash}"' if shape.dash else ""
             return (
@@ -154,17 +156,17 @@ def _mark(shape: Shape) -> str:
             return f'<polygon points="{points}" class="f-{shape.paint}" fill-opacity="0.22"/>'
         case Dot():
             return _dot(shape)
-        case Words():
+        case TextLabel():
             bold = ' font-weight="600"' if shape.bold else ""
             return (
                 f'<text x="{_short(shape.x)}" y="{_short(shape.y)}" class="f-{shape.paint}" '
                 f'text-anchor="{shape.anchor}" font-size="{_short(shape.size)}"{bold}>'
-                f"{escape(printable(shape.text))}</text>"
+                f"{escape(replace_control_chars(shape.text))}</text>"
             )
 
 
-def outline(dot: Dot) -> tuple[tuple[float, float], ...]:
-    """The corners of a point that is no circle, or the two strokes of a cross."""
+def marker_corners(dot: Dot) -> tuple[tuple[float, float], ...]:
+    """Return the corners of a marker, or the ends of a cross's two strokes; none for a circle."""
     x, y, r = dot.x, dot.y, dot.size
     corners = {
         "square": ((-r, -r), (r, -r), (r, r), (-r, r)),
@@ -176,31 +178,36 @@ def outline(dot: Dot) -> tuple[tuple[float, float], ...]:
 
 
 def _dot(dot: Dot) -> str:
+    """Return a marker as an SVG element."""
     if dot.form in ("disc", "ring"):
         paint = f'class="f-{dot.paint}"'
         if dot.form == "ring":
             paint = f'class="s-{dot.paint}" fill="none" stroke-width="1.5"'
-        where = f'cx="{_short(dot.x)}" cy="{_short(dot.y)}" r="{_short(dot.size)}"'
-        return _tipped(f"<circle {where} {paint}", dot.tip)
+        position = f'cx="{_short(dot.x)}" cy="{_short(dot.y)}" r="{_short(dot.size)}"'
+        return _with_tip(f"<circle {position} {paint}", dot.tip)
     if dot.form == "cross":
-        a, b, c, d = (f"{_short(x)} {_short(y)}" for x, y in outline(dot))
-        return _tipped(
+        a, b, c, d = (f"{_short(x)} {_short(y)}" for x, y in marker_corners(dot))
+        return _with_tip(
             f'<path d="M{a}L{b}M{c}L{d}" class="s-{dot.paint}" stroke-width="1.5"', dot.tip
         )
-    return _tipped(f'<polygon points="{_points(outline(dot))}" class="f-{dot.paint}"', dot.tip)
+    return _with_tip(
+        f'<polygon points="{_points(marker_corners(dot))}" class="f-{dot.paint}"', dot.tip
+    )
 
 
-def _tipped(opening: str, tip: str) -> str:
-    """An element that says more of itself, if there is more to say."""
+def _with_tip(opening: str, tip: str) -> str:
+    """Close an SVG element, given without its end, with a tip as its title if there is one."""
     if not tip:
         return f"{opening}/>"
     name = opening[1:].partition(" ")[0]
-    return f"{opening}><title>{escape(printable(tip))}</title></{name}>"
+    return f"{opening}><title>{escape(replace_control_chars(tip))}</title></{name}>"
 
 
 def _points(points: Sequence[tuple[float, float]]) -> str:
+    """Return points as an SVG attribute."""
     return " ".join(f"{_short(x)},{_short(y)}" for x, y in points)
 
 
 def _short(number: float) -> str:
+    """Return a coordinate with one decimal at most."""
     return f"{number:.1f}".removesuffix(".0")

@@ -1,22 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grids: rows over rounds, each cell painted and, where there is room, with its word."""
+"""Grids of rows over rounds: coloured cells, with a word where there is room."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fedplan.reports.figures.drawing import Box, Drawing, Shape, Words, shortened, width_of
-from fedplan.reports.figures.palette import ink_on
+from fedplan.reports.figures.drawing import (
+    Box,
+    Drawing,
+    Shape,
+    TextLabel,
+    text_width,
+    truncate_text,
+)
+from fedplan.reports.figures.palette import text_paint
 
-TALL, GAP, HEAD = 22.0, 3.0, 22.0
-LABEL = 170.0
-"""The most room that names of rows get."""
+ROW_HEIGHT, GAP, HEADER = 22.0, 3.0, 22.0
+"""The height of a row, the gap between rows, and the height of the round numbers."""
+MAX_LABEL_WIDTH = 170.0
+"""The most room for names and for notes of rows."""
 
 
 @dataclass(frozen=True)
 class GridCell:
-    """What a row is from one round to another: paints with their shares, a word and a letter."""
+    """A cell from round `first` to `last`: paints with their shares of its height, and its text.
+
+    The word is shown, or the letter if the word is too wide; `tip` is shown under a pointer.
+    """
 
     first: int
     last: int
@@ -28,7 +39,7 @@ class GridCell:
 
 @dataclass(frozen=True)
 class GridRow:
-    """A row: its name, a note at its end, and its cells from left to right."""
+    """A named row of cells, with a note at its end."""
 
     name: str
     cells: tuple[GridCell, ...]
@@ -45,69 +56,75 @@ def cell_grid(
     x: str = "round",
     width: float = 960,
 ) -> Drawing:
-    """Rows from round 1 to the last one; `legend` says what each paint means."""
-    left = min(LABEL, 18 + max((width_of(each.name) for each in rows), default=0.0))
-    notes = max((width_of(each.note, 11) for each in rows), default=0.0)
-    right = min(LABEL, 12 + notes) if notes else 2.0
+    """Return a drawing of rows of cells over rounds 1 to `rounds`, with a legend of the paints.
+
+    `legend` maps paints to texts; `row` names the first column of the CSV, `x` the axis.
+    """
+    left = min(MAX_LABEL_WIDTH, 18 + max((text_width(line.name) for line in rows), default=0.0))
+    notes = max((text_width(line.note, 11) for line in rows), default=0.0)
+    right = min(MAX_LABEL_WIDTH, 12 + notes) if notes else 2.0
     step = (width - left - right) / max(1, rounds)
     keys, top = _legend(legend, left, width)
-    shapes = [*keys, *_rounds(rounds, left, step, top, x)]
-    for number, each in enumerate(rows):
-        y = top + HEAD + number * (TALL + GAP)
-        name = shortened(each.name, left - 10)
-        shapes.append(Words(left - 8, y + 15, name, anchor="end"))
-        shapes += [shape for cell in each.cells for shape in _cell(cell, each.name, left, step, y)]
-        if each.note:
-            note = shortened(each.note, right - 8, 11)
-            shapes.append(Words(width - right + 8, y + 15, note, "faint", size=11))
-    height = top + HEAD + len(rows) * (TALL + GAP)
-    told = [(r.name, c.first, c.last, c.word, c.tip) for r in rows for c in r.cells]
+    shapes = [*keys, *_round_numbers(rounds, left, step, top, x)]
+    for number, line in enumerate(rows):
+        y = top + HEADER + number * (ROW_HEIGHT + GAP)
+        name = truncate_text(line.name, left - 10)
+        shapes.append(TextLabel(left - 8, y + 15, name, anchor="end"))
+        shapes += [shape for cell in line.cells for shape in _cell(cell, line.name, left, step, y)]
+        if line.note:
+            note = truncate_text(line.note, right - 8, 11)
+            shapes.append(TextLabel(width - right + 8, y + 15, note, "faint", size=11))
+    height = top + HEADER + len(rows) * (ROW_HEIGHT + GAP)
+    table = [(r.name, c.first, c.last, c.word, c.tip) for r in rows for c in r.cells]
     return Drawing(
-        title, width, height, tuple(shapes), (row, "first", "last", "is", "note"), tuple(told)
+        title, width, height, tuple(shapes), (row, "first", "last", "is", "note"), tuple(table)
     )
 
 
 def _cell(cell: GridCell, name: str, left: float, step: float, y: float) -> Iterator[Shape]:
-    x, wide = left + (cell.first - 1) * step, (cell.last - cell.first + 1) * step
-    wide = max(0.6, wide - min(2.0, step / 6))
+    """Yield the boxes and text of a cell in the row `name`, whose top is at `y`."""
+    x, width = left + (cell.first - 1) * step, (cell.last - cell.first + 1) * step
+    width = max(0.6, width - min(2.0, step / 6))
     when = f"{cell.first}" if cell.first == cell.last else f"{cell.first} to {cell.last}"
-    tip, whole, at = f"{name}, {when}: {cell.tip or cell.word}", sum(s for _, s in cell.paints), y
+    tip = f"{name}, {when}: {cell.tip or cell.word}"
+    total, top = sum(share for _, share in cell.paints), y
     for paint, share in cell.paints:
-        tall = TALL * share / whole
-        yield Box(x, at, wide, tall, paint, tip)
-        at += tall
+        height = ROW_HEIGHT * share / total
+        yield Box(x, top, width, height, paint, tip)
+        top += height
     for text in (cell.word, cell.letter):
-        if text and width_of(text, 11) + 4 <= wide:
-            paint = ink_on(cell.paints[0][0]) if len(cell.paints) == 1 else "ink"
+        if text and text_width(text, 11) + 4 <= width:
+            paint = text_paint(cell.paints[0][0]) if len(cell.paints) == 1 else "ink"
             if len(cell.paints) > 1:
-                # Words over two paints stand on paper of their own.
-                half = width_of(text, 11) / 2 + 2
-                yield Box(x + wide / 2 - half, y + 4, 2 * half, TALL - 8, "paper")
-            yield Words(x + wide / 2, y + 15, text, paint, "middle", 11)
+                # Text over two paints gets a background.
+                half = text_width(text, 11) / 2 + 2
+                yield Box(x + width / 2 - half, y + 4, 2 * half, ROW_HEIGHT - 8, "paper")
+            yield TextLabel(x + width / 2, y + 15, text, paint, "middle", 11)
             return
 
 
 def _legend(legend: Mapping[str, str], left: float, width: float) -> tuple[list[Shape], float]:
-    """A key for each paint, in as many lines as it takes, and where they end."""
+    """Return the shapes of the legend, wrapped into lines, and the y below them."""
     shapes, x, y = list[Shape](), left, 0.0
     for paint, text in legend.items():
-        wide = 18 + width_of(text, 11) + 16
-        if x > left and x + wide > width:
+        width_needed = 18 + text_width(text, 11) + 16
+        if x > left and x + width_needed > width:
             x, y = left, y + 18
-        shapes += [Box(x, y, 12, 12, paint), Words(x + 18, y + 10, text, "faint", size=11)]
-        x += wide
+        shapes += [Box(x, y, 12, 12, paint), TextLabel(x + 18, y + 10, text, "faint", size=11)]
+        x += width_needed
     return shapes, y + 20 if legend else 0.0
 
 
-def _rounds(rounds: int, left: float, step: float, top: float, x: str) -> Iterator[Shape]:
-    """The numbers of rounds, as many as fit."""
-    yield Words(left - 8, top + 14, x, "faint", "end", 11)
-    apart = next(n for n in _steps() if n * step >= 26 or n >= rounds)
-    for number in sorted({1, *range(apart, rounds + 1, apart)} - ({apart} & {2})):
-        yield Words(left + (number - 0.5) * step, top + 14, str(number), "faint", "middle", 11)
+def _round_numbers(rounds: int, left: float, step: float, top: float, x: str) -> Iterator[Shape]:
+    """Yield the name of the axis and as many round numbers as fit, at `top`."""
+    yield TextLabel(left - 8, top + 14, x, "faint", "end", 11)
+    interval = next(n for n in _intervals() if n * step >= 26 or n >= rounds)
+    for number in sorted({1, *range(interval, rounds + 1, interval)} - ({interval} & {2})):
+        yield TextLabel(left + (number - 0.5) * step, top + 14, str(number), "faint", "middle", 11)
 
 
-def _steps() -> Iterator[int]:
+def _intervals() -> Iterator[int]:
+    """Yield 1, 2, 5, 10, 20, 50, 100 and so on."""
     size = 1
     while True:
         yield from (size, 2 * size, 5 * size)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Palette: what figures are painted with, on light and on dark, told apart by the colour-blind."""
+"""The one palette of terminal tables, HTML reports and figures; it is safe for the colour-blind."""
 
 from __future__ import annotations
 
-# After Okabe and Ito. On dark the same hues are lighter; a form or a word stands beside each.
+from fedplan.language.plan import Role
+
+# After Okabe and Ito. On dark the same hues are lighter; a marker or a word goes with each hue.
 PALETTE = {
     "ink": ("#1b1f24", "#e6e9ed"),
     "faint": ("#5d6672", "#a3acb8"),
@@ -27,31 +29,38 @@ PALETTE = {
     "on-keep": ("#1b1f24", "#0b0d10"),
     "on-hold": ("#1b1f24", "#0b0d10"),
 }
-"""Each paint by its name: its colour on light, and on dark."""
+"""The colours of each paint by its name: on a light background, and on a dark one."""
+ROLE_PAINTS = {role: role.name.lower() for role in Role}
+"""The paint of each role, in reports and figures."""
+ROLE_STYLES = {role: PALETTE[paint][1] for role, paint in ROLE_PAINTS.items()} | {
+    Role.FREEZE: "#8a929c"  # the grey of its cells is too faint for text
+}
+"""The colour of each role for text in a terminal, readable on light and on dark."""
 HUES = ("c0", "c1", "c2", "c3", "c4", "c5")
-"""What series are painted with, in this order."""
+"""The paints of series, in this order."""
 FORMS = ("disc", "square", "triangle", "diamond", "ring", "cross")
-"""The form of a series' points: hue and form change together."""
+"""The markers of series: hue and marker change together."""
 
 
-def colour(paint: str) -> str:
-    """A paint's colour on light."""
+def light_color(paint: str) -> str:
+    """Return the colour of a paint on a light background, as #rrggbb; KeyError if unknown."""
     return PALETTE[paint][0]
 
 
-def colours() -> str:
-    """The style sheet that all figures need: one rule a paint, and the same for dark."""
+def palette_css() -> str:
+    """Return the CSS rules `.f-PAINT` (fill) and `.s-PAINT` (stroke) of each paint."""
     dark = _rules(1).replace("\n", "\n  ")
     return f"{_rules(0)}\n@media screen and (prefers-color-scheme: dark) {{\n  {dark}\n}}"
 
 
-def ink_on(paint: str) -> str:
-    """What words are written with on a paint."""
+def text_paint(paint: str) -> str:
+    """Return the paint of text that is written on top of a paint."""
     return f"on-{paint}" if f"on-{paint}" in PALETTE else "ink"
 
 
-def _rules(place: int) -> str:
+def _rules(background: int) -> str:
+    """Return the CSS rules of all paints for a background: 0 is light, 1 is dark."""
     return "\n".join(
-        f".f-{name} {{ fill: {each[place]} }} .s-{name} {{ stroke: {each[place]} }}"
-        for name, each in PALETTE.items()
+        f".f-{name} {{ fill: {pair[background]} }} .s-{name} {{ stroke: {pair[background]} }}"
+        for name, pair in PALETTE.items()
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales: from numbers to places on a sheet, with round numbers along the way."""
+"""Scales of an axis: from numbers to coordinates, with round numbers as ticks."""
 
 from __future__ import annotations
 
@@ -8,51 +8,55 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, floor, isfinite, log10
 
-LARGEST, LEAST = 1e100, 1e-100
-"""What is beyond is drawn as no number at all, or as 0."""
-FAR = 100.0
-"""How many times the least the most must be for equal factors to take equal room."""
+LARGEST, SMALLEST = 1e100, 1e-100
+"""Larger magnitudes are not drawn; smaller ones count as 0."""
+LOG_RATIO = 100.0
+"""The ratio of the largest to the smallest number from which a log scale is used."""
 
 
-def drawable(number: float) -> bool:
-    """Whether a number has a place on a sheet: a model that diverged has a score that has none."""
+def is_drawable(number: float) -> bool:
+    """Whether a number can be drawn; the score of a diverged model may be infinite or NaN."""
     return isfinite(number) and abs(number) <= LARGEST
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Numbers from `low` to `high` along a sheet from `start` to `end`; `ticks` stand beside it."""
+    """A linear or `log` scale that maps `low`..`high` to coordinates `start`..`end`, with ticks."""
 
     low: float
     high: float
     start: float
     end: float
     ticks: tuple[float, ...]
-    factors: bool = False
+    log: bool = False
 
     def __call__(self, number: float) -> float:
-        """The place of a number."""
-        low, high, each = self.low, self.high, number
-        if self.factors:
-            low, high, each = log10(low), log10(high), log10(number)
-        return self.start + (self.end - self.start) * (each - low) / (high - low)
+        """Return the coordinate of a number."""
+        low, high, value = self.low, self.high, number
+        if self.log:
+            low, high, value = log10(low), log10(high), log10(number)
+        return self.start + (self.end - self.start) * (value - low) / (high - low)
 
 
-def scaled(
+def make_scale(
     numbers: Iterable[float], start: float, end: float, *, count: int = 5, whole: bool = False
 ) -> Scale:
-    """A scale that holds all numbers, from a round one to a round one; `whole` ones if asked."""
-    known = [each for each in numbers if drawable(each)] or [0.0, 1.0]
-    low, high = min(known), max(known)
-    if not whole and low > LEAST and high / low >= FAR:
-        return _by_factors(low, high, start, end)
-    if high - low <= max(LEAST, 1e-12 * max(abs(low), abs(high))):
-        room = abs(high) * 0.1 if abs(high) > LEAST else 1.0
+    """Return a scale for all drawable numbers with about `count` round ticks.
+
+    It is a log scale if the numbers are positive and spread widely; `whole` keeps it linear with
+    whole numbers as ticks.
+    """
+    finite = [each for each in numbers if is_drawable(each)] or [0.0, 1.0]
+    low, high = min(finite), max(finite)
+    if not whole and low > SMALLEST and high / low >= LOG_RATIO:
+        return _log_scale(low, high, start, end)
+    if high - low <= max(SMALLEST, 1e-12 * max(abs(low), abs(high))):
+        room = abs(high) * 0.1 if abs(high) > SMALLEST else 1.0
         low, high = (low - room, high + room) if not whole else (low, low + 1)
     step = _step((high - low) / count, whole=whole)
     if whole:
         ticks = [n * step for n in range(ceil(low / step), floor(high / step) + 1)]
-        # The first round is told too, where there is room for it.
+        # The first round gets a tick too if there is room for it.
         first = [low] if not ticks or ticks[0] - low >= step / 2 else []
         return Scale(low, high, start, end, (*first, *ticks))
     places = range(floor(low / step + 1e-9), ceil(high / step - 1e-9) + 1)
@@ -60,23 +64,24 @@ def scaled(
     return Scale(low, high, start, end, tuple(float(f"{n * step:.12g}") for n in places))
 
 
-def _by_factors(low: float, high: float, start: float, end: float) -> Scale:
+def _log_scale(low: float, high: float, start: float, end: float) -> Scale:
+    """Return a log scale with powers of ten as ticks, about six at most."""
     first, last = floor(log10(low)), ceil(log10(high))
-    apart = max(1, (last - first) // 6)
-    ticks = tuple(10.0**n for n in range(first, last + 1, apart))
-    return Scale(10.0**first, 10.0**last, start, end, ticks, factors=True)
+    interval = max(1, (last - first) // 6)
+    ticks = tuple(10.0**n for n in range(first, last + 1, interval))
+    return Scale(10.0**first, 10.0**last, start, end, ticks, log=True)
 
 
 def _step(rough: float, *, whole: bool) -> float:
-    """The round number that is just above a rough one: 1, 2 or 5 times a power of ten."""
+    """Return the next 1, 2 or 5 times a power of ten above a rough step; 1 or more if `whole`."""
     power = 10.0 ** floor(log10(rough))
-    found = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
-    return max(1.0, float(round(found))) if whole else found
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
+    return max(1.0, float(round(step))) if whole else step
 
 
-def spelled(number: float, most: float = 0.0) -> str:
-    """A number as it stands beside an axis: large ones in thousands and millions."""
-    top = max(abs(number), abs(most))
+def format_tick(number: float, largest: float = 0.0) -> str:
+    """Return a number for an axis, in k, M or G as fits the `largest` number of the axis."""
+    top = max(abs(number), abs(largest))
     for size, letter in ((1e9, " G"), (1e6, " M"), (1e4, " k")):
         if top >= size:
             size = 1e3 if letter == " k" else size
@@ -84,11 +89,11 @@ def spelled(number: float, most: float = 0.0) -> str:
     return f"{number:g}" if top >= 1e-4 or not top else f"{number:.0e}"
 
 
-def labels(scale: Scale) -> list[str]:
-    """The numbers beside an axis, all with as many digits after the point."""
-    most = 0.0 if scale.factors else max(map(abs, scale.ticks))
-    told = [spelled(tick, most) for tick in scale.ticks]
-    if scale.factors or not all(re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", each) for each in told):
-        return told
-    digits = max(len(each.partition(".")[2]) for each in told)
+def tick_labels(scale: Scale) -> list[str]:
+    """Return the labels of a scale's ticks, all with the same number of decimals."""
+    largest = 0.0 if scale.log else max(map(abs, scale.ticks))
+    texts = [format_tick(tick, largest) for tick in scale.ticks]
+    if scale.log or not all(re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", each) for each in texts):
+        return texts
+    digits = max(len(each.partition(".")[2]) for each in texts)
     return [f"{tick:.{digits}f}" for tick in scale.ticks]

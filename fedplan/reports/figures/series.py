@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Series: numbers over rounds, and one of several that differ by chance alone."""
+"""Series of numbers over rounds, and the mean of several."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from fedplan.reports.figures.scales import drawable
+from fedplan.reports.figures.scales import is_drawable
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points under a name. `band` holds the lowest and the highest at each point, if it has one."""
+    """A named series of points (x, y); `band` has the lowest and highest y at each, or is empty."""
 
     name: str
     points: tuple[Point, ...]
@@ -22,24 +22,24 @@ class Series:
 
     @property
     def last(self) -> float | None:
-        """The last number, if there is one."""
-        known = [y for _, y in self.points if drawable(y)]
-        return known[-1] if known else None
+        """The last drawable y, or None."""
+        finite = [y for _, y in self.points if is_drawable(y)]
+        return finite[-1] if finite else None
 
     def rows(self) -> list[tuple[object, ...]]:
-        """A row for each point, as a table has it."""
+        """Return a row (name, x, y, lowest, highest) for each point."""
         bands = self.band or ((None, None),) * len(self.points)
-        told = zip(self.points, bands, strict=True)
-        return [(self.name, x, y, low, high) for (x, y), (low, high) in told]
+        pairs = zip(self.points, bands, strict=True)
+        return [(self.name, x, y, low, high) for (x, y), (low, high) in pairs]
 
 
 def mean_series(name: str, several: Sequence[Series]) -> Series:
-    """The mean of several series where all of them have a point, from their lowest to highest."""
-    held = [dict(each.points) for each in several]
-    places = sorted(set(held[0]).intersection(*held[1:])) if held else []
-    columns = [(x, [each[x] for each in held]) for x in places]
+    """Return the mean of several series where all have a point; its band is lowest to highest."""
+    values = [dict(each.points) for each in several]
+    xs = sorted(set(values[0]).intersection(*values[1:])) if values else []
+    columns = [(x, [each[x] for each in values]) for x in xs]
     return Series(
         name,
         tuple((x, fsum(ys) / len(ys)) for x, ys in columns),
-        tuple((min(ys), max(ys)) for _, ys in columns) if len(held) > 1 else (),
+        tuple((min(ys), max(ys)) for _, ys in columns) if len(values) > 1 else (),
     )

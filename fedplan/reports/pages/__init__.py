@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that a person opens in a browser: the report of runs, and what all pages are made of."""
+"""HTML pages: the report of runs, and the building blocks of all pages."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fedplan.reports.pages.markup import Html, tag
-    from fedplan.reports.pages.page import Page, PageSection, Shown
-    from fedplan.reports.pages.reporting import page_of, report, watched
+    from fedplan.reports.pages.page import Page, PageFigure, PageSection
+    from fedplan.reports.pages.run_report import report, report_page, watch_report
 
 __all__ = [
     "Html",
     "Page",
     "PageSection",
-    "Shown",
-    "page_of",
+    "PageFigure",
+    "report_page",
     "report",
     "tag",
-    "watched",
+    "watch_report",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "markup": "Html tag",
-        "page": "Page PageSection Shown",
-        "reporting": "page_of report watched",
+        "page": "Page PageSection PageFigure",
+        "run_report": "report_page report watch_report",
     },
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients: each one's score over the rounds, the worst named; and how far clients lay apart."""
+"""The sections of a report on each client's personal score, and on client drift."""
 
 from __future__ import annotations
 
@@ -10,70 +10,78 @@ from fedplan.reports.figures.multiples import small_multiples
 from fedplan.reports.figures.series import Series
 from fedplan.reports.pages.facts import RunFacts
 from fedplan.reports.pages.markup import paragraphs
-from fedplan.reports.pages.page import PageSection, Shown
+from fedplan.reports.pages.page import PageFigure, PageSection
 
-MOST = 24
-"""Clients that a page draws: of more, those with the worst scores."""
+MAX_CLIENTS = 24
+"""The most clients in the figure: those with the worst scores."""
 
 
 def clients_section(facts: RunFacts) -> PageSection:
-    """Each client's own score; where anything is hidden, no single client is told of."""
-    title = "Each client"
+    """Return the section on each client's personal score by round, with the worst client marked.
+
+    Under differential privacy it only says that single clients are not shown.
+    """
+    title = "Clients"
     scores = facts.client_scores
     if not scores:
         return PageSection(title)
-    if facts.hidden:
-        words = f"This study hides each {facts.hidden}: no single client's score is told."
-        return PageSection(title, tuple(paragraphs(words)))
+    if facts.privacy_unit:
+        level = f"{facts.privacy_unit}-level differential privacy"
+        text = f"Not shown: {level} protects the scores of single clients."
+        return PageSection(title, tuple(paragraphs(text)))
     score, higher = facts.score
-    order = sorted(scores.values(), key=lambda each: _place(each, higher=higher))
+    order = sorted(scores.values(), key=lambda each: _rank(each, higher=higher))
     worst = order[0]
-    order = order[:MOST] if len(order) > MOST else list(scores.values())
-    words = [
-        f"The worst is {worst.name}, with {score} {_told(worst.last)}; the mean of all "
-        f"{len(scores)} clients is {_told(facts.own_scores('').last)}."
-    ]
+    order = order[:MAX_CLIENTS] if len(order) > MAX_CLIENTS else list(scores.values())
+    text = (
+        f"Worst client: {worst.name}, with {score} {_format(worst.last)}; mean of all "
+        f"{len(scores)} clients: {_format(facts.personal_scores('').last)}."
+    )
     drawn = small_multiples(
-        f"{score.capitalize()} of each client by round",
+        f"Personal {score} of each client by round",
         order,
-        marked={worst.name: "the worst"},
-        behind=facts.own_scores("mean of all"),
+        marked={worst.name: "worst client"},
+        behind=facts.personal_scores("mean of all clients"),
         y=score,
     )
-    shown = f"The {MOST} worst of {len(scores)} clients are shown. " if len(scores) > MOST else ""
-    caption = (
-        f"{shown}Each client's own model on its own rows, all on one scale; its last {score} is "
-        "at its name. Dashed is the mean of all."
+    some = f"The {MAX_CLIENTS} worst of {len(scores)} clients. "
+    caption = (some if len(scores) > MAX_CLIENTS else "") + (
+        "Each client's personal model on its own examples, all on one scale, with the last "
+        f"{score}. Dashed: mean of all clients."
     )
-    figure = Shown("clients", drawn, caption, whole=True)
-    return PageSection(title, tuple(paragraphs(*words)), (figure,))
+    figure = PageFigure("clients", drawn, caption, wide=True)
+    return PageSection(title, tuple(paragraphs(text)), (figure,))
 
 
-def _place(series: Series, *, higher: bool) -> tuple[bool, float]:
-    """Worst first; who has no number has diverged, and is the worst."""
+def _rank(series: Series, *, higher: bool) -> tuple[bool, float]:
+    """Return a sort key of a client's last score, worst first; NaN (diverged) is the worst."""
     last = series.points[-1][1]
     return not isnan(last), last if higher else -last
 
 
-def _told(number: float | None) -> str:
+def _format(number: float | None) -> str:
+    """Return a score with three decimals, or "none"."""
     return "none" if number is None else f"{number:.3f}"
 
 
 def drift_section(facts: RunFacts, name: str = "") -> PageSection:
-    """How far clients' changes lay apart, by kind of param."""
-    held = dict[str, list[tuple[float, float]]]()
+    """Return the section on client drift by kind of param: the share lost in averaging.
+
+    `name` is added to the figure's title.
+    """
+    shares = dict[str, list[tuple[float, float]]]()
     for record in facts.rounds:
-        for kind, (apart, step) in record.drift.items():
-            if apart + step > 0:
-                held.setdefault(kind, []).append((record.round, apart / (apart + step)))
-    if not held:
-        return PageSection("Drift")
-    series = [Series(kind, tuple(points)) for kind, points in held.items()]
+        for kind, (spread, step) in record.drift.items():
+            if spread + step > 0:
+                shares.setdefault(kind, []).append((record.round, spread / (spread + step)))
+    if not shares:
+        return PageSection("Client drift")
+    series = [Series(kind, tuple(points)) for kind, points in shares.items()]
     series.sort(key=lambda each: -(each.last or 0.0))
-    title = f"Drift by kind of param{f', {name}' if name else ''}"
-    drawn = line_chart(title, series, y="share that was lost", size=(480, 280))
+    title = f"Client drift by kind of param{f', {name}' if name else ''}"
+    drawn = line_chart(title, series, y="share lost", size=(480, 280))
     caption = (
-        "How much of what clients changed was lost when it was averaged: 0 if all moved alike, "
-        "near 1 if they pulled apart. Only what is shared is averaged."
+        "The share of the clients' updates that cancels out in the average: 0 if all updates are "
+        "equal, near 1 if they point in different directions. Only shared params are averaged."
     )
-    return PageSection("Drift", figures=(Shown("drift", drawn, caption),))
+    return PageSection("Client drift", figures=(PageFigure("drift", drawn, caption),))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curves: how runs learned, round by round; those that differ by their seed alone as one."""
+"""The learning curves of a report; runs that differ only in their seed are one line."""
 
 from __future__ import annotations
 
@@ -8,101 +8,114 @@ from dataclasses import dataclass
 
 from fedplan.reports.figures.lines import line_chart
 from fedplan.reports.figures.series import Series, mean_series
-from fedplan.reports.groups import seed_groups
+from fedplan.reports.groups import group_by_seed
 from fedplan.reports.pages.facts import RunFacts
-from fedplan.reports.pages.page import PageSection, Shown
+from fedplan.reports.pages.page import PageFigure, PageSection
 
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """Runs of one study that differ by their seed alone, under a name."""
+    """A named group of runs that differ only in their seed."""
 
     name: str
     runs: tuple[RunFacts, ...]
 
     def series(self, of: Callable[[RunFacts], Series]) -> Series:
-        """One number of these runs over the rounds: their mean, with a band."""
-        return mean_series(self.name, [found for run in self.runs if (found := of(run)).points])
+        """Return the mean of a series over the runs that have it, with a band."""
+        return mean_series(self.name, [series for run in self.runs if (series := of(run)).points])
 
 
-def groups_of(runs: Sequence[RunFacts]) -> list[SeedGroup]:
-    """Runs put together that differ by their seed alone, under names that tell them apart."""
-    told = seed_groups(
-        runs, lambda each: (each.study, each.run.agreement.method.plan.text, each.run.folder)
+def group_runs(runs: Sequence[RunFacts]) -> list[SeedGroup]:
+    """Group runs that differ only in their seed, under distinct names."""
+    groups = group_by_seed(
+        runs, lambda facts: (facts.study, facts.agreement.method.plan.text, facts.run.folder)
     )
-    return [SeedGroup(name, tuple(group)) for name, group in told]
+    return [SeedGroup(name, tuple(group)) for name, group in groups]
 
 
 def run_names(runs: Sequence[RunFacts]) -> list[str]:
-    """A name for each of several runs: that of its group, with its seed; one alone needs none."""
+    """Return distinct names of runs: the name of the group, the seed, and the folder if needed.
+
+    A single run has an empty name.
+    """
     if len(runs) == 1:
         return [""]
-    named = {id(run): group for group in groups_of(runs) for run in group.runs}
+    group_by_run = {id(run): group for group in group_runs(runs) for run in group.runs}
     names = list[str]()
     for run in runs:
-        group = named[id(run)]
+        group = group_by_run[id(run)]
         seed = f", seed {run.study.seed}" if len(group.runs) > 1 else ""
         names.append(f"{group.name}{seed}")
-    twice = {name for name in names if names.count(name) > 1}
+    duplicates = {name for name in names if names.count(name) > 1}
     return [
-        f"{name} in {run.run.folder}" if name in twice else name
+        f"{name} in {run.run.folder}" if name in duplicates else name
         for name, run in zip(names, runs, strict=True)
     ]
 
 
 def curves_section(runs: Sequence[RunFacts]) -> PageSection:
-    """How the world, and clients' own models, got better; and the loss that was trained on."""
-    groups = groups_of(runs)
-    figures = _alone(groups[0]) if len(groups) == 1 else _together(groups)
-    return PageSection("Learning", figures=tuple(each for each in figures if each.drawing.rows))
+    """Return the section with global scores, personal scores and training loss by round."""
+    groups = group_runs(runs)
+    figures = _single_group(groups[0]) if len(groups) == 1 else _several_groups(groups)
+    figures = tuple(figure for figure in figures if figure.drawing.rows)
+    return PageSection("Learning curves", figures=figures)
 
 
-def _alone(group: SeedGroup) -> list[Shown]:
+def _single_group(group: SeedGroup) -> list[PageFigure]:
+    """Return a figure of global, personal and worst-client scores, and one of the loss."""
     score = group.runs[0].score[0]
     kinds: list[tuple[str, Callable[[RunFacts], Series]]] = [
-        ("world", lambda each: each.world_scores("")),
-        ("own, mean", lambda each: each.own_scores("")),
+        ("global", lambda facts: facts.global_scores("")),
+        ("personal, mean", lambda facts: facts.personal_scores("")),
     ]
-    if not group.runs[0].hidden:
-        kinds.append(("own, worst", lambda each: each.own_scores("", worst=True)))
-    held = [SeedGroup(name, group.runs).series(of) for name, of in kinds]
+    if not group.runs[0].privacy_unit:
+        kinds.append(("worst client", lambda facts: facts.personal_scores("", worst=True)))
+    series = [SeedGroup(name, group.runs).series(of) for name, of in kinds]
+    drawing = line_chart(f"{score.capitalize()} by round", series, y=score)
     return [
-        Shown(
-            "scores", line_chart(f"{score.capitalize()} by round", held, y=score), _scores([group])
-        ),
+        PageFigure("scores", drawing, _score_caption([group])),
         _loss([SeedGroup("loss", group.runs)]),
     ]
 
 
-def _together(groups: Sequence[SeedGroup]) -> list[Shown]:
+def _several_groups(groups: Sequence[SeedGroup]) -> list[PageFigure]:
+    """Return figures of global scores, personal scores and loss with a line per group."""
     score = groups[0].runs[0].score[0]
-    world = [group.series(lambda each: each.world_scores("")) for group in groups]
-    own = [group.series(lambda each: each.own_scores("")) for group in groups]
-    caption = _scores(groups)
+    global_ = [group.series(lambda facts: facts.global_scores("")) for group in groups]
+    personal = [group.series(lambda facts: facts.personal_scores("")) for group in groups]
+    caption = _score_caption(groups)
     return [
-        Shown("scores", line_chart(f"World: {score} by round", world, y=score), caption),
-        Shown("own", line_chart(f"Clients' own, mean {score}", own, y=score), caption),
+        PageFigure("scores", line_chart(f"Global {score} by round", global_, y=score), caption),
+        PageFigure(
+            "own", line_chart(f"Personal {score} by round, mean", personal, y=score), caption
+        ),
         _loss(groups),
     ]
 
 
-def _loss(groups: Sequence[SeedGroup]) -> Shown:
-    held = [group.series(lambda each: each.column("", "loss")) for group in groups]
-    words = "The mean over the rows of clients that tell theirs, while they train."
-    return Shown("loss", line_chart("Loss of training by round", held, y="loss"), words)
+def _loss(groups: Sequence[SeedGroup]) -> PageFigure:
+    """Return the figure of the training loss with a line per group."""
+    series = [group.series(lambda facts: facts.column("", "loss")) for group in groups]
+    caption = "Mean over the training examples of the clients that report their loss."
+    return PageFigure("loss", line_chart("Training loss by round", series, y="loss"), caption)
 
 
-def _scores(groups: Sequence[SeedGroup]) -> str:
+def _score_caption(groups: Sequence[SeedGroup]) -> str:
+    """Return the caption of figures of scores."""
     score, higher = groups[0].runs[0].score
-    words = [f"{score}: {'higher' if higher else 'lower'} is better."]
+    sentences = [f"{score}: {'higher' if higher else 'lower'} is better."]
     several = [len(group.runs) for group in groups if len(group.runs) > 1]
     if several:
         count = f"{min(several)}" if min(several) == max(several) else "several"
-        words.append(
-            f"A line is the mean of {count} runs that differ by their seed alone; its band is from "
-            "the lowest to the highest of them."
+        sentences.append(
+            f"A line is the mean of {count} runs with different seeds; its band is from the lowest "
+            "to the highest."
         )
-    words.append("World is the federation's model; own is each client's model on its own rows.")
-    if any(run.hidden for group in groups for run in group.runs):
-        words.append("Scores on clients' rows are a simulation's, and no epsilon covers them.")
-    return " ".join(words)
+    sentences.append(
+        "Global: the global model. Personal: each client's model on its own held-out examples."
+    )
+    if any(run.privacy_unit for group in groups for run in group.runs):
+        sentences.append(
+            "Scores on clients' examples exist in a simulation only; epsilon does not cover them."
+        )
+    return " ".join(sentences)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts: what a report tells of one run, read from its folder once."""
+"""The data of one run for a report, read from its folder once."""
 
 from __future__ import annotations
 
@@ -8,158 +8,179 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import fsum, isfinite
 
-from fedplan.data.own import OWN
+from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.history import Metrics
 from fedplan.federation.participation import Participation
 from fedplan.federation.record import RoundRecord, TurnRecord
-from fedplan.language.crowds import Crowd, phases_in
-from fedplan.methods.phases import Planned
+from fedplan.language.client_classes import Participants, phase_names
+from fedplan.methods.phases import PlannedPhases
 from fedplan.reports.figures.series import Series
+from fedplan.reports.forecast_types import Forecast
 from fedplan.reports.forecasts import forecast
-from fedplan.reports.status import RunLook, status_of
-from fedplan.reports.views import Forecast
+from fedplan.reports.status import RunSnapshot, run_snapshot
+from fedplan.studies.experiment import make_participation
 from fedplan.studies.run import Run
 from fedplan.studies.schema import Study
-from fedplan.studies.stage import participation_of
 
-WORLD = ("world.", "sites.world.")
-"""What the names of the world's scores begin with: on a common test, or on rows of clients."""
-SHARES = ("accuracy", "f1", "precision", "recall", "auc")
-"""How the names begin of scores that are shares, so that a higher one is better."""
+GLOBAL_PREFIXES = ("global.", "sites.global.")
+"""Prefixes of the global model's metrics: on the common test set, or on clients' examples."""
+HIGHER_IS_BETTER = ("accuracy", "f1", "precision", "recall", "auc")
+"""Prefixes of the names of metrics of which a higher value is better."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as a report tells of it: its numbers and its records by round, and who is hidden."""
+    """A run for a report: its status, its metrics by round, and its ledger records.
+
+    `rounds` are the records of closed rounds; `turns` are the records of each round's turns.
+    """
 
     run: Run
-    look: RunLook
+    snapshot: RunSnapshot
     metrics: Metrics
     rounds: tuple[RoundRecord, ...]
     turns: tuple[tuple[TurnRecord, ...], ...]
 
     @property
     def study(self) -> Study:
-        """The study that it is a run of."""
+        """The study of the run."""
         return self.run.study
 
     @property
     def agreement(self) -> Agreement:
-        """What both of its ends agreed on."""
+        """The agreement of the run's server and clients."""
         return self.run.agreement
 
     @property
-    def hidden(self) -> str:
-        """Whose presence is hidden in it: that of a client, of an example, or nobody's."""
+    def privacy_unit(self) -> str:
+        """The unit of differential privacy: "client", "example", or "" if it is off."""
         return self.study.privacy.unit if self.study.privacy else ""
 
     @property
-    def hides_clients(self) -> bool:
-        """Whether nobody may learn from a report who was there."""
-        return self.hidden == "client"
+    def client_level_dp(self) -> bool:
+        """Whether a report must not show who took part, as privacy is on the level of clients."""
+        return self.privacy_unit == "client"
 
     @cached_property
     def score(self) -> tuple[str, bool]:
-        """The name of the score that it is known by, and whether a higher one is better.
+        """The name of the task's main metric, and whether higher is better.
 
-        A task of the caller's own does not say it: then it is a share that was measured, or the
-        loss.
+        A task from Python does not name one: then it is the first measured one of
+        HIGHER_IS_BETTER, or else the loss.
         """
-        if self.study.task.kind != OWN:
+        if self.study.task.kind != CUSTOM_KIND:
             task = task_class(self.study.task.kind)
-            return task.primary, task.higher
-        named = {name.rpartition(".")[2] for row in self.metrics for name in row if "." in name}
-        shares = sorted(name for name in named if name.startswith(SHARES))
-        return (shares[0], True) if shares else ("loss", False)
+            return task.primary, task.higher_is_better
+        measured = {name.rpartition(".")[2] for row in self.metrics for name in row if "." in name}
+        metrics = sorted(name for name in measured if name.startswith(HIGHER_IS_BETTER))
+        return (metrics[0], True) if metrics else ("loss", False)
 
     def column(self, name: str, *columns: str) -> Series:
-        """The first of some columns that has numbers, over the rounds, under a name."""
+        """Return the first of some metrics that has finite values, by round, as a series `name`."""
         for column in columns:
             points = [(row["round"], row[column]) for row in self.metrics if column in row]
             if any(isfinite(value) for _, value in points):
                 return Series(name, tuple(points))
         return Series(name, ())
 
-    def world_scores(self, name: str) -> Series:
-        """The world's score over the rounds."""
-        return self.column(name, *(f"{head}{self.score[0]}" for head in WORLD))
+    def global_scores(self, name: str) -> Series:
+        """Return the main metric of the global model by round, as a series `name`."""
+        return self.column(name, *(f"{prefix}{self.score[0]}" for prefix in GLOBAL_PREFIXES))
 
     @cached_property
     def client_scores(self) -> dict[str, Series]:
-        """Each client's own model on its own rows, where that was measured."""
+        """The main metric of each client's personal model on its own examples, by round.
+
+        Clients without a measurement are left out.
+        """
         score = self.score[0]
-        kinds = ("clients.{}.{}", "sites.by.{}.own.{}", "sites.by.{}.world.{}")
-        found = {
-            name: self.column(name, *(kind.format(name, score) for kind in kinds))
+        columns = ("clients.{}.{}", "sites.by.{}.personal.{}", "sites.by.{}.global.{}")
+        scores = {
+            name: self.column(name, *(column.format(name, score) for column in columns))
             for name in self.roster
         }
-        return {name: series for name, series in found.items() if series.points}
+        return {name: series for name, series in scores.items() if series.points}
 
-    def own_scores(self, name: str, *, worst: bool = False) -> Series:
-        """How clients' own models score on their own rows: their mean, or the worst of them."""
-        held = dict[float, list[float]]()
+    def personal_scores(self, name: str, *, worst: bool = False) -> Series:
+        """Return the mean, or the worst, of the clients' personal scores by round, as a series."""
+        by_round = dict[float, list[float]]()
         for series in self.client_scores.values():
             for x, y in series.points:
-                held.setdefault(x, []).append(y)
+                by_round.setdefault(x, []).append(y)
         if worst:
-            edge = min if self.score[1] else max
-            return Series(name, tuple((x, edge(ys)) for x, ys in sorted(held.items())))
-        return Series(name, tuple((x, fsum(ys) / len(ys)) for x, ys in sorted(held.items())))
+            pick = min if self.score[1] else max
+            return Series(name, tuple((x, pick(ys)) for x, ys in sorted(by_round.items())))
+        return Series(name, tuple((x, fsum(ys) / len(ys)) for x, ys in sorted(by_round.items())))
 
     @cached_property
     def roster(self) -> dict[str, Mapping[str, str]]:
-        """Every client that there may be, with what it says of itself."""
-        named = self.study.clients.names or (self.run.clients if self.study.gathered else [])
-        found: dict[str, Mapping[str, str]] = {
-            name: self.study.clients.traits.get(name, {}) for name in named
+        """The traits of every client by name.
+
+        Without client-level differential privacy it includes all clients that took part.
+        """
+        names = self.study.clients.names or (
+            self.run.clients if self.study.has_central_data else []
+        )
+        traits: dict[str, Mapping[str, str]] = {
+            name: self.study.clients.traits.get(name, {}) for name in names
         }
-        if not self.hides_clients:
-            found |= {turn.client: turn.traits for held in self.turns for turn in held}
-        return found
+        if not self.client_level_dp:
+            traits |= {turn.client: turn.traits for turns in self.turns for turn in turns}
+        return traits
 
     @cached_property
     def forecast(self) -> Forecast:
-        """What its plan was to do, by shapes alone, as `explain` says it before a run."""
+        """The forecast of the run's plan, as `explain` shows it before a run."""
         agreement, guarantee = self.agreement, self.agreement.guarantee
-        drawn = guarantee is not None and guarantee.unit == "client" and guarantee.rate is not None
-        everyone = participation_of(self.study) == Participation() and not drawn
+        sampled = (
+            guarantee is not None
+            and guarantee.unit == "client"
+            and guarantee.sampling_rate is not None
+        )
+        everyone = make_participation(self.study) == Participation() and not sampled
         return forecast(
             agreement.method.plan,
             agreement.params,
             rounds=max(self.study.train.rounds, self.run.round),
             phases=self._phases(),
-            crowd=Crowd(self.roster, everyone=everyone) if self.roster else None,
-            fare=agreement.fare,
+            participants=Participants(self.roster, full_participation=everyone)
+            if self.roster
+            else None,
+            wire_cost=agreement.wire_cost,
         )
 
     def _phases(self) -> dict[str, int]:
-        """After which round each phase is announced: as was planned, or else as it happened."""
-        announce = self.agreement.method.announce
-        if isinstance(announce, Planned):
-            return dict(announce.after)
-        first = dict[str, int]()
+        """Return the round after which each phase was announced, as planned or else as recorded."""
+        phase_rule = self.agreement.method.phase_rule
+        if isinstance(phase_rule, PlannedPhases):
+            return dict(phase_rule.after)
+        announced = dict[str, int]()
         for record in self.rounds:
-            first.setdefault(record.phase, record.round - 1)
-        known = phases_in(self.agreement.method.plan)
-        return {name: after for name, after in first.items() if name in known}
+            announced.setdefault(record.phase, record.round - 1)
+        names = phase_names(self.agreement.method.plan)
+        return {name: after for name, after in announced.items() if name in names}
 
 
-def facts_of(run: Run) -> RunFacts:
-    """All that a report tells of a run."""
-    rounds, turns, held = list[RoundRecord](), list[tuple[TurnRecord, ...]](), list[TurnRecord]()
+def read_run_facts(run: Run) -> RunFacts:
+    """Read the records, metrics and status of a run for a report.
+
+    Raises FedplanError if a turn's record does not fit the run's params.
+    """
+    rounds, turns = list[RoundRecord](), list[tuple[TurnRecord, ...]]()
+    open_turns = list[TurnRecord]()
     for record in run.records:
         if isinstance(record, RoundRecord):
             rounds.append(record)
-            turns.append(tuple(held))
-            held = []
+            turns.append(tuple(open_turns))
+            open_turns = []
         elif len(record.roles) == len(run.params):
-            held.append(record)
+            open_turns.append(record)
         else:
             raise FedplanError(
-                f"{run.folder}: round {record.round} has a turn of {len(record.roles)} roles for "
-                f"{len(run.params)} params, so nothing is told: fedplan verify {run.folder}"
+                f"{run.folder}: a turn of round {record.round} has {len(record.roles)} roles for "
+                f"{len(run.params)} params, so there is no report; run: fedplan verify {run.folder}"
             )
-    return RunFacts(run, status_of(run.folder), run.metrics, tuple(rounds), tuple(turns))
+    return RunFacts(run, run_snapshot(run.folder), run.metrics, tuple(rounds), tuple(turns))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markup: HTML in which a text stays a text, whoever wrote it."""
+"""Build HTML in which every text is escaped."""
 
 from __future__ import annotations
 
@@ -7,49 +7,52 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 VOID = frozenset({"meta", "br"})
-"""Elements that hold nothing."""
+"""Elements without content and end tag."""
 
 
 class Html(str):
-    """What is HTML already; every other text is escaped before it stands in a page."""
+    """A text that is HTML already; any other string is escaped when it is put into an element."""
 
     __slots__ = ()
 
 
 def tag(element: str, /, *children: str, **attributes: str) -> Html:
-    """An element. `class_` is its class, and `http_equiv` is spelled as HTML spells it."""
-    said = "".join(
+    """Return an element with children and attributes; strings that are no Html are escaped.
+
+    A trailing `_` of an attribute is dropped and other `_` become `-`: `class_`, `http_equiv`.
+    """
+    pairs = "".join(
         f' {word.rstrip("_").replace("_", "-")}="{escape(_printable(value))}"'
         for word, value in attributes.items()
     )
     if element in VOID:
-        return Html(f"<{element}{said}>")
-    return Html(f"<{element}{said}>{together(*children)}</{element}>")
+        return Html(f"<{element}{pairs}>")
+    return Html(f"<{element}{pairs}>{join_html(*children)}</{element}>")
 
 
-def together(*children: str) -> Html:
-    """Pieces one after the other, each escaped unless it is HTML."""
-    return Html("".join(e if isinstance(e, Html) else escape(_printable(e)) for e in children))
+def join_html(*children: str) -> Html:
+    """Return the concatenated children, each escaped unless it is Html."""
+    return Html("".join(c if isinstance(c, Html) else escape(_printable(c)) for c in children))
 
 
 def paragraphs(*texts: str) -> list[Html]:
-    """Each text that says something as a paragraph."""
+    """Return a paragraph for each text that is not empty."""
     return [tag("p", text) for text in texts if text]
 
 
-def listed(items: Iterable[str]) -> Html:
-    """A list of texts."""
+def html_list(items: Iterable[str]) -> Html:
+    """Return a bullet list of texts."""
     return tag("ul", *(tag("li", item) for item in items))
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int = 0) -> Html:
-    """A table; its last columns may be `numbers`, which stand at the right."""
+def html_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int = 0) -> Html:
+    """Return a table with a header; the last `numbers` columns are right-aligned."""
     first = len(columns) - numbers
 
     def cells(name: str, row: Sequence[str]) -> list[Html]:
         return [
-            tag(name, each, **({"class_": "n"} if place >= first else {}))
-            for place, each in enumerate(row)
+            tag(name, cell, **({"class_": "n"} if place >= first else {}))
+            for place, cell in enumerate(row)
         ]
 
     head = tag("thead", tag("tr", *cells("th", columns)))
@@ -58,6 +61,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int
 
 
 def _printable(text: str) -> str:
-    """A text without signs that steer: they could turn what stands beside them around."""
-    lost = "\N{REPLACEMENT CHARACTER}"
-    return "".join(each if each.isprintable() or each == "\n" else lost for each in text)
+    """Replace control characters except newlines; some could reverse the text beside them."""
+    mark = "\N{REPLACEMENT CHARACTER}"
+    return "".join(char if char.isprintable() or char == "\n" else mark for char in text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages: sections with their figures, as one HTML file that needs nothing beside it."""
+"""A page of sections with figures, as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -9,77 +9,77 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedplan.reports.figures.drawing import Drawing
-from fedplan.reports.figures.pictures import save_png
+from fedplan.reports.figures.png import save_png
 from fedplan.reports.pages.markup import Html, tag
 from fedplan.reports.pages.style import STYLE
-from fedplan.storage.files import make_folder, put_file
+from fedplan.storage.files import make_folder, write_atomic
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""What a browser may fetch or run for a page: nothing. Its style stands in it."""
+"""The content security policy of a page: no scripts and no requests, only the inline style."""
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A drawing on a page: the name of its files, what it shows, and whether it is wide."""
+class PageFigure:
+    """A drawing on a page: the name of its exported files, its caption, and whether it is wide."""
 
     name: str
     drawing: Drawing
     caption: str = ""
-    whole: bool = False
+    wide: bool = False
 
     def html(self) -> Html:
-        """It as a figure with its caption."""
+        """Return the figure element with title and caption."""
         sheet = tag("div", Html(self.drawing.svg()), class_="sheet")
-        words = [tag("figcaption", self.caption)] if self.caption else []
-        kind = "whole" if self.whole else "half"
-        return tag("figure", tag("h3", self.drawing.title), sheet, *words, class_=kind)
+        caption = [tag("figcaption", self.caption)] if self.caption else []
+        kind = "whole" if self.wide else "half"
+        return tag("figure", tag("h3", self.drawing.title), sheet, *caption, class_=kind)
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """A part of a page: a heading, what is said, the figures, and what is said after them."""
+    """A section of a page: title, text, figures, and text after the figures."""
 
     title: str
-    words: tuple[Html, ...] = ()
-    figures: tuple[Shown, ...] = ()
+    intro: tuple[Html, ...] = ()
+    figures: tuple[PageFigure, ...] = ()
     after: tuple[Html, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether there is anything in it: a page leaves out what is empty."""
-        return bool(self.words or self.figures or self.after)
+        """Whether the section has content; a page omits empty sections."""
+        return bool(self.intro or self.figures or self.after)
 
     def html(self) -> Html:
-        """It as HTML."""
+        """Return the section element."""
         figures = [tag("div", *(each.html() for each in self.figures), class_="figures")]
-        held = [*self.words, *(figures if self.figures else []), *self.after]
-        return tag("section", tag("h2", self.title), *held)
+        content = [*self.intro, *(figures if self.figures else []), *self.after]
+        return tag("section", tag("h2", self.title), *content)
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page: its title, what is said first, its sections, and how it was made.
+    """A page: title, lead, sections and footer.
 
-    One that is `renewed` asks a browser to look again after so many seconds. `faults` are what is
-    wrong with what it tells of.
+    `refresh_seconds` is the time after which a browser reloads it, 0 for never. `faults` are the
+    faults found in the reported data, for the caller; they are not written.
     """
 
     title: str
     lead: tuple[Html, ...]
     sections: tuple[PageSection, ...]
     foot: str = ""
-    renewed: int = 0
+    refresh_seconds: int = 0
     faults: tuple[str, ...] = ()
 
     def html(self) -> str:
-        """It as one file. Whoever opens it runs nothing and asks nobody."""
-        again = [tag("meta", http_equiv="refresh", content=str(self.renewed))]
+        """Return the page as one HTML document without scripts or external resources."""
+        refresh = [tag("meta", http_equiv="refresh", content=str(self.refresh_seconds))]
         head = tag(
             "head",
             tag("meta", charset="utf-8"),
             tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
             tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
             tag("meta", name="color-scheme", content="light dark"),
-            *(again if self.renewed else []),
+            *(refresh if self.refresh_seconds else []),
             tag("title", self.title),
             tag("style", Html(STYLE)),
         )
@@ -91,23 +91,23 @@ class Page:
         )
         return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
-    def figures(self) -> Iterator[Shown]:
-        """Every figure of it, each under a file name of its own."""
-        seen = dict[str, int]()
-        for shown in (each for section in self.sections for each in section.figures):
-            name = re.sub(r"[^a-z0-9]+", "-", shown.name.lower()).strip("-") or "figure"
-            seen[name] = number = seen.get(name, 0) + 1
+    def figures(self) -> Iterator[PageFigure]:
+        """Yield the figures of all sections, each with a distinct file name."""
+        counts = dict[str, int]()
+        for figure in (each for section in self.sections for each in section.figures):
+            name = re.sub(r"[^a-z0-9]+", "-", figure.name.lower()).strip("-") or "figure"
+            counts[name] = number = counts.get(name, 0) + 1
             name = f"{name}-{number}" if number > 1 else name
-            yield Shown(name, shown.drawing, shown.caption, shown.whole)
+            yield PageFigure(name, figure.drawing, figure.caption, figure.wide)
 
     def write(self, file: Path, *, csv: Path | None = None, png: Path | None = None) -> None:
-        """Put it into a file, whole, and the numbers and pictures of its figures into folders."""
-        put_file(file, self.html())
+        """Write the page to a file, and its figures as CSV and PNG files to the folders given."""
+        write_atomic(file, self.html())
         for folder in (csv, png):
             if folder is not None:
                 make_folder(folder)
-        for shown in self.figures():
+        for figure in self.figures():
             if csv is not None:
-                put_file(csv / f"{shown.name}.csv", shown.drawing.csv())
+                write_atomic(csv / f"{figure.name}.csv", figure.drawing.csv())
             if png is not None:
-                save_png(shown.drawing, png / f"{shown.name}.png")
+                save_png(figure.drawing, png / f"{figure.name}.png")

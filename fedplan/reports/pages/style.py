@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Style: how a page looks on light, on dark, on a narrow screen and on paper."""
+"""The style sheet of pages: light, dark, narrow screens and print."""
 
 from __future__ import annotations
 
 from fedplan.reports.figures.drawing import FONTS
-from fedplan.reports.figures.palette import PALETTE, colours
+from fedplan.reports.figures.palette import PALETTE, palette_css
 
-_NAMES = ("ink", "faint", "grid", "paper", "c0", "c1", "c2")
+_VARIABLES = ("ink", "faint", "grid", "paper", "c0", "c1", "c2")
 
 
-def _values(place: int) -> str:
-    return " ".join(f"--{name}: {PALETTE[name][place]};" for name in _NAMES)
+def _values(background: int) -> str:
+    """Return the CSS variables of the palette for a background: 0 is light, 1 is dark."""
+    return " ".join(f"--{name}: {PALETTE[name][background]};" for name in _VARIABLES)
 
 
 STYLE = f"""
 :root {{ color-scheme: light dark; {_values(0)} }}
 @media screen and (prefers-color-scheme: dark) {{ :root {{ {_values(1)} }} }}
-{colours()}
+{palette_css()}
 * {{ box-sizing: border-box }}
 body {{ margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 {FONTS} }}
 main, header, footer {{ max-width: 70rem; margin: 0 auto; padding: 0 1.5rem }}
@@ -63,11 +64,11 @@ footer {{ margin-top: 3rem; padding-bottom: 2rem; border-top: 1px solid var(--gr
   main, header, footer {{ max-width: none; padding: 0 }}
   h2 {{ margin-top: 1.4rem; break-after: avoid }}
   h3 {{ break-after: avoid }}
-  figure, tr, .verdict {{ break-inside: avoid }}
+  figure, tr, .audit {{ break-inside: avoid }}
   .figures {{ grid-template-columns: 1fr 1fr }}
   .sheet, .wide {{ overflow: visible }}
   * {{ print-color-adjust: exact; -webkit-print-color-adjust: exact }}
   @page {{ margin: 15mm }}
 }}
 """
-"""The style sheet of every page; nothing in it is fetched."""
+"""The style sheet of every page; it loads no external resources."""

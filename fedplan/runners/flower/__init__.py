@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Flower runner: the same round between organisations. Only this folder imports flwr."""
+"""The Flower runner, for real federations. Only this package imports flwr."""
 
 from typing import TYPE_CHECKING
 
-from fedplan.faces import face
+from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.runners.flower.apps import client_of, server_of
-    from fedplan.runners.flower.carrier import Carrier
+    from fedplan.runners.flower.apps import study_client_app, study_server_app
+    from fedplan.runners.flower.server_loop import ServerLoop
     from fedplan.runners.flower.strategy import Partial, partial
 
-__all__ = ["Carrier", "Partial", "client_of", "partial", "server_of"]
+__all__ = ["ServerLoop", "Partial", "study_client_app", "partial", "study_server_app"]
 
-__getattr__, __dir__ = face(
-    __name__, {"apps": "client_of server_of", "carrier": "Carrier", "strategy": "Partial partial"}
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "apps": "study_client_app study_server_app",
+        "server_loop": "ServerLoop",
+        "strategy": "Partial partial",
+    },
 )

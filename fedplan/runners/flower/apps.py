@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apps: a study as the two ends of an app that Flower's own simulation starts."""
+"""ClientApp and ServerApp of a study, for Flower's own simulation."""
 
 from __future__ import annotations
 
@@ -13,63 +13,63 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedplan.errors import FedplanError
-from fedplan.federation.masking import STEPS
-from fedplan.runners.flower.carriage import carry_study
-from fedplan.runners.flower.executor import answered
+from fedplan.federation.secagg_config import SECAGG_STEPS
+from fedplan.runners.flower.server import run_server
+from fedplan.runners.flower.superexec import make_reply
 from fedplan.runners.site import Site
-from fedplan.runners.worker import Worker, roster_of
+from fedplan.runners.site_runtime import SiteRuntime, study_client_names
 from fedplan.studies.schema import read_study
 from fedplan.tensors.message import Message
 
 
-def client_of(file: Path) -> ClientApp:
-    """The app of every client of a study, each by its place among them."""
+def study_client_app(file: Path) -> ClientApp:
+    """Return the ClientApp of a study file; the `partition-id` of a node is the client's index."""
 
     def answer(context: Context, kind: str, message: Message) -> Message:
         number = int(context.node_config["partition-id"])
-        return _worker(file, _folder(context), number).answer(kind, message)
+        return _site_runtime(file, _run_folder(context), number).answer(kind, message)
 
     return client_app(answer)
 
 
 def client_app(answer: Callable[[Context, str, Message], Message]) -> ClientApp:
-    """An app that answers by a site's endpoint."""
+    """Return a ClientApp that replies by a function of context, kind and message."""
     app = ClientApp()
 
     def reply(envelope: FlowerMessage, context: Context) -> FlowerMessage:
-        return answered(envelope, lambda kind, message: answer(context, kind, message))
+        return make_reply(envelope, lambda kind, message: answer(context, kind, message))
 
     app.query("hello")(reply)
     app.query("poll")(reply)
-    for step in STEPS:
+    for step in SECAGG_STEPS:
         app.query(step)(reply)
     app.train()(reply)
     app.evaluate()(reply)
     return app
 
 
-def server_of(file: Path) -> ServerApp:
-    """The app of the server. The run is started with `folder`: where it keeps the run."""
+def study_server_app(file: Path) -> ServerApp:
+    """Return the ServerApp of a study file; the run config `folder` is the run folder."""
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        carry_study(grid, read_study(file), _folder(context))
+        run_server(grid, read_study(file), _run_folder(context))
 
     _ = main
     return app
 
 
-def _folder(context: Context) -> Path:
-    said = context.run_config.get("folder")
-    if not said:
-        raise FedplanError("the run does not say its folder: --run-config 'folder=\"/a/folder\"'")
-    return Path(str(said))
+def _run_folder(context: Context) -> Path:
+    folder = context.run_config.get("folder")
+    if not folder:
+        raise FedplanError("the run has no folder: give --run-config 'folder=\"/a/folder\"'")
+    return Path(str(folder))
 
 
 @cache
-def _worker(file: Path, folder: Path, number: int) -> Worker:
-    """A client of a simulation. All have one home, and each has an account."""
+def _site_runtime(file: Path, folder: Path, number: int) -> SiteRuntime:
+    """Return the runtime of a client by its index; all clients share one state folder."""
     study = read_study(file)
-    name = roster_of(study)[number]
-    return Worker(Site(name=name, home=str(folder / "sites"), dataset=name), study)
+    name = study_client_names(study)[number]
+    return SiteRuntime(Site(name=name, state=str(folder / "sites"), dataset=name), study)

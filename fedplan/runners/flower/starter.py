@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starters: folders with all that a federation and its sites are started from."""
+"""Creation of the folders of a new federation and its sites, from templates."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from fedplan.runners.site import SITE, read_site
 
 TEMPLATES = Path(__file__).parent / "templates"
 PROXY = ("server/proxy.sh", "server/nginx.conf")
-STAYING = ("units/", "Containerfile", "compose.yaml", ".dockerignore")
-"""What a site stays in service by: not on loopback, which is for trying."""
+"""Files of the proxy; left out on loopback."""
+SERVICE_FILES = ("units/", "Containerfile", "compose.yaml", ".dockerignore")
+"""Files that keep a site in service; left out on loopback, which is for trials."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 BLANK = re.compile(r"\{\{(\w+)\}\}")
+"""A placeholder in a template, such as {{host}}."""
 
 
 def new_federation(
@@ -38,17 +40,18 @@ def new_federation(
     insecure: bool = False,
     keys: bool = True,
 ) -> None:
-    """Write the folder of a federation: what its server runs, and what each site is given.
+    """Write the folder of a new federation: files of the server, and of each site.
 
-    Sites reach `host` at `port`, where a proxy lets only their own requests through to `inner`
-    (0 is the next port). `insecure` is for one machine alone: no proxy, no TLS, no keys. The keys
-    of a site are made at the site.
+    Sites reach `host` at `port`, where a proxy passes only their requests on to the port `inner`
+    (0: the next port). `insecure` is for one machine only: no proxy, no TLS, no keys. With `keys`
+    the server's keys are made; those of a site are made at the site. Raises FedplanError for
+    invalid arguments, or if the folder is not empty or cannot be written.
     """
     folder, inner = folder.absolute(), port if insecure else inner or port + 1
     _require_folder(folder)
     _require_ports(port, inner, insecure=insecure)
     if not sites:
-        raise FedplanError("a federation has sites: say --site NAME for each")
+        raise FedplanError("a federation needs sites: give --site NAME for each")
     require_sites(sites)
     require_hosts([host])
     if insecure and host not in HERE:
@@ -57,60 +60,66 @@ def new_federation(
         make_private(folder)
         if keys and not insecure:
             make_keys(folder, list(dict.fromkeys((host, *HERE))), [])
-        said = _said(folder, sites, host, port, inner, insecure=insecure)
-        for name, file in _files(insecure).items():
-            _fill(file, folder / name, said)
+        values = _template_values(folder, sites, host, port, inner, insecure=insecure)
+        for name, template in _templates(insecure).items():
+            _write_template(template, folder / name, values)
         for site in sites:
-            _add(folder, site, said["address"], insecure=insecure)
+            _write_site(folder, site, values["address"], insecure=insecure)
     except OSError as error:
         raise FedplanError(f"{folder} cannot be written: {error}") from error
 
 
 def new_site(folder: Path, name: str) -> None:
-    """Write the folder of one more site of a federation, below its `sites`."""
+    """Write the folder of another site of a federation, in FOLDER/sites.
+
+    Raises FedplanError if the folder is no federation, or the site exists already.
+    """
     folder = folder.absolute()
     require_sites([name])
     others = sorted(folder.glob(f"sites/*/{SITE}"))
     if not others:
-        raise FedplanError(f"{folder} is no folder of a federation: it has no sites/*/{SITE}")
-    place = folder / "sites" / name
-    if place.exists():
-        raise FedplanError(f"{place} is there already: name another site")
+        raise FedplanError(f"{folder} is not a federation's folder: it has no sites/*/{SITE}")
+    site_folder = folder / "sites" / name
+    if site_folder.exists():
+        raise FedplanError(f"{site_folder} exists already: give another name")
     server = read_site(others[0]).server
     if server is None:
-        raise FedplanError(f"{others[0]} does not say its server")
-    _add(folder, name, server.address, insecure=not server.ca)
+        raise FedplanError(f"{others[0]} has no server")
+    _write_site(folder, name, server.address, insecure=not server.ca)
 
 
-def _add(folder: Path, name: str, address: str, *, insecure: bool) -> None:
-    """Write what a site is given, but for its keys."""
-    said = {
+def _write_site(folder: Path, name: str, address: str, *, insecure: bool) -> None:
+    """Write a site's folder, without its keys; the CA certificate is copied if there is one."""
+    values = {
         "site": name,
         "address": address,
         "data": "data",
-        "key": "" if insecure else 'key = "home.key" # seals the home',
-        "keys": "" if insecure else 'ca = "ca.crt"\nnode = "node"',
+        "key": "" if insecure else 'encryption_key = "state.key" # encrypts the state folder',
+        "keys": "" if insecure else 'ca = "ca.crt"\nnode_key = "node"',
         "system": PATH,
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
     }
-    stay = "" if insecure else _filled(TEMPLATES / "parts" / "stay.md", said)
-    said = {**said, "stay": stay.rstrip("\n")}
-    place = folder / "sites" / name
-    for file, source in _below(TEMPLATES / "federation" / "site").items():
-        if not (insecure and file.startswith(STAYING)):
-            _fill(source, place / file, said)
+    stay = "" if insecure else _fill_template(TEMPLATES / "parts" / "stay.md", values)
+    values = {**values, "stay": stay.rstrip("\n")}
+    site_folder = folder / "sites" / name
+    for file, template in _files_below(TEMPLATES / "federation" / "site").items():
+        if not (insecure and file.startswith(SERVICE_FILES)):
+            _write_template(template, site_folder / file, values)
     for file in ("keep.sh", "environment.sh"):
-        _fill(TEMPLATES / "federation" / file, place / file, {})
+        _write_template(TEMPLATES / "federation" / file, site_folder / file, {})
     if (folder / "ca.crt").exists():
-        shutil.copy(folder / "ca.crt", place / "ca.crt")
+        shutil.copy(folder / "ca.crt", site_folder / "ca.crt")
 
 
 def _require_folder(folder: Path) -> None:
+    """Raise FedplanError if a folder is not empty, or its path has special characters."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FedplanError(f"{folder} is not empty: name another folder")
-    # the path stands in scripts, in units and in a TOML file, each with quotes of its own
+    # the path is used in scripts, units and a TOML file, each with its own quotes
     if not str(folder).isprintable() or set(str(folder)) & set("\"'\\%$`"):
-        raise FedplanError(f"{str(folder)!r} has a quote or another sign of shells: name another")
+        raise FedplanError(
+            f"{str(folder)!r} has a quote or another shell character: give another folder"
+        )
 
 
 def _require_ports(port: int, inner: int, *, insecure: bool) -> None:
@@ -118,10 +127,10 @@ def _require_ports(port: int, inner: int, *, insecure: bool) -> None:
         raise FedplanError(f"the ports {port} and {inner} must differ, and be below 65536")
 
 
-def _said(
+def _template_values(
     folder: Path, sites: Sequence[str], host: str, port: int, inner: int, *, insecure: bool
 ) -> Mapping[str, str]:
-    """The words that fill the blanks."""
+    """Return the values of the templates' placeholders."""
     host = "127.0.0.1" if insecure else host
     tls = 'ca = "../ca.crt"\ncertificate = "../server.crt"\nkey = "../server.key"'
     return {
@@ -129,14 +138,14 @@ def _said(
         "path": f"{Path(sys.executable).parent}:{PATH}",
         "host": host,
         "address": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-        "listen": _listened(host, port),
+        "listen": _listen_address(host, port),
         "port": str(port),
         "inner": str(inner),
         "tls": "" if insecure else tls,
         "count": str(len(sites)),
         "first": sites[0],
         "names": ", ".join(f'"{name}"' for name in sites),
-        "quorum": str(len(sites) - 1 if len(sites) > 2 else len(sites)),
+        "min_updates": str(len(sites) - 1 if len(sites) > 2 else len(sites)),
         "registers": "\n".join(
             f"       fedplan server register {name} {name}.pub" for name in sites
         ),
@@ -144,35 +153,36 @@ def _said(
     }
 
 
-def _listened(host: str, port: int) -> str:
-    """Where the proxy listens: on all of the machine, unless the host is the machine itself."""
-    own = address_of("127.0.0.1" if host == "localhost" else host)
-    if own is None or own.version == 4:
-        return f"{own}:{port}" if own and own.is_loopback else str(port)
-    return f"[{own if own.is_loopback else '::'}]:{port}"
+def _listen_address(host: str, port: int) -> str:
+    """Return where the proxy listens: on all interfaces, or on loopback if that is the host."""
+    address = address_of("127.0.0.1" if host == "localhost" else host)
+    if address is None or address.version == 4:
+        return f"{address}:{port}" if address and address.is_loopback else str(port)
+    return f"[{address if address.is_loopback else '::'}]:{port}"
 
 
-def _files(insecure: bool) -> dict[str, Path]:
-    """The files of a federation by their places; on loopback, some are others and some are not."""
-    found = _below(TEMPLATES / "federation")
-    found = {name: file for name, file in found.items() if not name.startswith("site/")}
+def _templates(insecure: bool) -> dict[str, Path]:
+    """Return the templates of a federation's files by relative path, without those of sites."""
+    files = _files_below(TEMPLATES / "federation")
+    files = {name: file for name, file in files.items() if not name.startswith("site/")}
     if insecure:
-        found = {n: f for n, f in found.items() if n not in PROXY and not n.startswith("units/")}
-        found |= _below(TEMPLATES / "loopback")
-    return found
+        files = {n: f for n, f in files.items() if n not in PROXY and not n.startswith("units/")}
+        files |= _files_below(TEMPLATES / "loopback")
+    return files
 
 
-def _below(folder: Path) -> dict[str, Path]:
+def _files_below(folder: Path) -> dict[str, Path]:
     files = (p for p in sorted(folder.rglob("*")) if p.is_file() and "__pycache__" not in p.parts)
     return {file.relative_to(folder).as_posix(): file for file in files}
 
 
-def _fill(file: Path, target: Path, said: Mapping[str, str]) -> None:
+def _write_template(template: Path, target: Path, values: Mapping[str, str]) -> None:
+    """Write a filled template; scripts become executable."""
     make_private(target.parent)
-    text = _filled(file, said)
+    text = _fill_template(template, values)
     target.write_text(text, encoding="utf-8")
     target.chmod(0o755 if text.startswith("#!") else 0o644)
 
 
-def _filled(file: Path, said: Mapping[str, str]) -> str:
-    return BLANK.sub(lambda blank: said[blank[1]], file.read_text(encoding="utf-8"))
+def _fill_template(template: Path, values: Mapping[str, str]) -> str:
+    return BLANK.sub(lambda blank: values[blank[1]], template.read_text(encoding="utf-8"))

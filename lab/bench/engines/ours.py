@@ -34,11 +34,16 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def train_of(work: Work) -> dict[str, Any]:
-    said = {name: work.said[name] for name in ("steps", "batch")}
-    return said | {"optimiser": "sgd", "rate": RATE, "rounds": work.rounds}
+    return {
+        "steps": work.said["steps"],
+        "batch_size": work.said["batch"],
+        "optimizer": "sgd",
+        "lr": RATE,
+        "rounds": work.rounds,
+    }
 
 
-def study_of(work: Work) -> dict[str, Any]:
+def study_values(work: Work) -> dict[str, Any]:
     """The study of a workload's files; nothing is tested, as no other engine tests."""
     vision = work.said["kind"] == "vit"
     table = "table.npz" if vision else "table.parquet"
@@ -51,39 +56,39 @@ def study_of(work: Work) -> dict[str, Any]:
         "task": task | {"label": "label"},
         "data": {
             "path": str(work.folder / table),
-            "by": "column",
-            "column": "client",
-            "clients": 0,
-            "own_test": 0.0,
-            "least": 1,
+            "partition": "column",
+            "partition_column": "client",
+            "num_clients": 0,
+            "holdout_fraction": 0.0,
+            "min_examples": 1,
         },
         "method": {"name": "fedavg"},
         "train": train_of(work),
-        "clients": {"share": work.said["cohort"] / work.said["clients"]},
+        "clients": {"fraction": work.said["cohort"] / work.said["clients"]},
     }
 
 
 def opened(work: Work, callback: Any, folder: Path) -> Any:
     """The simulation of one process, before its first round."""
     from fedplan.runners.simulation import Simulation
-    from fedplan.studies.schema import study_of as read
+    from fedplan.studies.schema import study_from_dict
 
     if work.said["kind"] == "linear":
         clients = {f"c{i:05}": Rows(*work.client(i)) for i in range(work.said["clients"])}
         share = work.said["cohort"] / work.said["clients"]
         return fp.simulate(
-            fp.methods.fedavg(), work.model(), clients, loss, train=train_of(work), share=share,
+            fp.methods.fedavg(), work.model(), clients, loss, train=train_of(work), fraction=share,
             callbacks=[callback], folder=folder, run=False,
         )  # fmt: skip
-    return Simulation(read(study_of(work)), folder, callbacks=[callback])
+    return Simulation(study_from_dict(study_values(work)), folder, callbacks=[callback])
 
 
 def hired(work: Work, callback: Any, folder: Path) -> None:
     """Play it by several processes: they start within the first round."""
-    from fedplan.studies.schema import study_of as read
+    from fedplan.studies.schema import study_from_dict
 
     crew: dict[str, Any] = {"runner": work.engine, "workers": work.workers}
-    fp.run_study(read(study_of(work)), folder, callbacks=[callback], **crew)
+    fp.run_study(study_from_dict(study_values(work)), folder, callbacks=[callback], **crew)
 
 
 def main() -> None:
@@ -93,7 +98,7 @@ def main() -> None:
     gate = Gate(work.line, work.rounds)
 
     def told() -> dict[str, float]:
-        now, turns = fp.open_run(folder).world.values, work.rounds * work.said["cohort"]
+        now, turns = fp.open_run(folder).global_state.values, work.rounds * work.said["cohort"]
         start = {k: v.detach() for k, v in work.model().named_parameters() if k in now}
         ledger = sum(file.stat().st_size for file in folder.glob("ledger*"))
         return {"moved": far(now, start), "ledger": ledger / turns}

@@ -76,14 +76,14 @@ class Work:
     def fit(self, model: nn.Module, number: int) -> float:
         """One client's steps, in a fresh order; its mean loss."""
         (rows, labels), batch = self.client(number), self.said["batch"]
-        optimiser = torch.optim.SGD(model.parameters(), lr=RATE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         model.train()
         losses = list[float]()
         for indices in torch.randperm(len(rows)).split(batch):
             loss = self.loss(model, rows[indices], labels[indices])
             loss.backward()
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             losses.append(loss.item())
         return sum(losses) / len(losses)
 

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token recovery: how many of a client's tokens a server infers from each part of its update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedplan import seeds
+from fedplan.audits.attacks import victims
+from fedplan.audits.attacks.inference import (
+    row_norms,
+    single_token_inputs,
+    span_scores,
+    top_scores_recall,
+)
+from fedplan.data.examples import Examples
+from fedplan.federation.agreement import Agreement
+from fedplan.methods.method import Method
+from fedplan.methods.registry import method_by_name
+from fedplan.models.description import describe
+from fedplan.models.params import Kind, Param
+from fedplan.privacy.accounting.accountant import calibrate
+from fedplan.privacy.accounting.events import DPSGDSteps
+from fedplan.privacy.dpsgd.fit import DPSGDConfig, dp_sgd
+from fedplan.privacy.mechanisms.noise import NoiseStream
+from fedplan.runners.local import Federation
+from fedplan.tensors.accumulator import GRID
+from fedplan.tensors.devices import fork_rng_state
+from fedplan.tensors.ring import Words
+from fedplan.training.fit import Fit, TrainConfig
+from fedplan.training.optimizers import sgd
+
+VOCABULARY, LENGTH, EXAMPLES, WIDTH, BLOCKS = 1000, 16, 7, 128, 4
+"""Sizes of model and data. Fewer tokens per client than the width are the server's best case."""
+CHANCE_RECALL = EXAMPLES * (LENGTH - 1) / (VOCABULARY - victims.FIRST_WORD)
+"""Recall of random guesses."""
+DELTA = 1e-5
+"""Delta of the DP-SGD that is attacked."""
+PARTS = tuple(map(Kind, ("embed", "query", "key", "value", "out", "mlp", "head", "prompt")))
+"""Kinds of params that are attacked one by one."""
+METHODS: dict[str, Method] = {
+    "fedavg": method_by_name("fedavg"),
+    "fedfrozen, stage one": method_by_name("fedfrozen", {"warmup": 1}),
+    "fedfrozen A, stage two": method_by_name("fedfrozen", {"warmup": 0}),
+    "fedfrozen B, stage two": method_by_name("fedfrozen", {"warmup": 0, "reading": "B"}),
+    "safl, 2 of 4 blocks": method_by_name("safl", {"k": 2}),
+}
+PROMPT_METHODS: dict[str, Method] = {
+    "pfeddc": method_by_name("pfeddc", {"text": 2, "vision": 2, "width": 16})
+}
+ONE_STEP, ONE_STEP_MASKED = "one step", "one step, masked"
+"""Names of the server's best case, and of the same under secure aggregation."""
+Change = Mapping[Param, Tensor]
+"""A client's update minus the base, by param."""
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """How clients train; by DP-SGD with this epsilon if it is above 0."""
+
+    name: str
+    train_config: TrainConfig
+    dropout: float = 0.0
+    epsilon: float = 0.0
+
+    def apply(self, method: Method) -> Method:
+        """The method, with its fit replaced by DP-SGD if an epsilon is set."""
+        if not self.epsilon:
+            return method
+        return replace(method, client_hooks=(_dp_sgd_hook(self.epsilon, self.train_config),))
+
+
+def _dp_sgd_hook(epsilon: float, train_config: TrainConfig) -> Callable[[Fit], Fit]:
+    """A client hook that replaces a fit by DP-SGD with noise calibrated to an epsilon."""
+    noise = calibrate(epsilon, DELTA, lambda noise: [DPSGDSteps(noise, 1.0, train_config.steps)])
+    config = DPSGDConfig(
+        1.0, noise, expected_batch_size=EXAMPLES, sampling_rate=1.0, steps=train_config.steps
+    )
+    source = NoiseStream.fresh()
+    fit = dp_sgd(config, normal=partial(source.gaussian, stddev=1.0), uniform=source.uniform)
+    return lambda _: fit
+
+
+def training_setups(epsilon: float) -> tuple[TrainingSetup, ...]:
+    """The server's best case (one step), ten steps with dropout, and one step of DP-SGD."""
+    step = TrainConfig(sgd(), lr=0.1, steps=1, batch_size=EXAMPLES)
+    return (
+        TrainingSetup(ONE_STEP, step),
+        TrainingSetup("ten steps", TrainConfig(lr=1e-3, steps=10, batch_size=4), dropout=0.1),
+        TrainingSetup("DP-SGD", step, epsilon=epsilon),
+    )
+
+
+@dataclass(frozen=True)
+class PartLeak:
+    """Token recovery from one part of the updates.
+
+    sent: whether any client sent the part.
+    recovered: fraction of a client's tokens that were recovered, mean over clients; None if the
+        part was not attacked. error: its standard error.
+    blocks: blocks that were attacked; in each update the first that has the part.
+    """
+
+    # The field names are keys of the JSON report.
+    part: str
+    sent: bool
+    recovered: float | None = None
+    error: float = 0.0
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def beyond(self) -> float | None:
+        """Recall beyond chance: 0 is chance, 1 is every token; None if not attacked."""
+        if self.recovered is None:
+            return None
+        return (self.recovered - CHANCE_RECALL) / (1 - CHANCE_RECALL)
+
+
+@dataclass(frozen=True)
+class UpdateLeak:
+    """Token recovery from a method's updates, by part. `way` is the name of the training setup."""
+
+    method: str
+    way: str
+    parts: tuple[PartLeak, ...]
+
+
+def attack_updates(clients: int, epsilon: float) -> Iterator[UpdateLeak]:
+    """Train each method in each setup with `clients` clients, and attack the first round's updates.
+
+    epsilon: of the DP-SGD setup.
+    """
+    texts = [
+        victims.random_texts(i, EXAMPLES, vocabulary=VOCABULARY, length=LENGTH)
+        for i in range(clients)
+    ]
+    images = [victims.random_images(i, EXAMPLES) for i in range(clients)]
+    words = [victims.distinct_words(examples) for examples in texts]
+    server = CuriousServer(make_text_model())
+    for name, method in METHODS.items():
+        for setup in training_setups(epsilon):
+            model = make_text_model(setup.dropout)
+            changes = first_round_changes(setup.apply(method), model, texts, setup.train_config)
+            leaks = tuple(server.recover_tokens(part, changes, words) for part in PARTS)
+            yield UpdateLeak(name, setup.name, leaks)
+            is_same_set = len({frozenset(change) for change in changes}) == 1
+            # One client alone cannot use secure aggregation.
+            if setup.name == ONE_STEP and is_same_set and clients > 1:
+                masked = masked_changes(changes)
+                leaks = tuple(server.recover_tokens(part, masked, words) for part in PARTS)
+                yield UpdateLeak(name, ONE_STEP_MASKED, leaks)
+    for name, method in PROMPT_METHODS.items():
+        for setup in training_setups(epsilon):
+            model = victims.image_classifier()
+            changes = first_round_changes(setup.apply(method), model, images, setup.train_config)
+            sent = {param.kind for change in changes for param in change}
+            leaks = tuple(PartLeak(part, part in sent) for part in PARTS)
+            yield UpdateLeak(name, setup.name, leaks)
+
+
+def make_text_model(dropout: float = 0.0) -> nn.Module:
+    """The attacked text classifier, as both the clients and the server have it."""
+    return victims.text_classifier(
+        vocabulary=VOCABULARY,
+        width=WIDTH,
+        blocks=BLOCKS,
+        length=LENGTH,
+        spread=0.05,
+        dropout=dropout,
+    )
+
+
+def first_round_changes(
+    method: Method, model: nn.Module, data: Sequence[Examples], train_config: TrainConfig
+) -> list[dict[Param, Tensor]]:
+    """Run one round in a temporary folder; return each client's update minus the initial values.
+
+    data: the examples of each client.
+    """
+    if method.adapt is not None:
+        with fork_rng_state(seed=seeds.seed("leaks", "adapt")):
+            model = method.adapt(model)
+    agreement = Agreement("leaks", describe(model), method, train_config)
+    clients = {f"client-{i}": examples for i, examples in enumerate(data)}
+    with TemporaryDirectory() as folder:
+        federation = Federation(
+            agreement,
+            model,
+            clients,
+            victims.classification_loss,
+            Path(folder),
+            rounds=1,
+            keep_replies=True,
+        )
+        round_state = federation.run_round()
+        requests = {name: request.name for name, request in round_state.cohort.items()}
+        replies = [federation.clients[name].journal.reply_for(requests[name]) for name in clients]
+    start = federation.server.start
+    return [
+        {p: values[p.key] - start[p.key] for p in agreement.params if p.key in values}
+        for values in (reply[0] for reply in replies if reply is not None)
+    ]
+
+
+def masked_changes(changes: Sequence[Change]) -> list[dict[Param, Tensor]]:
+    """The masked inputs of changes, read as if they were not masked.
+
+    All clients must send the same params. Runs the secure aggregation protocol up to the masked
+    input.
+    """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from fedplan.privacy.secagg.client import ProtocolClient
+    from fedplan.privacy.secagg.crypto import node_public_key
+    from fedplan.privacy.secagg.masks import GroupVector
+    from fedplan.privacy.secagg.round_progress import MemoryProgressStore
+    from fedplan.privacy.secagg.server import ProtocolServer
+    from fedplan.privacy.secagg.terms import Slot, Terms, group_slots
+
+    slots = tuple(Slot(param.key, param.numel) for param in changes[0])
+    names = [f"client-{number:04}" for number in range(len(changes))]
+    terms = Terms("leaks", "", "", 1, "", len(names) // 2 + 1, 2, slots)
+    keys = {name: Ed25519PrivateKey.generate() for name in names}
+    directory = {name: node_public_key(key) for name, key in keys.items()}
+    clients = {
+        name: ProtocolClient(name, keys[name], directory, MemoryProgressStore()) for name in names
+    }
+    server, masked = ProtocolServer(terms, directory), list[dict[Param, Tensor]]()
+    for client in clients.values():
+        server.accept_advert(client.advertise_keys(terms, [slot.name for slot in slots]))
+    for client in clients.values():
+        server.accept_shares(client.share_secrets(server.roster()))
+    (group,) = group_slots(terms, {name: [slot.name for slot in slots] for name in names})
+    for name, change in zip(names, changes, strict=True):
+        numbers = {p.key: _to_words(value) for p, value in change.items()}
+        message = clients[name].mask_input(server.shares_for(name), numbers, EXAMPLES)
+        words = GroupVector.from_bytes(group, message.vectors[group.name]).numbers(group)
+        masked.append({p: _from_words(words[p.key]).view(p.shape) for p in change})
+    return masked
+
+
+def _to_words(change: Tensor) -> Words:
+    """A change times the number of examples, as 64-bit words in steps of the grid."""
+    steps = (change.double().flatten() * (EXAMPLES / GRID)).round().to(torch.int64)
+    return steps.numpy().view(np.uint64)
+
+
+def _from_words(words: Words) -> Tensor:
+    """The inverse of `_to_words`."""
+    return torch.from_numpy(words.view(np.int64).copy()).double() * (GRID / EXAMPLES)
+
+
+class CuriousServer:
+    """An honest but curious server: it knows the model, and infers tokens from changes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._words = torch.arange(victims.FIRST_WORD, VOCABULARY)
+        self._inputs: dict[str, Tensor] = {}
+
+    def recover_tokens(
+        self, part: Kind, changes: Sequence[Change], words: Sequence[set[int]]
+    ) -> PartLeak:
+        """Guess tokens by one part of each client's change, and compare with its true `words`."""
+        recalls, blocks = list[float](), set[int]()
+        for change, true_words in zip(changes, words, strict=True):
+            param = _attacked_param(part, change)
+            if param is not None:
+                scores = self._scores(param, change[param])
+                indices = {word - victims.FIRST_WORD for word in true_words}
+                recalls.append(top_scores_recall(scores, indices))
+                blocks |= {param.block or 0}
+        if not recalls:
+            return PartLeak(part, sent=False)
+        error = stdev(recalls) / sqrt(len(recalls)) if len(recalls) > 1 else 0.0
+        return PartLeak(part, True, fmean(recalls), error, tuple(sorted(blocks)))
+
+    def _scores(self, param: Param, change: Tensor) -> Tensor:
+        """Score of each word to be one of the client's, at its best position."""
+        if param.kind is Kind.EMBED:
+            return row_norms(change)[self._words]
+        layer = param.name.rpartition(".")[0]
+        if layer not in self._inputs:
+            self._inputs |= single_token_inputs(self._model, [layer], self._words, LENGTH)
+        return span_scores(change, self._inputs[layer]).amax(0)
+
+
+def _attacked_param(part: Kind, change: Change) -> Param | None:
+    """The first matrix of a part in a change (of embeddings: the token table); None without one."""
+    matrices = [p for p in change if p.kind is part and len(p.shape) == 2]
+    if part is Kind.EMBED:
+        matrices = [p for p in matrices if p.shape[0] == VOCABULARY]
+    return min(matrices, key=lambda p: p.block or 0, default=None)

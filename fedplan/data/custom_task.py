@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Custom tasks: examples, loss and metrics given as Python objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from fedplan.data.examples import Examples, Loss
+from fedplan.data.tables import DataError
+from fedplan.data.tasks import Task
+from fedplan.language.canonical import canonical_text
+from fedplan.tensors.devices import eval_mode, model_device, to_device
+from fedplan.tensors.named import Batch
+
+CUSTOM_KIND = "own"
+"""The `kind` of a CustomTask."""
+
+Collate = Callable[[list[Any]], Mapping[str, Tensor]]
+"""Makes a batch of named tensors from a list of examples."""
+
+BatchMetrics = Callable[[nn.Module, Batch], Mapping[str, float | Tensor]]
+"""Returns metrics of a model on a batch by name, each a mean over the batch."""
+
+
+@final
+@dataclass(frozen=True)
+class CollatedExamples:
+    """Examples of a dataset with a length and integer indices, batched by `collate`."""
+
+    examples: Any
+    collate: Collate
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        """Return the batch of the examples at these indices."""
+        return dict(self.collate([self.examples[i] for i in cast("list[int]", indices.tolist())]))
+
+
+def batch_columns(examples: list[Any]) -> Mapping[str, Tensor]:
+    """Return a batch made by torch's default collator; dicts keep their names.
+
+    Examples that are pairs become `inputs` and `labels`. Raises DataError if the result is no
+    mapping of tensors.
+    """
+    batch: Any = cast("Any", torch.utils.data).default_collate(examples)
+    if isinstance(batch, list | tuple) and len(cast("list[Tensor]", batch)) == 2:
+        batch = dict(zip(("inputs", "labels"), cast("list[Tensor]", batch), strict=True))
+    if not isinstance(batch, Mapping) or not all(
+        isinstance(value, Tensor) for value in cast("Mapping[str, object]", batch).values()
+    ):
+        raise DataError(
+            f"examples of type {type(examples[0]).__name__} make no batch of named tensors: give "
+            "`collate`, a function from a list of examples to a dict of tensors"
+        )
+    return cast("Mapping[str, Tensor]", batch)
+
+
+def model_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss that a transformers model computes from a batch with labels.
+
+    Raises DataError if the model's output has no loss.
+    """
+    loss: Any = getattr(model(**batch), "loss", None)
+    if loss is None:
+        raise DataError(
+            "the model's output has no loss: give `loss`, a function of a model and a batch"
+        )
+    return cast("Tensor", loss)
+
+
+@final
+@dataclass(frozen=True)
+class CustomTask(Task):
+    """A task defined by functions: the loss `function`, `collate` and `metrics`.
+
+    `primary` is the metric by which clients are compared.
+    """
+
+    kind: str = CUSTOM_KIND
+    source: str = ""
+    columns: tuple[str, ...] = ()
+    label: str = ""
+    labels: tuple[str, ...] = ()
+    function: Loss = model_loss
+    collate: Collate = batch_columns
+    metrics: BatchMetrics | None = None
+
+    primary: str = "loss"  # pyright: ignore[reportIncompatibleVariableOverride]
+    higher_is_better: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def text(self) -> str:
+        """Canonical text of loss and collator; a resumed run must have the same."""
+        return canonical_text((self.function, self.collate))
+
+    def prepare(self, table: Any) -> Examples:
+        """Return a client's examples: `table` itself if it makes batches, else with `collate`.
+
+        `table` has a length and integer indices, or a length and a method `batch`. Raises DataError
+        for an IterableDataset.
+        """
+        if isinstance(table, torch.utils.data.IterableDataset):
+            raise DataError("an IterableDataset has no length: give a Dataset")
+        # A table of `datasets` has a method `batch` with another meaning.
+        if not type(table).__module__.startswith("datasets.") and callable(
+            getattr(table, "batch", None)
+        ):
+            return cast("Examples", table)
+        return CollatedExamples(table, self.collate)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss of a model on a batch."""
+        return self.function(model, batch)
+
+    def score(self, model: nn.Module, rows: Examples, *, batch_size: int) -> dict[str, float]:
+        """Return the mean of the loss and of each metric, and the number of examples.
+
+        Without examples, only their number. Raises DataError if `primary` is not among them.
+        """
+        if not len(rows):
+            return {"examples": 0.0}
+        sums = dict[str, float]()
+        with eval_mode(model), torch.no_grad():
+            for indices in cast("tuple[Tensor, ...]", torch.arange(len(rows)).split(batch_size)):
+                batch = to_device(rows.batch(indices), model_device(model))
+                values: dict[str, float | Tensor] = {"loss": self.function(model, batch)}
+                values |= dict(self.metrics(model, batch)) if self.metrics else {}
+                for name, value in values.items():
+                    sums[name] = sums.get(name, 0.0) + float(value) * len(indices)
+        means = {name: value / len(rows) for name, value in sums.items()}
+        if self.primary not in means:
+            raise DataError(f"primary is {self.primary!r}, but the metrics are {', '.join(means)}")
+        return {**means, "examples": float(len(rows))}

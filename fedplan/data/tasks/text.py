@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text tasks: a class, several labels, or a number for a text or a pair of texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+
+from fedplan.data.examples import RaggedArray, TokenSequences, chunk_slices
+from fedplan.data.metrics import METRICS, AnswerKind, compute_metrics
+from fedplan.data.tables import DataError, column_values, label_values
+from fedplan.data.tasks.definition import Task, accuracy
+from fedplan.data.tokens import first_words, pad_token_id, require_tokens, split_by_sizes
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class _TextTask(Task):
+    """A task with one prediction per text, or per pair of texts."""
+
+    input_columns: ClassVar[tuple[int, int]] = (1, 2)
+
+    def _tokenize(self, table: Dataset, targets: Tensor) -> TokenSequences:
+        """Return the texts as tokens, cut at `max_length`, with their targets."""
+        tokenizer, texts = self.tokenizer, [self._text_column(table, c) for c in self.columns]
+        limit, ids, segments = self._max_tokens(tokenizer), list[list[int]](), list[list[int]]()
+        if len(texts) == 1:
+            texts = [[first_words(text, 2 * limit) for text in texts[0]]]
+        for chunk in chunk_slices(len(table)):
+            encoded = tokenizer(
+                *(column[chunk] for column in texts),
+                truncation=True,
+                max_length=limit,
+                return_attention_mask=False,
+                verbose=False,
+            )
+            ids += encoded["input_ids"]
+            segments += encoded.get("token_type_ids", []) if len(texts) == 2 else []
+        require_tokens(ids, tokenizer, " ".join(self.columns))
+        pairs = RaggedArray.from_lists(segments) if segments else None
+        return TokenSequences(RaggedArray.from_lists(ids), pad_token_id(tokenizer), targets, pairs)
+
+
+@final
+class TextClassification(_TextTask):
+    """One label per text, or per pair of texts."""
+
+    def prepare(self, table: Dataset) -> TokenSequences:
+        """Return the texts as tokens with their class indices."""
+        labels = self._class_indices(label_values(table, self.label))
+        return self._tokenize(table, torch.tensor(labels, dtype=torch.long))
+
+
+@final
+class MultiLabel(_TextTask):
+    """Any number of labels per text, or per pair of texts."""
+
+    answer_kind: ClassVar[AnswerKind] = "labels"
+    primary: ClassVar[str] = "f1_micro"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The names of the labels, and the problem type of multi-label classification."""
+        return {**super().settings, "problem_type": "multi_label_classification"}
+
+    def prepare(self, table: Dataset) -> TokenSequences:
+        """Return the texts as tokens with a row of 0 and 1 by label.
+
+        Raises DataError if a cell of the label column is no list.
+        """
+        values = label_values(table, self.label)
+        if scalars := [value for value in values if not isinstance(value, list)]:
+            raise DataError(
+                f"column {self.label!r} has {scalars[0]!r}, but multi-label needs a list of labels "
+                "in each row: use text-classification, or a table with lists"
+            )
+        lists = cast("list[list[str]]", values)
+        flat = self._class_indices([label for row in lists for label in row])
+        targets = torch.zeros(len(lists), len(self.labels))
+        for row, indices in enumerate(split_by_sizes(flat, list(map(len, lists)))):
+            targets[row, indices] = 1.0
+        return self._tokenize(table, targets)
+
+    def _label_mask(self, labels: Tensor) -> Tensor:
+        return torch.ones(len(labels), dtype=torch.bool, device=labels.device)
+
+    def _mean_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self._loss_per_answer(logits, labels).mean()
+
+    def _loss_per_answer(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each text: the mean over labels of the weighted loss."""
+        losses = binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        return (losses * self._label_weights(logits) if self.weights else losses).mean(-1)
+
+    def _predict(self, logits: Tensor) -> Tensor:
+        return (logits > 0).long()
+
+    def _task_scores(
+        self, loss: float, truth: Tensor, guess: Tensor, sizes: list[int]
+    ) -> dict[str, float]:
+        metrics = [METRICS[name] for name in ("f1_micro", "f1_macro")]
+        scores = compute_metrics(metrics, truth.numpy(), guess.numpy())
+        all_right = accuracy((truth == guess).all(-1), torch.tensor(True))
+        return {"accuracy": all_right, **scores}
+
+
+@final
+class Regression(_TextTask):
+    """A number per text, or per pair of texts."""
+
+    answer_kind: ClassVar[AnswerKind] = "number"
+    primary: ClassVar[str] = "rmse"
+    higher_is_better: ClassVar[bool] = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """A single output, and the problem type of regression."""
+        return {"num_labels": 1, "problem_type": "regression"}
+
+    def prepare(self, table: Dataset) -> TokenSequences:
+        """Return the texts as tokens with their numbers; raise DataError for a cell without one."""
+        numbers = [self._number(value) for value in column_values(table, self.label)]
+        return self._tokenize(table, torch.tensor(numbers))
+
+    def _number(self, value: Any) -> float:
+        """Return a cell as a finite number; texts, as of a .csv file, are converted."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not isfinite(number):
+            raise DataError(
+                f"column {self.label!r} has {value!r}, but regression needs numbers: remove these "
+                "rows, or use the task text-classification"
+            )
+        return number
+
+    def _require_output_size(self, logits: Tensor) -> None:
+        if logits.shape[-1] != 1:
+            raise DataError(
+                f"the model has {logits.shape[-1]} outputs, but regression needs one number: "
+                "build the model with num_labels = 1"
+            )
+
+    def _label_mask(self, labels: Tensor) -> Tensor:
+        return torch.ones_like(labels, dtype=torch.bool)
+
+    def _mean_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return mse_loss(logits.squeeze(-1), labels)
+
+    def _loss_per_answer(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return mse_loss(logits.squeeze(-1), labels, reduction="none")
+
+    def _predict(self, logits: Tensor) -> Tensor:
+        return logits.squeeze(-1)
+
+    def _task_scores(
+        self, loss: float, truth: Tensor, guess: Tensor, sizes: list[int]
+    ) -> dict[str, float]:
+        metrics = [METRICS[name] for name in ("mae", "rmse", "r2", "pearson")]
+        return compute_metrics(metrics, truth.numpy(), guess.numpy())

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compatibility of server and sites: message protocol and package versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+PROTOCOL_VERSION = "2"
+"""Version of the messages between server and sites; raised on an incompatible change."""
+PACKAGES = ("fedplan", "torch", "transformers", "flwr")
+"""Packages whose versions server and sites compare."""
+
+
+@cache
+def local_versions() -> Mapping[str, str]:
+    """Return protocol version (key "wire") and package versions of this process.
+
+    A package that is not installed has the version "".
+    """
+    return {"wire": PROTOCOL_VERSION, **{name: _version(name) for name in PACKAGES}}
+
+
+def protocol_mismatch(versions: Mapping[str, str]) -> str:
+    """Return a text if the other end's protocol version differs from ours; else "".
+
+    `versions` are the other end's; empty in a simulation, which is compatible.
+    """
+    if versions and versions.get("wire") != PROTOCOL_VERSION:
+        theirs = versions.get("wire", "?")[:20]
+        return f"messages of version {theirs}, and here they are {PROTOCOL_VERSION}"
+    return ""
+
+
+def package_differences(versions: Mapping[str, str]) -> str:
+    """Return a text that lists packages with another version at the other end; "" if none.
+
+    Such a site may take part, but its training may differ in single bits.
+    """
+    local = local_versions()
+    names = [name for name in PACKAGES if versions.get(name, local[name]) != local[name]]
+    return ", ".join(f"{name} {versions[name][:20]}, and here {local[name]}" for name in names)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributed DP: secure aggregation of clipped updates, where each client adds noise itself.
+
+A client clips its change and adds its noise share to every number that any client may send in the
+round. So the server never sees a sum without noise. The unmasked sum is exactly that of clipped
+changes and noise shares; its clients are public.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedplan.errors import FedplanError
+from fedplan.federation.aggregation import AggregationResult, PollScores
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.client_dp import require_no_aux, round_charge_name
+from fedplan.federation.global_state import GlobalState
+from fedplan.federation.participation import Participation
+from fedplan.federation.secagg_aggregator import (
+    VALUE_PREFIX,
+    WHOLE_SUM,
+    SecureAggregation,
+    SecureAggregator,
+    narrow_words,
+    sum_from_words,
+    sum_words,
+)
+from fedplan.models.params import Block
+from fedplan.privacy.guard import Guard, ServerGuard
+from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
+from fedplan.privacy.secagg.server import UnmaskedSums
+from fedplan.privacy.secagg.simulation import ClientInput
+from fedplan.tensors.accumulator import GRID
+from fedplan.tensors.named import Tensors, all_finite
+from fedplan.tensors.ring import Words, widen_words
+from fedplan.tensors.sums import ExactSum
+
+
+@dataclass(frozen=True)
+class DistributedDPAggregation:
+    """Client-level DP that also holds against the server: clients clip and add noise."""
+
+    agreement: Agreement
+    participation: Participation
+    guard: ServerGuard
+    hides_clients: ClassVar[bool] = True
+
+    def checkpoint_meta(self) -> dict[str, Any]:
+        """Return the number of charges, which a resumed run must find in its budget."""
+        return {"charges": len(self.guard.budget.charges)}
+
+    def sample_clients(self, number: int, roster: Sequence[str]) -> list[str]:
+        """Return the clients of round `number`.
+
+        Raises an error if the privacy budget does not allow the round, or the threshold settings
+        do not allow a sum of so many clients.
+        """
+        self.guard.require_affordable_round(number, round_charge_name(number))
+        secure = SecureAggregation(self.agreement, self.participation)
+        return secure.sample_clients(number, roster)
+
+    def joint_scores(self, number: int, polled: PollScores) -> dict[Block, float]:
+        """Raise FedplanError: layer scores are not in the privacy budget here."""
+        raise FedplanError(
+            f"round {number}: client-level DP with secure aggregation does not score layers"
+        )
+
+    def open_round(
+        self, global_state: GlobalState, shared: Callable[[], Tensors], roster: int
+    ) -> DistributedDPAggregator:
+        """Return the aggregator of the next round; `shared()` is all that clients may share."""
+        return DistributedDPAggregator(
+            self.agreement,
+            global_state.values,
+            roster,
+            global_state.round + 1,
+            self.agreement.secagg.resolve_threshold(roster),
+            guard=self.guard,
+            mechanism=round_mechanism(self.guard, self.agreement, shared(), roster),
+        )
+
+
+@dataclass
+class DistributedDPAggregator(SecureAggregator):
+    """Secure sum of one round with noise shares; a simulation draws them by the server's secret."""
+
+    guard: ServerGuard = field(kw_only=True)
+    mechanism: GaussianMechanism = field(kw_only=True)
+
+    def require(self, values: Tensors, aux: Tensors, weight: int) -> None:
+        """Raise an error if there are auxiliary tensors; any change can be clipped."""
+        require_no_aux(aux)
+
+    def add(self, client: str, values: Tensors, aux: Tensors, weight: int) -> None:
+        """Keep one client's clipped and noised input, with weight 1, for the simulated protocol."""
+        charge_name = f"{round_charge_name(self.round_number)}/{client}"
+        change = client_change(values, self.base)
+        share = self.guard.simulate_noisy_share(self.mechanism, change, charge_name)
+        words = noised_words(share, wide=self.agreement.secagg.wide_integers)
+        self.contributions[client] = ClientInput(words, 1)
+
+    def _aggregate(self, unmasked: UnmaskedSums) -> AggregationResult:
+        """Charge the privacy budget and return base plus noisy mean change of each value."""
+        wide, shapes = self.agreement.secagg.wide_integers, self.mechanism.public_shapes
+        sums = {
+            key: words if wide else widen_words(words)
+            for key in shapes
+            if (words := unmasked.numbers.get(VALUE_PREFIX + key)) is not None
+        }
+        like = {
+            key: torch.empty(shapes[key][0], dtype=torch.float64, device="meta") for key in sums
+        }
+        total = sum_from_words(sums, unmasked, like)
+        changes = self.guard.release_noisy_sum(
+            self.mechanism, total, self.round_number, round_charge_name(self.round_number)
+        )
+        return AggregationResult({key: self.base[key] + change for key, change in changes.items()})
+
+
+def round_mechanism(
+    guard: Guard, agreement: Agreement, shared: Mapping[str, Tensor], clients: int
+) -> GaussianMechanism:
+    """Return the Gaussian mechanism of a round among so many clients; server and clients agree.
+
+    `shared`: tensors of the shapes that clients may share. Raises FedplanError if a sum could
+    exceed one word; that depends on public settings only.
+    """
+    honest = agreement.secagg.honest_noise_shares(clients)
+    mechanism = guard.make_mechanism(shared, clients, noise_shares=honest)
+    clip, stddev = mechanism.clipping_norm, mechanism.share_stddev
+    if not agreement.secagg.wide_integers and clients * (clip + 20 * stddev) / GRID >= 2.0**63:
+        raise FedplanError(
+            f"changes up to {clip:g} with noise of {stddev:.3g}, summed over {clients} clients, do "
+            "not fit one word: set aggregation.wide_integers, or a smaller privacy.clipping_norm"
+        )
+    return mechanism
+
+
+def client_change(values: Tensors, base: Tensors) -> Change:
+    """Return values minus base in float64; an empty dict if any number is not finite."""
+    # Empty, not an error: divergence would else be revealed.
+    change = {key: value.double() - base[key].double() for key, value in values.items()}
+    return change if all(map(all_finite, change.values())) else {}
+
+
+def noised_words(share: ExactSum, *, wide: bool) -> dict[str, Words]:
+    """Return the integers that a client masks, by slot, from its clipped and noised change.
+
+    Raises UpdateRejected if a number does not fit one word and `wide` is False.
+    """
+    slots = {
+        VALUE_PREFIX + key: words if wide else narrow_words(key, words)
+        for key, words in sum_words(share).items()
+    }
+    return {WHOLE_SUM: np.zeros(0, np.uint64), **slots}

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Error codes that a site sends to the server, and the sentence that the server shows for each.
+
+The text of an error may reveal examples, labels, columns or paths, so it stays in the site's log.
+"""
+
+from __future__ import annotations
+
+from fedplan.errors import FedplanError
+
+APPROVAL = "not-approved"
+"""Code of a study that waits for approval at the site."""
+REFUSALS = {
+    APPROVAL: "the study waits for approval at the site (fedplan site approve)",
+    "refused-here": "the site's operator has refused the study",
+    "policy": "the site's policy does not allow the study",
+    "rounds": "the run has more rounds than the site approved",
+    "unknown-run": "the site does not know this run: it received no hello of it",
+    "restored": "its client state is older than its last answer (fedplan site rejoin)",
+    "past-round": "it has trained a later round: restore a newer copy of the run, or start another",
+    "limit-rounds": "its limit of answers is reached (limits.rounds of its policy)",
+    "limit-bytes": "its limit of bytes is reached (limits.bytes of its policy)",
+    "limit-epsilon": "its limit of epsilon is reached (limits.epsilon of its policy)",
+    "unhidden": "it limits epsilon, and this study or an earlier one has no differential privacy",
+    "another-study": "it agreed to another study: server and site must run the same one",
+    "values": "it received values that the plan does not send, or of another shape or dtype",
+    "poll": "its plan has no joint choice of layers in this round, or privacy does not cover it",
+    "unasked": "its study has no evaluation in this round",
+    "few-rows": "it has fewer test examples than its policy requires for metrics",
+    "undisclosed": "its policy allows none of these metrics",
+    "uncharged": "the study promises privacy, which does not cover metrics: none are sent",
+    "gone-on": "it has trained a later round than the one to be evaluated",
+    "masked": "a step of secure aggregation failed its checks: see the site's log",
+    "peers": "secure aggregation is on, and it lacks keys of some sites (peers of its site.toml)",
+    "unsummed": "metrics of a single site are not sent under secure aggregation",
+    "unknown-name": "its study names code that it does not have or allow (allow of its site.toml)",
+    "request": "it does not know this request: server and site must run the same fedplan",
+    "refused": "it refuses the request",
+}
+"""Codes of requests that a site refuses."""
+FAILURES = {
+    "message": "it cannot read the message",
+    "promise": "the study's privacy budget is spent: the run ends here",
+    "privacy": "it cannot guarantee the study's privacy",
+    "data": "its examples are not what the study expects",
+    "model": "its model cannot be loaded, or is not the study's",
+    "plan": "the plan does not fit its model",
+    "training": "its training changed frozen params, or gave values that are not finite",
+    "settings": "its study, or the settings of its node, are invalid",
+    "disk": "its disk, or a file on it, cannot be used",
+    "memory": "it has too little memory",
+    "trainer": "its worker did not start, or ended again and again",
+    "fault": "an unexpected error",
+}
+"""Codes of errors at a site."""
+LACKING = {"lacking": "it has lost values that it received before: it needs all of them"}
+KINDS = {"refused": REFUSALS, "failed": FAILURES, "lacking": LACKING}
+"""All codes with their sentences, by the kind of the answer."""
+
+
+def error_code_of(error: BaseException) -> str:
+    """Return the code of any exception; `fault` if there is no other."""
+    if isinstance(error, FedplanError):
+        return error.code if any(error.code in codes for codes in KINDS.values()) else "fault"
+    if isinstance(error, MemoryError):
+        return "memory"
+    return "disk" if isinstance(error, OSError) else "fault"
+
+
+def error_fields(code: str) -> dict[str, str]:
+    """Return the fields of an error answer: the code by its kind, as {"refused": "policy"}."""
+    kind = next((kind for kind, codes in KINDS.items() if code in codes), "failed")
+    return {kind: code}
+
+
+def encode_code(code: str) -> str:
+    """Return a code as the reason of a Flower error, as "refused: policy"."""
+    ((kind, code),) = error_fields(code).items()
+    return f"{kind}: {code}"
+
+
+def describe_code(kind: str, code: str) -> str:
+    """Return the server's sentence for a code of a kind; an unknown code is not repeated."""
+    if code not in KINDS.get(kind, {}):
+        return f"{kind}: for a reason that this server does not know"
+    more = "; the site's log says more" if kind == "failed" else ""
+    return f"{kind}: {code} ({KINDS[kind][code]}{more})"
+
+
+def decode_reason(reason: str) -> str:
+    """Return the sentence for a reason of `encode_code`; any other reason is returned as it is."""
+    kind, _, code = reason.partition(": ")
+    return describe_code(kind, code) if code in KINDS.get(kind, {}) else reason

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's global state: global values with versions, and their checkpoint format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedplan.errors import FedplanError
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.client_versions import (
+    NEVER_SEEN,
+    ClientSync,
+    pack_client_sync,
+    unpack_client_sync,
+)
+from fedplan.federation.messages import block_scores_from_json, block_scores_to_json
+from fedplan.language.resolution import permitted_roles
+from fedplan.language.turn import Turn
+from fedplan.models.params import Block
+from fedplan.tensors.aux_tensors import aux_names, param_key
+from fedplan.tensors.named import Tensors
+
+GLOBAL_FOLDER, LEDGER, METRICS, BEST = "global", "ledger.jsonl", "metrics.jsonl", "best"
+"""Names in a run's folder: global state, ledger, metrics, and the best global state."""
+
+FORMAT = 2
+"""Version of the checkpoint format."""
+
+
+@dataclass(frozen=True)
+class GlobalState:
+    """The server's state after a round.
+
+    `values`: global params and auxiliary tensors. `versions`: the round that last changed each of
+    them; 0 for the initial value. `round`, `phase`: last closed round and present phase.
+    `client_sync`: record of each client that ever responded.
+    `memory`: state of the server optimizer by key. `drift`: drift of the last round.
+    `choice`: scores of the last vote. `clipping_norm`: norm for the next round, if it adapts.
+    """
+
+    values: dict[str, Tensor]
+    versions: dict[str, int]
+    round: int = 0
+    phase: str = ""
+    client_sync: dict[str, ClientSync] = field(default_factory=dict[str, ClientSync])
+    memory: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
+    drift: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    choice: dict[Block, float] = field(default_factory=dict[Block, float])
+    clipping_norm: float = 0.0
+
+    @staticmethod
+    def initial(agreement: Agreement, values: Tensors) -> GlobalState:
+        """Return the state before the first round, from the model's initial values.
+
+        Auxiliary tensors are zero.
+        """
+        values = {p.key: values[p.key] for p in agreement.exchanged}
+        names = aux_names(values, agreement.method.aux)
+        aux = {name: torch.zeros_like(values[param_key(name)]) for name in names}
+        return GlobalState(values | aux, dict.fromkeys(values | aux, 0))
+
+    def versions_of(self, client: str) -> Mapping[str, int]:
+        """Return the versions of the global values that a client has."""
+        return self.client_sync.get(client, NEVER_SEEN).versions
+
+    def personal_bits_of(self, client: str) -> int:
+        """Return the params that are personal to a client, as `Agreement.personal_bits`."""
+        return self.client_sync.get(client, NEVER_SEEN).personal_bits
+
+    def last_round_of(self, client: str) -> int:
+        """Return the last round in which a client responded; 0 if never."""
+        return self.client_sync.get(client, NEVER_SEEN).round
+
+    def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the state as tensors by name and JSON metadata, for a checkpoint."""
+        tensors = {f"value/{k}": v for k, v in self.values.items()}
+        for key, memory in self.memory.items():
+            tensors |= {f"memory/{name}/{key}": v for name, v in memory.items()}
+        client_sync, groups = pack_client_sync(self.client_sync, list(self.versions))
+        meta: dict[str, Any] = {"format": FORMAT, "round": self.round, "phase": self.phase}
+        drift = {kind: list(numbers) for kind, numbers in self.drift.items()}
+        private = {"choice": block_scores_to_json(self.choice), "clip": self.clipping_norm}
+        meta |= {"versions": self.versions, "drift": drift} | private | groups
+        return tensors | client_sync, meta
+
+    @staticmethod
+    def from_tensors(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> GlobalState:
+        """Return the state of a checkpoint: the inverse of `to_tensors`.
+
+        Raises FedplanError for another format version.
+        """
+        if meta.get("format") != FORMAT:
+            raise FedplanError(
+                f"this checkpoint has format {meta.get('format')!r}, not {FORMAT}: read it with "
+                "the fedplan version that wrote it"
+            )
+        values, memory = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition("/")
+            if kind == "value":
+                values[rest] = tensor
+            elif kind == "memory":
+                state_name, _, key = rest.partition("/")
+                memory.setdefault(key, {})[state_name] = tensor
+        versions = {k: int(v) for k, v in meta["versions"].items()}
+        return GlobalState(
+            values,
+            versions,
+            meta["round"],
+            meta["phase"],
+            unpack_client_sync(tensors, meta, list(versions)),
+            memory,
+            {kind: (variance, step) for kind, (variance, step) in meta["drift"].items()},
+            block_scores_from_json(meta["choice"]),
+            float(meta["clip"]),
+        )
+
+
+def global_values(
+    agreement: Agreement, global_state: GlobalState, start: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the global model's trainable values; `start` has the values of other params."""
+    keys = [p.key for p in agreement.trainable]
+    values = global_state.values
+    return {key: (values if key in values else start)[key] for key in keys}
+
+
+def personal_values(
+    agreement: Agreement,
+    global_state: GlobalState,
+    start: Mapping[str, Tensor],
+    turn: Turn,
+    client_state: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return a client's trainable values: its stored personal ones, else the global ones.
+
+    `turn`: a turn of the client, for its roles. `client_state`: the client's stored values.
+    """
+    roles = permitted_roles(agreement.method.plan, agreement.params, turn)
+    personal = {p.key for p in agreement.trainable if roles[p].is_personal}
+    values = global_values(agreement, global_state, start)
+    return values | {key: value for key, value in client_state.items() if key in personal}

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact mean of the clients' LoRA products B @ A, and the error of averaging A and B separately."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from fedplan.errors import FedplanError
+from fedplan.federation.messages import UpdateRejected
+from fedplan.methods.lora_products import LoraFactors, ProductRule
+from fedplan.methods.method import Method
+from fedplan.models.lora_layers import LoraLayer, lora_layers
+from fedplan.models.params import Params
+from fedplan.tensors.named import Tensors
+from fedplan.tensors.sums import ExactSum
+
+MAX_MEASURED_NUMEL = 2**22
+"""Largest product matrices, in total numbers of 8 bytes, for which the error is measured although
+the rule needs no products. A large model would take too much memory at the server."""
+ERROR_DIGITS = 6
+"""Significant digits of a recorded error."""
+
+Errors = tuple[float, float]
+"""Relative errors of the product of mean factors, and of the new global model, against the mean
+product (Frobenius norm)."""
+
+
+@dataclass
+class ProductSum:
+    """Weighted exact sum of the clients' LoRA products in one round.
+
+    `layers`: LoRA layers whose factors may both be shared. `base`: global values before the round.
+    `total`: sum of products by the key of factor A.
+    """
+
+    layers: tuple[LoraLayer, ...]
+    rule: ProductRule
+    base: Tensors
+    total: ExactSum = field(default_factory=ExactSum)
+
+    def require_both_sides(self, values: Tensors) -> None:
+        """Raise UpdateRejected if the rule needs products and a layer has only some factors."""
+        for layer in () if self.rule.is_separate else self.layers:
+            present = [p.key in values for p in layer.factors]
+            if any(present) and not all(present):
+                raise UpdateRejected(f"it sends one side of {layer.name} without the other")
+
+    def client_products(self, values: Tensors) -> dict[str, Tensor]:
+        """Return one client's products of the layers that it sent whole, by the key of factor A."""
+        complete = (e for e in self.layers if all(p.key in values for p in e.factors))
+        return {layer.a.key: _factors(layer, values).product for layer in complete}
+
+    def close(self, means: Tensors, weights: Mapping[str, int]) -> tuple[Tensors, Errors | None]:
+        """Return the values that the rule puts in place of means, and the errors over all layers.
+
+        `means`: mean of each param. `weights`: total weight of its senders. A layer keeps its means
+        where their product equals the mean product up to rounding. The errors are None if no
+        layer was sent.
+        """
+        replaced, squares = dict[str, Tensor](), torch.zeros(3, dtype=torch.float64)
+        for layer, product in self._mean_products(weights):
+            before = _factors(layer, means, self.base if self.rule.updates_weight else None)
+            after, mean_error = before, _squared_norm(before.product - product)
+            if mean_error > (2 * torch.finfo(before.a.dtype).eps) ** 2 * _squared_norm(product):
+                after = self.rule(before, product)
+                replaced |= {layer.a.key: after.a, **layer.split_b(after.b)}
+                if after.weight is not None:
+                    replaced |= layer.split_host_weight(after.weight)
+                change = self.rule.effective_change(before, after)
+                rule_error = _squared_norm(change - product)
+            else:
+                mean_error = rule_error = 0.0
+            squares += torch.tensor(
+                [_squared_norm(product), mean_error, rule_error], dtype=torch.float64
+            )
+        norm, mean_error, rule_error = (sqrt(float(square)) for square in squares)
+        if not norm:
+            return replaced, None
+        return replaced, (_round_digits(mean_error / norm), _round_digits(rule_error / norm))
+
+    def _mean_products(self, weights: Mapping[str, int]) -> Iterator[tuple[LoraLayer, Tensor]]:
+        """Yield each layer whose factors all have the same senders, with its mean product."""
+        products, product_weights = self.total.mean(), self.total.weights()
+        for layer in self.layers:
+            weight = product_weights.get(layer.a.key)
+            if weight and all(weights[p.key] == weight for p in layer.factors):
+                yield layer, products[layer.a.key]
+
+
+def shared_lora_layers(method: Method, params: Params, shared: Params) -> tuple[LoraLayer, ...]:
+    """Return the LoRA layers all of whose factors are among the `shared` params.
+
+    Empty if the method's rule needs no products and they would exceed MAX_MEASURED_NUMEL.
+    """
+    keys = {p.key for p in shared}
+    layers = tuple(e for e in lora_layers(params) if all(p.key in keys for p in e.factors))
+    small = sum(layer.numel for layer in layers) <= MAX_MEASURED_NUMEL
+    return layers if small or not method.lora_aggregation.is_separate else ()
+
+
+def check_product_rule(method: Method, params: Params, shared: Params, frozen: Params) -> None:
+    """Raise FedplanError, with a remedy, if the method's product rule cannot work with the plan."""
+    if method.lora_aggregation.is_separate:
+        return
+    text, keys = method.lora_aggregation.text, {p.key for p in shared}
+    layers = [e for e in lora_layers(params) if any(p.key in keys for p in e.factors)]
+    if not layers:
+        raise FedplanError(
+            f"{text} is a rule for LoRA's two sides, and the plan shares none of them: "
+            "add LoRA and share(adapter), or take the rule away"
+        )
+    for layer in layers:
+        if unshared := [p.key for p in layer.factors if p.key not in keys]:
+            raise FedplanError(
+                f"{text} needs both sides of {layer.name}, and the plan does not share "
+                f"{unshared[0]}: share(adapter), or average the sides apart"
+            )
+        if method.lora_aggregation.updates_weight:
+            _require_host(text, layer, {p.key for p in frozen})
+
+
+def _require_host(text: str, layer: LoraLayer, frozen: set[str]) -> None:
+    """Raise FedplanError unless the layer's weight is known, float32 or float64, and frozen.
+
+    `text` names the rule in the message; `frozen` are keys of params.
+    """
+    if not layer.hosts:
+        raise FedplanError(
+            f"{text} cannot tell the layout of the weight of {layer.name} (square, in a model with "
+            "outputs last), or finds none: take by_svd()"
+        )
+    for host in layer.hosts:
+        if host.dtype not in ("float32", "float64"):
+            raise FedplanError(
+                f"{text} adds small numbers to {host.key}, which is {host.dtype} and would round "
+                "them away: take by_svd(), or load the model in float32"
+            )
+        if host.key not in frozen:
+            raise FedplanError(
+                f"{text} changes {host.key} at the server, and the plan gives it to the clients: "
+                "freeze it"
+            )
+
+
+def _factors(layer: LoraLayer, values: Tensors, base: Tensors | None = None) -> LoraFactors:
+    weight = layer.host_weight(base) if base is not None else None
+    return LoraFactors(values[layer.a.key], layer.concat_b(values), weight)
+
+
+def _squared_norm(matrix: Tensor) -> float:
+    return float(matrix.square().sum(dtype=torch.float64))
+
+
+def _round_digits(number: float) -> float:
+    return float(f"{number:.{ERROR_DIGITS}g}")

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's side of secure aggregation: its own terms, its input, and its protocol messages.
+
+An update leaves the client only under masks. It stays in the client's journal until the round ends,
+so a client that is killed between two messages can continue.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedplan.federation import secagg_config
+from fedplan.federation.aggregation import MeanAggregator
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import (
+    Client,
+    client_turn,
+    received_digests,
+    received_values,
+    require_same_start,
+)
+from fedplan.federation.client_round import BASE, TURN, WEIGHT
+from fedplan.federation.distributed_dp import client_change, noised_words, round_mechanism
+from fedplan.federation.messages import Request, RequestRefused, Update, turn_digest
+from fedplan.federation.secagg_aggregator import (
+    SCORES_SLOT,
+    VALUE_PREFIX,
+    client_slots,
+    client_words,
+    round_terms,
+    score_steps,
+    scoring_terms,
+)
+from fedplan.federation.secagg_messages import (
+    encrypted_shares_to_json,
+    forwarded_shares_from_json,
+    key_advert_to_json,
+    key_roster_from_json,
+    masked_input_message,
+    read_secagg_message,
+    read_terms_digest,
+    secagg_message,
+    signature_list_from_json,
+    survivor_list_from_json,
+    survivor_signature_to_json,
+    unmask_shares_to_json,
+)
+from fedplan.models.params import Block, Params
+from fedplan.privacy.guard import DistributedGuard
+from fedplan.privacy.mechanisms.gaussian import Change
+from fedplan.privacy.secagg.client import KeyDirectory, ProtocolClient
+from fedplan.privacy.secagg.crypto import NodeKey, sha256_of
+from fedplan.privacy.secagg.messages import KeyRoster
+from fedplan.privacy.secagg.reveal_log import RevealLog
+from fedplan.privacy.secagg.round_progress import DiskProgressStore, RoundProgress
+from fedplan.privacy.secagg.terms import Terms
+from fedplan.storage.store import Store
+from fedplan.tensors.aux_tensors import param_key
+from fedplan.tensors.message import Message
+from fedplan.tensors.ring import Words, words_from_ints
+from fedplan.tensors.serialization import JSON
+
+ROUND_PROGRESS, SCORING_PROGRESS, SCORES = "masks", "poll-masks", "ballot"
+"""Folders beside a client's journal: protocol progress of rounds and of layer scorings, and the
+last layer scores."""
+REVEAL_LOG = "openings.jsonl"
+"""File of the sums that the client helped to unmask. It lies beside the client's account, if there
+is one, since it counts for all runs."""
+
+
+class SecAggClient:
+    """A client in the secure aggregation of a run; `threshold` is that of its rounds."""
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        client: Client,
+        node: NodeKey,
+        directory: KeyDirectory,
+        folder: Path,
+        *,
+        cohort: Callable[[int], Sequence[str]],
+    ) -> None:
+        """Open the client's protocol state in `folder`.
+
+        `node`: the client's private node key. `directory`: public node keys of all clients, which
+        they exchanged without the server. `cohort`: returns the clients of a round; the threshold
+        follows from it, and not from the server. Raises RequestRefused if the agreement asks for
+        distributed DP and the client has no noise guard.
+        """
+        self.agreement, self.client, self._directory = agreement, client, dict(directory)
+        self.threshold = agreement.secagg.resolve_threshold(len(cohort(1)))
+        if agreement.distributed_dp and client.noise_guard is None:
+            raise RequestRefused(
+                f"{client.name} cannot add its noise share: give it an account"
+            ).with_code("masked")
+        encryption = client.journal.encryption
+        self._round_progress, self._scoring_progress = (
+            DiskProgressStore(folder / name, encryption=encryption)
+            for name in (ROUND_PROGRESS, SCORING_PROGRESS)
+        )
+        account, self._cohort = client.account, cohort
+        reveal_log = RevealLog((account.folder if account is not None else folder) / REVEAL_LOG)
+        self._round_protocol = ProtocolClient(
+            client.name, node, directory, self._round_progress, reveal_log
+        )
+        self._scoring_protocol = ProtocolClient(
+            client.name, node, directory, self._scoring_progress, reveal_log
+        )
+        self._scores_store = Store(folder / SCORES, keep=1, encryption=encryption)
+
+    def advertise_round(self, request: Request, update: Update) -> dict[str, JSON]:
+        """Begin the protocol of a round, and return the client's key advert as JSON.
+
+        `update` is the client's of this round, already in its journal. Raises RequestRefused if
+        the request names other base values, another phase or other scores than the update was
+        trained with, or if the charge of the last masked input is lost.
+        """
+        _, meta = self._journaled_update(request.turn.round)
+        require_same_start(self.client, request, meta[BASE])
+        if meta[TURN] != turn_digest(request.turn):
+            raise RequestRefused(
+                f"{self.client.name} trained round {request.turn.round} with another phase or "
+                "other scores than the request now gives"
+            ).with_code("values")
+        self._require_last_charge()
+        shared = {param_key(name) for name in update.values}
+        if self.agreement.distributed_dp:
+            shared = {p.key for p in self.agreement.public_params(request.turn)}
+        keys = [p.key for p in self.agreement.exchanged if p.key in shared]
+        terms = self._make_terms(round_terms, request)
+        slots = client_slots(self.agreement, keys)
+        input_digest = _input_digest("round", meta[BASE])
+        return key_advert_to_json(
+            self._round_protocol.advertise_keys(terms, slots, input_digest), terms
+        )
+
+    def _require_last_charge(self) -> None:
+        """Raise an error if masked input was sent whose privacy charge is not on disk any more."""
+        last, guard = self._round_progress.read(), self.client.noise_guard
+        if guard is not None and last is not None and last.masked_digest:
+            guard.require_charged(self.agreement.request_name(last.terms.round, self.client.name))
+
+    def advertise_scoring(self, request: Request, scores: Mapping[Block, float]) -> dict[str, JSON]:
+        """Begin the protocol of a layer scoring, and return the client's key advert as JSON.
+
+        Stores the client's scores for the masked input. Raises RequestRefused if the request names
+        other base values than the client has.
+        """
+        state, _ = self.client.journal.client_state(request.name)
+        turn = client_turn(self.client, request)
+        base_digests = received_digests(self.agreement, self.client, turn, state)
+        require_same_start(self.client, request, base_digests)
+        terms, number = self._make_terms(scoring_terms, request), request.turn.round
+        steps = score_steps(scores)
+        texts = [str(steps.get(block, 0)) for block in self.agreement.blocks]
+        self._scores_store.write({}, {"round": number, "scores": texts}, number=number)
+        input_digest = _input_digest("poll", base_digests)
+        advert = self._scoring_protocol.advertise_keys(terms, [SCORES_SLOT], input_digest)
+        return key_advert_to_json(advert, terms)
+
+    def _make_terms(self, make: Callable[..., Terms], request: Request) -> Terms:
+        """Return `make` (`round_terms` or `scoring_terms`) of the request, with own threshold."""
+        return make(
+            self.agreement,
+            request.turn.round,
+            self.threshold,
+            request.base_digests,
+            turn_digest=turn_digest(request.turn),
+            attempt=request.attempt,
+        )
+
+    def answer(self, step: str, message: Message) -> Message:
+        """Return the client's message for a step of SECAGG_STEPS, of a round or of a scoring.
+
+        `message` is the server's for this step. Raises SerializationError if it is invalid, and
+        RequestRefused or SecAggError if the client must not answer.
+        """
+        scoring, run = self.is_scoring_message(message), self.agreement.run
+        protocol = self._scoring_protocol if scoring else self._round_protocol
+        match step:
+            case secagg_config.SHARES_STEP:
+                terms = self._progress(scoring=scoring).terms
+                roster = read_secagg_message(
+                    message, lambda fields: key_roster_from_json(fields, terms)
+                )
+                self._require_cohort(roster, terms.round)
+                return secagg_message(run, encrypted_shares_to_json(protocol.share_secrets(roster)))
+            case secagg_config.MASKED_INPUT_STEP:
+                shares = read_secagg_message(message, forwarded_shares_from_json)
+                words, weight = self._score_words() if scoring else self._update_words()
+                return masked_input_message(run, protocol.mask_input(shares, words, weight))
+            case secagg_config.SIGNATURE_STEP:
+                survivors = read_secagg_message(message, survivor_list_from_json)
+                signature = protocol.sign_survivors(survivors)
+                return secagg_message(run, survivor_signature_to_json(signature))
+            case _:
+                signatures = read_secagg_message(message, signature_list_from_json)
+                return secagg_message(
+                    run, unmask_shares_to_json(protocol.reveal_shares(signatures))
+                )
+
+    def is_scoring_message(self, message: Message) -> bool:
+        """Return whether a message belongs to the layer scoring that was begun last."""
+        progress = self._scoring_progress.read()
+        return progress is not None and read_terms_digest(message) == progress.terms.digest
+
+    @property
+    def public_key(self) -> bytes:
+        """The client's public node key, as the directory has it."""
+        return self._directory[self.client.name]
+
+    @property
+    def peer_key_digests(self) -> dict[str, str]:
+        """SHA-256 of each client's public node key, by name."""
+        keys = sorted(self._directory.items())
+        return {name: hashlib.sha256(key).hexdigest() for name, key in keys}
+
+    @property
+    def round(self) -> int:
+        """The round that the client began last."""
+        return self._progress().terms.round
+
+    def round_and_sites(self, *, scoring: bool) -> tuple[int, tuple[str, ...]]:
+        """Return round number and clients of the current protocol; of a layer scoring if `scoring`.
+
+        The clients are the survivors if known, else those who sent shares, else the roster.
+        """
+        progress = self._progress(scoring=scoring)
+        senders = (*progress.ciphertexts, self.client.name) if progress.ciphertexts else ()
+        present = tuple(sorted(senders or {advert.client for advert in progress.adverts}))
+        return progress.terms.round, progress.survivors or present
+
+    @property
+    def shared_params(self) -> Params:
+        """The params that the client sends in the round that it began last."""
+        slots = set(self._progress().slots)
+        return tuple(p for p in self.agreement.exchanged if VALUE_PREFIX + p.key in slots)
+
+    def _progress(self, *, scoring: bool = False) -> RoundProgress:
+        """Return the stored progress of the round or scoring; raise RequestRefused if none."""
+        progress = (self._scoring_progress if scoring else self._round_progress).read()
+        if progress is None:
+            raise RequestRefused(
+                f"{self.client.name} has not begun a secure aggregation"
+            ).with_code("masked")
+        return progress
+
+    def _score_words(self) -> tuple[dict[str, Words], int]:
+        """Return the stored layer scores as integers to mask, and the weight 1.
+
+        Raises RequestRefused if the stored scores are of another round.
+        """
+        number = self._progress(scoring=True).terms.round
+        stored = self._scores_store.read_newest()
+        if stored is None or stored.meta["round"] != number:
+            raise RequestRefused(
+                f"{self.client.name} has no layer scores of round {number}"
+            ).with_code("masked")
+        return {SCORES_SLOT: words_from_ints(int(steps) for steps in stored.meta["scores"])}, 1
+
+    def _require_cohort(self, roster: KeyRoster, number: int) -> None:
+        """Raise RequestRefused if the roster has a client outside the round's cohort."""
+        # With outsiders, two groups of clients could each unmask a sum of the round.
+        cohort = set(self._cohort(number))
+        if outsiders := sorted(a.client for a in roster.adverts if a.client not in cohort):
+            raise RequestRefused(
+                f"{outsiders[0]!r} is in the roster, and not in the cohort of round {number}"
+            ).with_code("masked")
+
+    def _journaled_update(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the client's encoded update of a round, and its meta data, from the journal.
+
+        Raises RequestRefused if the journal does not have it any more.
+        """
+        client = self.client
+        reply = client.journal.reply_for(self.agreement.request_name(number, client.name))
+        if reply is None:
+            raise RequestRefused(
+                f"{client.name} has no update of round {number} any more"
+            ).with_code("masked")
+        return reply
+
+    def _update_words(self) -> tuple[dict[str, Words], int]:
+        """Return the client's update as integers to mask, by slot, and its weight.
+
+        With a noise guard, the update is clipped and noised, and the budget is charged. Raises
+        RequestRefused if the client's base values are not those that the update was trained from.
+        """
+        agreement, client, number = self.agreement, self.client, self.round
+        coded, meta = self._journaled_update(number)
+        base = received_values(client, {param_key(name) for name in coded})
+        for key, value in base.items():
+            if client.digests.full_digest(value) != meta[BASE][key]:
+                raise RequestRefused(
+                    f"{client.name} has another {key} than its update of round {number} started "
+                    "from"
+                ).with_code("masked")
+        values = agreement.method.compression.decode(coded, base)
+        if client.noise_guard is not None:
+            return self._noised_words(client.noise_guard, client_change(values, base)), 1
+        own = MeanAggregator(agreement, base, 1)
+        own.require(values, {}, meta[WEIGHT])
+        own.add(client.name, values, {}, meta[WEIGHT])
+        return client_words(own, base, wide=agreement.secagg.wide_integers), meta[WEIGHT]
+
+    def _noised_words(self, guard: DistributedGuard, change: Change) -> dict[str, Words]:
+        """Clip the change, add the noise share to all shared params, charge the budget.
+
+        Returns the integers to mask, by slot.
+        """
+        agreement, client, terms = self.agreement, self.client, self._progress().terms
+        shared = received_values(client, [p.key for p in self.shared_params])
+        mechanism = round_mechanism(guard, agreement, shared, len(self._cohort(terms.round)))
+        charge_name = agreement.request_name(terms.round, client.name)
+        share = guard.noisy_share(mechanism, change, terms.round, charge_name, terms.digest)
+        return noised_words(share, wide=agreement.secagg.wide_integers)
+
+
+def _input_digest(kind: str, base_digests: Mapping[str, str]) -> str:
+    """Return one digest of the values that a client's input ("round" or "poll") is made from."""
+    words = (word for key in sorted(base_digests) for word in (key, base_digests[key]))
+    return sha256_of("ground", kind, *words).hex()

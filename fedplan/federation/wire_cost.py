@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that params cost in transfer between server and clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fedplan.models.params import Param
+
+
+def uncompressed_bytes(param: Param) -> int:
+    """Return a param's size in bytes."""
+    return param.nbytes
+
+
+@dataclass(frozen=True)
+class WireCost:
+    """Transfer costs of a federation.
+
+    `upload_bytes`: bytes of a shared param in an upload, with its auxiliary tensors.
+    `aux_count`: auxiliary tensors that travel beside each shared param.
+    `text`: what makes the costs unusual, such as compression; may be empty.
+    `server_merged`: keys of params that no client shares but the server changes, as FLoRA's base
+    weights; server and clients start with the same values.
+    """
+
+    upload_bytes: Callable[[Param], int] = uncompressed_bytes
+    aux_count: int = 0
+    text: str = ""
+    server_merged: frozenset[str] = frozenset()

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server optimizers: from the mean of the clients to the next global value of a param."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+OptimizerState = dict[str, Tensor]
+"""State of a server optimizer for one param: tensors by name."""
+ServerOptimizer = Callable[[Tensor, Tensor, OptimizerState], tuple[Tensor, OptimizerState]]
+"""Any function (old value, mean of the clients, state) -> (next global value, next state).
+
+The state is kept per param, so a param that is frozen for some rounds keeps its state. The
+optimizers below use the mean change as a gradient (Reddi et al. 2021); `text` is their canonical
+text.
+"""
+StepRule = Callable[[Tensor, OptimizerState], tuple[Tensor, OptimizerState]]
+"""From the mean change of the clients and a state, both float64: the step, and the next state."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Moves from the old value to the mean of the clients by the factor `lr`; 1 is the mean."""
+
+    lr: float
+
+    @property
+    def text(self) -> str:
+        """Canonical text."""
+        return f"mean(lr={self.lr!r})"
+
+    def __call__(
+        self, old: Tensor, mean: Tensor, state: OptimizerState
+    ) -> tuple[Tensor, OptimizerState]:
+        if self.lr == 1.0:
+            return mean, {}
+        return _apply_step(old, mean.double() - old.double(), self.lr), {}
+
+
+@dataclass(frozen=True)
+class StatefulOptimizer:
+    """An optimizer with state; `text` contains all settings, and equal texts are equal optimizers.
+
+    `lr` is the server's learning rate, `move` computes the step before it is scaled by `lr`.
+    """
+
+    text: str
+    lr: float
+    move: StepRule = field(compare=False, repr=False)
+
+    def __call__(
+        self, old: Tensor, mean: Tensor, state: OptimizerState
+    ) -> tuple[Tensor, OptimizerState]:
+        change = mean.double() - old.double()
+        step, state = self.move(change, {name: each.double() for name, each in state.items()})
+        return _apply_step(old, step, self.lr), {n: each.float() for n, each in state.items()}
+
+
+def _apply_step(old: Tensor, step: Tensor, rate: float) -> Tensor:
+    return (old.double() + rate * step).to(old.dtype)
+
+
+def mean(lr: float = 1.0) -> Mean:
+    """FedAvg: the mean of the clients; with `lr` below 1, that fraction of the way to it."""
+    return Mean(float(lr))
+
+
+def momentum(lr: float = 1.0, momentum: float = 0.9) -> StatefulOptimizer:
+    """FedAvgM: the step is the sum of mean changes, decayed by `momentum` per round."""
+
+    def move(change: Tensor, state: OptimizerState) -> tuple[Tensor, OptimizerState]:
+        first = momentum * state.get("first", torch.zeros_like(change)) + change
+        return first, {"first": first}
+
+    return StatefulOptimizer(_text("momentum", lr=lr, momentum=momentum), lr, move)
+
+
+def adam(
+    lr: float = 1.0, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3
+) -> StatefulOptimizer:
+    """FedAdam, without bias correction: first moment over the root of the second moment.
+
+    `lr` is the learning rate, `beta1` and `beta2` are the decay rates of the moments, and
+    `eps` is tau, added to the root.
+    """
+
+    def update_second(moment: Tensor, square: Tensor) -> Tensor:
+        return beta2 * moment + (1 - beta2) * square
+
+    text = _text("adam", lr=lr, beta1=beta1, beta2=beta2, eps=eps)
+    return StatefulOptimizer(text, lr, _adaptive_step(beta1, eps, update_second))
+
+
+def yogi(
+    lr: float = 1.0, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3
+) -> StatefulOptimizer:
+    """FedYogi: FedAdam with Yogi's second moment, which changes by at most the new square."""
+
+    def update_second(moment: Tensor, square: Tensor) -> Tensor:
+        return moment - (1 - beta2) * square * torch.sign(moment - square)
+
+    text = _text("yogi", lr=lr, beta1=beta1, beta2=beta2, eps=eps)
+    return StatefulOptimizer(text, lr, _adaptive_step(beta1, eps, update_second))
+
+
+def adagrad(lr: float = 1.0, beta1: float = 0.9, eps: float = 1e-3) -> StatefulOptimizer:
+    """FedAdagrad: FedAdam with the sum of all squares as second moment."""
+    text = _text("adagrad", lr=lr, beta1=beta1, eps=eps)
+    return StatefulOptimizer(text, lr, _adaptive_step(beta1, eps, torch.add))
+
+
+def _adaptive_step(
+    beta1: float, eps: float, update_second: Callable[[Tensor, Tensor], Tensor]
+) -> StepRule:
+    """The step rule first moment / (sqrt(second moment) + eps).
+
+    `update_second` computes the next second moment from the old one and the squared change.
+    """
+
+    def move(change: Tensor, state: OptimizerState) -> tuple[Tensor, OptimizerState]:
+        zero = torch.zeros_like(change)
+        first = beta1 * state.get("first", zero) + (1 - beta1) * change
+        second = update_second(state.get("second", zero + eps**2), change**2)
+        return first / (second.sqrt() + eps), {"first": first, "second": second}
+
+    return move
+
+
+def _text(name: str, **settings: float) -> str:
+    return f"{name}({', '.join(f'{key}={float(value)!r}' for key, value in settings.items())})"

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces of a forward pass: attention maps, contexts and outputs of blocks, and their replay.
+
+Attention is recorded at the level of torch operators, as softmaxes and the matrix products after
+them, so it does not depend on module names or on modules that return their probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedplan.models.params import Block
+
+Tensors = tuple[Tensor, ...]
+"""Tensors recorded in order."""
+SOFTMAX_OPS = ("aten::_softmax", "aten::_safe_softmax", "aten::softmax")
+MATMUL_OPS = ("aten::bmm", "aten::baddbmm")
+FUSED_ATTENTION_OP = "aten::_scaled_dot_product"
+TOP_K_OP = "aten::topk"
+
+
+class AttentionRecorder(TorchDispatchMode):
+    """Context manager that records attention while torch operators run.
+
+    `maps`: attention probabilities (logits of fused kernels). `contexts`: the products of maps and
+    values. `choices`: the number of top-k operations, as of routers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps: list[Tensor] = []
+        self.contexts: list[Tensor] = []
+        self.choices = 0
+        self._awaits_context = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func.name()).split(".")[0]
+        # Routers use a softmax too, but of two dimensions only: tokens and experts.
+        if name in SOFTMAX_OPS and out.dim() > 2:
+            self.maps.append(out.clone())
+            self._awaits_context = True
+        elif name in MATMUL_OPS and self._awaits_context:
+            self.contexts.append(out.clone())
+            self._awaits_context = False
+        elif name == TOP_K_OP:
+            self.choices += 1
+        elif name.startswith(FUSED_ATTENTION_OP):
+            self.maps.append(args[0] @ args[1].transpose(-1, -2))
+            self.contexts.append(out[0].clone())
+        return out
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """A block with the arguments of its first call."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def with_nonzero_input(self) -> BlockCall:
+        """The call with noise in place of an all-zero first input (DETR's first decoder block)."""
+        if self.args and isinstance(self.args[0], Tensor) and not self.args[0].any():
+            generator = torch.Generator().manual_seed(3)
+            noise = torch.randn(self.args[0].shape, generator=generator).to(self.args[0])
+            return replace(self, args=(noise, *self.args[1:]))
+        return self
+
+    def replay(self) -> BlockTrace:
+        """Call the block again with the same arguments, and trace it."""
+        with AttentionRecorder() as recorder:
+            out = self.module(*_copy_arguments(self.args), **_copy_arguments(dict(self.kwargs)))
+        return BlockTrace(
+            tuple(recorder.maps), tuple(recorder.contexts), tensors_in(out), recorder.choices
+        )
+
+
+@dataclass(frozen=True)
+class BlockTrace:
+    """The trace of one call of a block.
+
+    `maps`: attention maps. `contexts`: products of maps and values. `outputs`: the float tensors
+    that it returned. `choices`: the number of top-k operations.
+    """
+
+    maps: Tensors
+    contexts: Tensors
+    outputs: Tensors
+    choices: int = 0
+
+
+@dataclass
+class ModelTrace:
+    """The trace of a forward pass.
+
+    By block, of its first run: its call, float inputs and float outputs. Of the whole model: all
+    attention maps and its float outputs.
+    """
+
+    calls: dict[Block, BlockCall] = field(default_factory=dict[Block, BlockCall])
+    block_inputs: dict[Block, Tensors] = field(default_factory=dict[Block, Tensors])
+    block_outputs: dict[Block, Tensors] = field(default_factory=dict[Block, Tensors])
+    maps: Tensors = ()
+    outputs: Tensors = ()
+
+
+def trace_model(
+    model: nn.Module, batch: Mapping[str, Tensor], blocks: Mapping[Block, nn.Module]
+) -> ModelTrace:
+    """Run a batch without gradients and trace it.
+
+    The model should be in eval mode, and use eager attention. `blocks` are the modules to trace.
+    """
+    trace = ModelTrace()
+    with ExitStack() as undo, torch.no_grad():
+        for block, module in blocks.items():
+            pre_hook = module.register_forward_pre_hook(
+                _record_call(trace, block), with_kwargs=True
+            )
+            undo.callback(pre_hook.remove)
+            undo.callback(module.register_forward_hook(_record_output(trace, block)).remove)
+        with AttentionRecorder() as recorder:
+            out = model(**batch)
+    trace.maps, trace.outputs = tuple(recorder.maps), tensors_in(out)
+    return trace
+
+
+def _record_call(trace: ModelTrace, block: Block) -> Callable[..., None]:
+    """A forward pre-hook that records the first call of a block, and its inputs."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A block that runs several times (ALBERT) is checked by its first run.
+        if block not in trace.calls:
+            trace.calls[block] = BlockCall(
+                module, _copy_arguments(args), _copy_arguments(kwargs)
+            ).with_nonzero_input()
+            trace.block_inputs[block] = tensors_in(
+                (trace.calls[block].args, trace.calls[block].kwargs)
+            )
+
+    return hook
+
+
+def _record_output(trace: ModelTrace, block: Block) -> Callable[..., None]:
+    """A forward hook that records the outputs of the first call of a block."""
+
+    def hook(_: nn.Module, __: Any, out: Any) -> None:
+        trace.block_outputs.setdefault(block, tuple(each.clone() for each in tensors_in(out)))
+
+    return hook
+
+
+def _copy_arguments(value: Any) -> Any:
+    """A copy of arguments for a replay: tensors are cloned, key-value caches become None."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (tuple, list):
+        return type(value)(_copy_arguments(each) for each in value)
+    if type(value) is dict:
+        return {name: _copy_arguments(each) for name, each in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    return None if type(value).__name__.endswith("Cache") else value
+
+
+def tensors_in(value: Any) -> Tensors:
+    """All floating-point tensors in nested tuples, lists and mappings, in order."""
+    if isinstance(value, Tensor):
+        return (value,) if value.is_floating_point() else ()
+    if isinstance(value, Mapping):
+        value = tuple(value.values())  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
+    if isinstance(value, tuple | list):
+        return tuple(t for each in value for t in tensors_in(each))  # pyright: ignore[reportUnknownVariableType]
+    return ()
+
+
+def same_tensors(ones: Tensors, others: Tensors) -> bool:
+    """Whether two tuples of tensors are equal, bit for bit; NaNs are equal."""
+    return len(ones) == len(others) and all(
+        one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+        for one, other in zip(ones, others, strict=True)
+    )

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized models of bitsandbytes: packed weights that stay frozen while adapters train."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fedplan.errors import FedplanError
+from fedplan.models.params import Param
+
+QUANTIZATIONS = ("nf4", "fp4", "int8")
+"""The supported formats of linear layers; the head and the embeddings are not quantized."""
+
+
+def quantization_config(kind: str, dtype: torch.dtype) -> Any:
+    """The BitsAndBytesConfig of a format; layers compute in `dtype`.
+
+    Four bits are as in QLoRA: blocks of 64 elements, with double quantization. Raises FedplanError
+    if bitsandbytes or accelerate is not installed.
+    """
+    import transformers
+
+    _require_library(kind)
+    if kind == "int8":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def _require_library(kind: str) -> None:
+    """Raise FedplanError if bitsandbytes or accelerate is not installed."""
+    try:
+        import accelerate as _accelerate
+        import bitsandbytes as _bitsandbytes
+    except ImportError as error:
+        raise FedplanError(
+            f"a model in {kind} needs bitsandbytes and accelerate: pip install fedplan[quantized]"
+        ) from error
+    del _accelerate, _bitsandbytes
+
+
+def pin_packed_layout(model: nn.Module) -> nn.Module:
+    """Keep the memory layout of packed weights fixed, and return the model, changed in place.
+
+    Raises FedplanError if packed weights are stored as floats.
+    """
+    # On some CPUs bitsandbytes repacks weights when a model is first evaluated, and digests change.
+    for name, tensor in model.named_parameters():
+        if is_packed(tensor):
+            _require_integer_storage(name, tensor)
+            layer = cast("Any", model.get_submodule(name.rpartition(".")[0]))
+            layer.support_avx512bf16_for_cpu = False
+    return model
+
+
+def _require_integer_storage(name: str, weight: Tensor) -> None:
+    if weight.is_floating_point():
+        raise FedplanError(
+            f"{name!r} is packed and stored as {weight.dtype}, which looks trainable: "
+            "quantize the model with bnb_4bit_quant_storage uint8"
+        )
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether a tensor is a packed weight of bitsandbytes, by the module of its class."""
+    return type(tensor).__module__.startswith("bitsandbytes.")
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether any weight of a model is packed."""
+    return any(is_packed(tensor) for tensor in model.parameters())
+
+
+def param_value(model: nn.Module, param: Param, tensor: Tensor) -> Tensor:
+    """The value of a param in a model; `tensor` is the model's tensor of its name.
+
+    A view for ordinary tensors. For a packed weight, a new uint8 tensor of its bytes and those of
+    its quantization state (scales, code, block size), so that a digest covers both.
+    """
+    view = param.view(tensor.detach())
+    if not is_packed(tensor):
+        return view
+    state = _quantization_state(model.get_submodule(param.name.rpartition(".")[0]))
+    # Parts of the state stay on the CPU wherever the weight is.
+    state_bytes = (_bytes(state[name]).to(view.device) for name in sorted(state))
+    return torch.cat([_bytes(view), *state_bytes])
+
+
+def mixes_examples(layer: nn.Module) -> bool:
+    """Whether the output of a layer for one example depends on the other examples of its batch.
+
+    True for int8 layers with an outlier threshold: a large value in any example moves that column
+    of all examples to higher precision (on a CPU in eval mode, on other devices in training too).
+    """
+    # Only own params: an adapter also exposes the weight of the layer inside it.
+    is_int8 = any(is_packed(t) and t.dtype == torch.int8 for t in layer.parameters(recurse=False))
+    return is_int8 and cast("Any", layer).state.threshold > 0
+
+
+def dequantize(model: nn.Module) -> nn.Module:
+    """The model with packed weights converted to floats; for models without adapters."""
+    return cast("Any", model).dequantize() if is_quantized(model) else model
+
+
+def _quantization_state(layer: nn.Module) -> dict[str, Tensor]:
+    """The tensors that unpack the weight of a packed layer, by name."""
+    packed = cast("Any", layer)
+    four_bit_state = getattr(packed.weight, "quant_state", None)
+    if four_bit_state is not None:
+        return four_bit_state.as_dict(packed=True)
+    # In its first forward pass an int8 layer moves the scales from its weight to its state.
+    scales = getattr(packed.weight, "SCB", None)
+    return {"SCB": packed.state.SCB if scales is None else scales}
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

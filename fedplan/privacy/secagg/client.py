@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Client side of the secure aggregation protocol. It trusts no unsigned statement of the server.
+
+Each step is stored before its message is returned. A step may be repeated with the same arguments,
+and then returns the same message; with other arguments it is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from fedplan.privacy.secagg.client_state import ClientRoundState
+from fedplan.privacy.secagg.crypto import (
+    KEY_SIZE,
+    NodeKey,
+    SecAggError,
+    node_public_key,
+    sign,
+    verify_signature,
+)
+from fedplan.privacy.secagg.messages import (
+    EncryptedShares,
+    ForwardedShares,
+    KeyAdvert,
+    KeyRoster,
+    MaskedInput,
+    SignatureList,
+    SurvivorList,
+    SurvivorSignature,
+    UnmaskShares,
+)
+from fedplan.privacy.secagg.reveal_log import RevealLog
+from fedplan.privacy.secagg.round_progress import ProgressStore, RoundProgress
+from fedplan.privacy.secagg.terms import MAX_CLIENT_WEIGHT, Terms
+from fedplan.tensors.ring import Words
+
+KeyDirectory = Mapping[str, bytes]
+"""Public node key of every client, in DER form. Not to be taken from the server alone."""
+
+
+class ProtocolClient:
+    """One client of the protocol. All steps raise a SecAggError for an invalid message or order.
+
+    node: its private node key; directory: the public node keys of all clients.
+    store: where its progress is stored; reveal_log: of all its runs, None in simulations.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        node: NodeKey,
+        directory: KeyDirectory,
+        store: ProgressStore,
+        reveal_log: RevealLog | None = None,
+    ) -> None:
+        if directory.get(name) != node_public_key(node):
+            raise SecAggError(f"the directory has another key of {name} than its node key")
+        if len(set(directory.values())) < len(directory):
+            raise SecAggError("two clients of the directory have one key: they could be one client")
+        self.name, self._node, self._directory = name, node, dict(directory)
+        self._store, self._reveal_log = store, reveal_log
+
+    def advertise_keys(
+        self, terms: Terms, slots: Sequence[str], input_digest: str = ""
+    ) -> KeyAdvert:
+        """Step 1: start a round; return the signed public keys and the slots that will be sent.
+
+        terms: computed by the client itself from its request, not taken from the server.
+        slots: names of the slots to send. input_digest: digest of everything that the input depends
+        on, for the reveal log. Raises a SecAggError for a round or attempt that is over.
+        """
+        declared = tuple(slot.name for slot in terms.slots if slot.name in set(slots))
+        if unknown := set(slots) - set(declared):
+            raise SecAggError(f"{min(unknown)!r} is no slot of this round")
+        progress = self._store.read()
+        if progress is None or progress.terms != terms:
+            _require_new(terms, progress)
+            progress = RoundProgress(terms, os.urandom(KEY_SIZE), declared, input_digest)
+            self._store.write(progress)
+        elif progress.slots != declared:
+            raise SecAggError(f"round {terms.round} was started with other slots")
+        advert = ClientRoundState(self.name, progress).secrets.make_advert(self.name, declared)
+        return replace(advert, signature=sign(self._node, advert.body))
+
+    def share_secrets(self, roster: KeyRoster) -> EncryptedShares:
+        """Step 2: check the roster; return the shares of this client's secrets for all others."""
+        progress = self._progress(roster.terms_digest)
+        if progress.adverts:
+            # By digest: a client that signs again may produce another signature.
+            accepted = ClientRoundState(self.name, progress).roster_digest
+            _require_same("the roster", roster.digest, accepted, progress)
+        else:
+            self._require_roster(progress, roster.adverts)
+            progress = replace(progress, adverts=roster.adverts)
+            self._store.write(progress)
+        ciphertexts = ClientRoundState(self.name, progress).encrypted_shares
+        return EncryptedShares(roster.terms_digest, self.name, ciphertexts)
+
+    def mask_input(
+        self, shares: ForwardedShares, numbers: Mapping[str, Words], weight: int
+    ) -> MaskedInput:
+        """Step 3: check the shares of the others; return this client's masked input.
+
+        numbers: the input by slot name, for all declared slots. Groups that too few clients send
+        are left out. Another input under the same terms is refused: its masks would be the same.
+        """
+        progress = self._progress(shares.terms_digest)
+        _require_step(progress.adverts, "shares arrived before the roster")
+        ciphertexts = dict(shares.ciphertexts)
+        if progress.ciphertexts:
+            accepted = dict(progress.ciphertexts)
+            _require_same("the set of encrypted shares", ciphertexts, accepted, progress)
+        progress = replace(progress, ciphertexts=ciphertexts)
+        state = ClientRoundState(self.name, progress)
+        _require_shares(state)
+        _require_numbers(progress, numbers, weight)
+        vectors = state.masked_vectors(numbers, weight)
+        digest = _digest(vectors)
+        if progress.masked_digest not in ("", digest):
+            raise SecAggError(
+                f"round {progress.terms.round} was masked with other numbers: the same masks on "
+                "both would reveal their difference; start another attempt"
+            )
+        if not progress.masked_digest:
+            self._store.write(replace(progress, masked_digest=digest))
+        return MaskedInput(shares.terms_digest, self.name, vectors)
+
+    def sign_survivors(self, survivors: SurvivorList) -> SurvivorSignature:
+        """Step 4: check the survivor list; return its signature. One list for each attempt."""
+        progress = self._progress(survivors.terms_digest)
+        _require_step(progress.masked_digest, "survivors were named before the input was masked")
+        if progress.survivors:
+            _require_same("the survivor list", survivors.clients, progress.survivors, progress)
+        else:
+            state = ClientRoundState(self.name, progress)
+            _require_survivors(state, survivors.clients)
+            if self._reveal_log is not None:
+                senders = state.senders_by_slot(survivors.clients)
+                self._reveal_log.require_consistent(progress.terms, progress.input_digest, senders)
+            progress = replace(progress, survivors=survivors.clients)
+            self._store.write(progress)
+        body = ClientRoundState(self.name, progress).survivors_digest
+        return SurvivorSignature(survivors.terms_digest, self.name, sign(self._node, body))
+
+    def reveal_shares(self, signatures: SignatureList) -> UnmaskShares:
+        """Step 5: check that a threshold signed the survivor list; return the unmask shares.
+
+        Records the sums in the reveal log first.
+        """
+        progress = self._progress(signatures.terms_digest)
+        _require_step(progress.survivors, "signatures arrived before the survivor list")
+        state = ClientRoundState(self.name, progress)
+        self._require_signatures(state, signatures.signatures)
+        if not progress.revealed:
+            if self._reveal_log is not None:
+                senders = state.senders_by_slot(progress.survivors)
+                self._reveal_log.record(progress.terms, progress.input_digest, senders)
+            progress = replace(progress, revealed=True)
+            self._store.write(progress)
+        return ClientRoundState(self.name, progress).unmask_shares()
+
+    def _progress(self, terms_digest: bytes) -> RoundProgress:
+        """Stored progress of the round with these terms; a SecAggError if it is another round."""
+        progress = self._store.read()
+        if progress is None or progress.terms.digest != terms_digest:
+            started = f"it has started round {progress.terms.round}" if progress else "it has none"
+            raise SecAggError(f"{self.name} got a message of a round of other terms: {started}")
+        return progress
+
+    def _require_roster(self, progress: RoundProgress, adverts: Sequence[KeyAdvert]) -> None:
+        """Raise a SecAggError unless all adverts are valid and distinct, with this client's own."""
+        names = [advert.client for advert in adverts]
+        if names != sorted(set(names)):
+            raise SecAggError("the roster names a client twice, or is not sorted")
+        progress.terms.require_client_count(len(names))
+        keys = [key for advert in adverts for key in (advert.encryption_key, advert.masking_key)]
+        if len(set(keys)) < len(keys):
+            raise SecAggError("two clients of the roster have one key")
+        own = ClientRoundState(self.name, progress).secrets.make_advert(self.name, progress.slots)
+        if not any(advert.body == own.body for advert in adverts):
+            raise SecAggError(f"the roster has other keys of {self.name} than its own, or none")
+        for advert in adverts:
+            require_valid_advert(progress.terms, advert, self._directory)
+
+    def _require_signatures(
+        self, state: ClientRoundState, signatures: Sequence[SurvivorSignature]
+    ) -> None:
+        """Raise a SecAggError unless a threshold of survivors signed the same survivor list."""
+        survivors, signers = state.progress.survivors, set[str]()
+        for signature in signatures:
+            client = signature.client
+            if client not in survivors:
+                raise SecAggError(f"{client!r} signed, and is not among the survivors")
+            public_key = self._directory[client]
+            if not verify_signature(public_key, state.survivors_digest, signature.signature):
+                raise SecAggError(f"{client} has not signed these survivors")
+            signers.add(client)
+        if len(signers) < state.terms.threshold:
+            raise SecAggError(
+                f"{len(signers)} clients have signed the survivors, and the threshold is "
+                f"{state.terms.threshold}: nothing is unmasked"
+            )
+
+
+def require_valid_advert(terms: Terms, advert: KeyAdvert, directory: KeyDirectory) -> None:
+    """Raise a SecAggError unless an advert has these terms and is signed by a known client."""
+    client = advert.client
+    if client not in directory:
+        raise SecAggError(f"{client!r} is not in the directory")
+    if advert.terms_digest != terms.digest:
+        raise SecAggError(
+            f"the keys of {client} are of other terms: of another round or attempt, of another "
+            "agreement, or it was sent another model"
+        )
+    if not verify_signature(directory[client], advert.body, advert.signature):
+        raise SecAggError(f"the keys of {client} are not signed by its node key")
+    if set(advert.slots) - {slot.name for slot in terms.slots}:
+        raise SecAggError(f"{client} declares slots that this round does not have")
+
+
+def _require_shares(state: ClientRoundState) -> None:
+    """Raise a SecAggError for forwarded shares of too few or unknown clients, or damaged ones."""
+    senders = state.progress.ciphertexts
+    if unknown := set(senders) - (state.adverts.keys() - {state.name}):
+        raise SecAggError(f"shares are of {min(unknown)!r}, which is no other client of the roster")
+    state.terms.require_client_count(len(senders) + 1)
+    for client in senders:
+        state.shares_of(client)
+
+
+def _require_numbers(progress: RoundProgress, numbers: Mapping[str, Words], weight: int) -> None:
+    """Raise a SecAggError unless the input has the declared slots and its weight is in range."""
+    if set(numbers) != set(progress.slots):
+        raise SecAggError(
+            f"numbers of {len(numbers)} slots were given, and {len(progress.slots)} were declared: "
+            "give those"
+        )
+    if not 0 < weight <= MAX_CLIENT_WEIGHT:
+        raise SecAggError(f"the weight is {weight}: give a whole number from 1 to 2**27")
+
+
+def _require_survivors(state: ClientRoundState, survivors: Sequence[str]) -> None:
+    """Raise a SecAggError for a wrong survivor list, or one of which nothing could be unmasked."""
+    if list(survivors) != sorted(set(survivors)):
+        raise SecAggError("the survivor list names a client twice, or is not sorted")
+    if unknown := set(survivors) - set(state.sharing):
+        raise SecAggError(f"{min(unknown)!r} cannot have survived: it did not share its secrets")
+    if state.name not in survivors:
+        raise SecAggError(
+            f"{state.name} is not among the survivors, and has sent its masked input: shares of "
+            "both of its secrets would reveal it"
+        )
+    if len(survivors) < state.terms.threshold:
+        raise SecAggError(
+            f"{len(survivors)} clients have survived, and the threshold is "
+            f"{state.terms.threshold}: nothing is unmasked"
+        )
+    if not state.revealable_groups(survivors):
+        raise SecAggError(
+            f"no slot has {state.terms.min_senders} senders left: nothing is unmasked"
+        )
+
+
+def _require_new(terms: Terms, last: RoundProgress | None) -> None:
+    """Raise a SecAggError unless terms are of a later round, or a later attempt, than the last.
+
+    A round whose unmask shares were sent cannot be attempted again.
+    """
+    if last is None:
+        return
+    if terms.run != last.terms.run:
+        raise SecAggError(f"this store is of run {last.terms.run!r}: use one for each run")
+    if terms.round < last.terms.round:
+        raise SecAggError(
+            f"round {terms.round} is over: this client has started round {last.terms.round}"
+        )
+    if terms.round > last.terms.round:
+        return
+    if last.revealed:
+        raise SecAggError(
+            f"round {terms.round} was unmasked in attempt {last.terms.attempt}: a client reveals a "
+            "round once"
+        )
+    if terms.attempt <= last.terms.attempt:
+        raise SecAggError(
+            f"round {terms.round} was started under other terms, as attempt "
+            f"{last.terms.attempt}: another attempt has a higher number"
+        )
+
+
+def _require_step(done: object, reason: str) -> None:
+    if not done:
+        raise SecAggError(reason)
+
+
+def _require_same(what: str, new: object, accepted: object, progress: RoundProgress) -> None:
+    if new != accepted:
+        raise SecAggError(
+            f"{what} differs from the one this client accepted before in round "
+            f"{progress.terms.round}"
+        )
+
+
+def _digest(vectors: Mapping[str, bytes]) -> str:
+    """SHA-256 of names and contents, in hex."""
+    digest = hashlib.sha256()
+    for name, content in vectors.items():
+        digest.update(name.encode())
+        digest.update(content)
+    return digest.hexdigest()

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cryptographic primitives of secure aggregation, all from the package `cryptography`.
+
+X25519 for shared secrets, HKDF-SHA256 for keys, AES-256 in counter mode for masks, AES-256-GCM for
+shares, and signatures by a client's node key: ECDSA on P-384 or Ed25519.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedplan.errors import FedplanError
+from fedplan.privacy.errors import EXTRA, PrivacyError
+from fedplan.tensors.ring import Words
+
+try:
+    from cryptography.exceptions import InvalidSignature, InvalidTag
+    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+    from cryptography.hazmat.primitives.asymmetric.ec import (
+        EllipticCurvePrivateKey as CurvePrivate,
+    )
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey as CurvePublic
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES
+    from cryptography.hazmat.primitives.ciphers.modes import CTR
+    from cryptography.hazmat.primitives.hashes import SHA256, SHA384
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        PublicFormat,
+        load_der_public_key,
+    )
+except ImportError as error:
+    raise PrivacyError(f"secure aggregation needs cryptography: pip install '{EXTRA}'") from error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NodeKey = CurvePrivate | Ed25519PrivateKey
+"""Long-term private key of a client, which the others know it by."""
+KEY_SIZE = 32
+"""Bytes of a key, of a public X25519 key and of a secret."""
+CHUNK = 2**15
+"""Words of a mask generated at a time, so that they stay in the cache."""
+_ZEROS = bytes(8 * CHUNK)
+_NONCE = bytes(12)
+"""A constant nonce of AES-GCM: each key encrypts one message."""
+
+
+class SecAggError(FedplanError):
+    """A client or the server refuses a step of secure aggregation."""
+
+    code = "masked"
+
+
+def length_prefixed(*words: str | int | bytes) -> bytes:
+    """Concatenate words, each with its type and length: different lists give different bytes."""
+    frames = list[bytes]()
+    for word in words:
+        content = word if isinstance(word, bytes) else str(word).encode()
+        frames += [f"{type(word).__name__} {len(content)}:".encode(), content]
+    return b"".join(frames)
+
+
+def sha256_of(*words: str | int | bytes) -> bytes:
+    """SHA-256 of length-prefixed words."""
+    return hashlib.sha256(length_prefixed(*words)).digest()
+
+
+def hkdf(secret: bytes, context: bytes, *words: str | int | bytes) -> bytes:
+    """Key derived by HKDF-SHA256 with the context as salt and the words as info."""
+    return HKDF(SHA256(), KEY_SIZE, context, length_prefixed(*words)).derive(secret)
+
+
+def x25519_public_key(secret: bytes) -> bytes:
+    """Public X25519 key of a private one."""
+    return X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
+
+
+def x25519_shared_secret(secret: bytes, public: bytes) -> bytes:
+    """Secret that two clients share by X25519, from one's private key and the other's public key.
+
+    Raises a SecAggError for an invalid public key.
+    """
+    try:
+        peer = X25519PublicKey.from_public_bytes(public)
+        return X25519PrivateKey.from_private_bytes(secret).exchange(peer)
+    except ValueError as error:  # a wrong length, or a point of low order
+        raise SecAggError(f"a public key of {len(public)} bytes is invalid") from error
+
+
+def aes_gcm_encrypt(key: bytes, plaintext: bytes, associated_data: bytes) -> bytes:
+    """Encrypt and authenticate a message. Use a key for one message only: the nonce is constant."""
+    return AESGCM(key).encrypt(_NONCE, plaintext, associated_data)
+
+
+def aes_gcm_decrypt(key: bytes, ciphertext: bytes, associated_data: bytes) -> bytes | None:
+    """The message of `aes_gcm_encrypt`; None if key, ciphertext or associated data do not match."""
+    try:
+        return AESGCM(key).decrypt(_NONCE, ciphertext, associated_data)
+    except InvalidTag:
+        return None
+
+
+def sign(key: NodeKey, content: bytes) -> bytes:
+    """Signature of a content by a node key."""
+    if isinstance(key, CurvePrivate):
+        return key.sign(content, ECDSA(SHA384()))
+    return key.sign(content)
+
+
+def verify_signature(public: bytes, content: bytes, signature: bytes) -> bool:
+    """Whether a signature of a content is valid under a public node key in DER form."""
+    key = load_der_public_key(public)
+    try:
+        if isinstance(key, CurvePublic):
+            key.verify(signature, content, ECDSA(SHA384()))
+        elif isinstance(key, Ed25519PublicKey):
+            key.verify(signature, content)
+        else:
+            return False
+    except InvalidSignature:
+        return False
+    return True
+
+
+def node_public_key(key: NodeKey) -> bytes:
+    """Public key of a node key in DER form, as key directories hold it."""
+    return key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+class KeyStream:
+    """Pseudorandom stream of a key: AES-256 in counter mode. Use a key for one stream only."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = Cipher(AES(key), CTR(bytes(16))).encryptor()
+        self._buffer = bytearray(8 * CHUNK)
+
+    def words(self, count: int) -> Iterator[tuple[slice, Words]]:
+        """The next `count` words in chunks, each with its slice of the whole.
+
+        A chunk is overwritten by the next one.
+        """
+        for start in range(0, count, CHUNK):
+            size = min(CHUNK, count - start)
+            self._cipher.update_into(memoryview(_ZEROS)[: 8 * size], memoryview(self._buffer))
+            yield slice(start, start + size), np.frombuffer(self._buffer, dtype="<u8", count=size)
+
+    def bytes(self, count: int) -> bytes:
+        """The next `count` bytes."""
+        return self._cipher.update(_ZEROS[:count])

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Self masks and pairwise masks, added modulo 2**64 (or 2**128) to a client's input vector.
+
+Masks are added in place and generated in small chunks: the memory is that of the vector, for any
+number of clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedplan.privacy.secagg.crypto import (
+    KeyStream,
+    SecAggError,
+    hkdf,
+    sha256_of,
+    x25519_shared_secret,
+)
+from fedplan.privacy.secagg.terms import HEADER, SlotGroup
+from fedplan.tensors.ring import WORD, Words, add_words, subtract_words
+
+
+@dataclass(frozen=True)
+class GroupVector:
+    """The numbers of a slot group as 64-bit words: header and one-word numbers, then two-word ones.
+
+    split: number of words before the two-word numbers.
+    """
+
+    words: Words
+    split: int
+
+    @staticmethod
+    def empty(group: SlotGroup) -> GroupVector:
+        """A vector of zeros."""
+        return GroupVector(np.zeros(group.word_count, np.uint64), group.narrow_count)
+
+    @staticmethod
+    def of(
+        group: SlotGroup, numbers: Mapping[str, Words], weight: int, clients: int
+    ) -> GroupVector:
+        """One client's input: a header of 1 and its weight, and its numbers by slot name.
+
+        Raises a SecAggError for a wrong shape, and for a number so large that the sum of `clients`
+        such numbers could overflow.
+        """
+        vector = GroupVector.empty(group)
+        vector.narrow[:HEADER] = (1, weight)
+        for name, view in vector._slot_views(group):
+            if view.shape != numbers[name].shape:
+                raise SecAggError(
+                    f"{name} has numbers of shape {numbers[name].shape}, and {view.shape} was "
+                    "agreed: give each slot the shape in its terms"
+                )
+            _require_small_numbers(name, numbers[name], clients)
+            view[...] = numbers[name]
+        return vector
+
+    @staticmethod
+    def from_bytes(group: SlotGroup, content: bytes) -> GroupVector:
+        """Read-only vector from `to_bytes`. Raises a SecAggError for a wrong number of bytes."""
+        if len(content) != 8 * group.word_count:
+            raise SecAggError(
+                f"part {group.name} has {len(content)} bytes and not {8 * group.word_count}: both "
+                "ends must sum the same slots"
+            )
+        return GroupVector(np.frombuffer(content, dtype="<u8"), group.narrow_count)
+
+    def to_bytes(self) -> bytes:
+        """All words as little-endian bytes."""
+        return self.words.astype("<u8", copy=False).tobytes()
+
+    @property
+    def narrow(self) -> Words:
+        """View of the header and the one-word numbers."""
+        return self.words[: self.split]
+
+    @property
+    def wide(self) -> Words:
+        """View of the two-word numbers, one per row."""
+        return self.words[self.split :].reshape(-1, 2)
+
+    def numbers(self, group: SlotGroup) -> dict[str, Words]:
+        """Views of the numbers, by slot name."""
+        return dict(self._slot_views(group))
+
+    def add(self, other: GroupVector) -> None:
+        """Add another vector of the same group in place, modulo the ring."""
+        add_words(self.narrow, other.narrow)
+        add_words(self.wide, other.wide)
+
+    def add_mask(self, key: bytes) -> None:
+        """Add the mask generated from a key, in place."""
+        stream = KeyStream(key)
+        for chunk, words in stream.words(self.narrow.size):
+            add_words(self.narrow[chunk], words)
+        for chunk, words in stream.words(self.wide.size):
+            add_words(self.wide[chunk.start // 2 : chunk.stop // 2], words.reshape(-1, 2))
+
+    def subtract_mask(self, key: bytes) -> None:
+        """Subtract the mask generated from a key, in place."""
+        stream = KeyStream(key)
+        for chunk, words in stream.words(self.narrow.size):
+            subtract_words(self.narrow[chunk], words)
+        for chunk, words in stream.words(self.wide.size):
+            subtract_words(self.wide[chunk.start // 2 : chunk.stop // 2], words.reshape(-1, 2))
+
+    def _slot_views(self, group: SlotGroup) -> list[tuple[str, Words]]:
+        """Name and view of each slot, in order."""
+        views, narrow_start, wide_start = list[tuple[str, Words]](), HEADER, 0
+        for slot in group.slots:
+            if slot.wide:
+                views.append((slot.name, self.wide[wide_start : wide_start + slot.count]))
+                wide_start += slot.count
+            else:
+                views.append((slot.name, self.narrow[narrow_start : narrow_start + slot.count]))
+                narrow_start += slot.count
+        return views
+
+
+def mask_context(terms_digest: bytes, roster_digest: bytes, sharing: Sequence[str]) -> bytes:
+    """Digest that every mask key of a round depends on.
+
+    sharing: the clients whose encrypted shares were forwarded, sorted.
+    """
+    return sha256_of("context", terms_digest, roster_digest, *sharing)
+
+
+def self_mask_key(seed: bytes, context: bytes, group: str, client: str) -> bytes:
+    """Key of a client's self mask for a slot group, from its seed for that group."""
+    return hkdf(seed, context, "self", group, client)
+
+
+def pairwise_mask_keys(
+    secret: bytes, context: bytes, own: str, other: tuple[str, bytes], groups: Sequence[str]
+) -> dict[str, bytes]:
+    """Keys of the pairwise masks of two clients, by slot group; the same on both sides.
+
+    secret: masking secret of the client `own`; other: name and public masking key of the other.
+    Raises a SecAggError for an invalid public key.
+    """
+    name, public_key = other
+    shared, pair = x25519_shared_secret(secret, public_key), sorted((own, name))
+    return {group: hkdf(shared, context, "pair", group, *pair) for group in groups}
+
+
+def apply_pairwise_mask(vector: GroupVector, key: bytes, *, first: bool) -> None:
+    """Add a pairwise mask in place for the client that is `first` by name, else subtract it."""
+    if first:
+        vector.add_mask(key)
+    else:
+        vector.subtract_mask(key)
+
+
+def _require_small_numbers(name: str, numbers: Words, clients: int) -> None:
+    """Raise a SecAggError if the sum of `clients` such numbers could overflow."""
+    top = (numbers[:, 1] if numbers.ndim == 2 else numbers).view(np.int64)
+    most = 2 ** (WORD - 1) // clients
+    if top.size and not -most < int(top.min()) <= int(top.max()) < most:
+        raise SecAggError(
+            f"{name} holds a number that is too large for a sum of {clients} clients: make its "
+            "slot wide, or give smaller weights"
+        )

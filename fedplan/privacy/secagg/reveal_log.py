@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reveal log of a client: the sums that it has helped to unmask, over all its runs.
+
+The difference of two sums of the same inputs is the input of the clients that are in only one of
+them. So of the same input a client unmasks a slot for the same senders only. And a round is
+unmasked in one attempt, even if the progress of its run is lost: new noise on the same change would
+average out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedplan.privacy.secagg.crypto import SecAggError, sha256_of
+from fedplan.privacy.secagg.terms import Terms
+from fedplan.storage.errors import wrap_disk_errors
+from fedplan.storage.files import make_folder
+from fedplan.storage.locks import locked_folder
+
+SlotSenders = Mapping[str, tuple[str, ...]]
+"""The senders of each slot that is unmasked."""
+
+
+class RevealLog:
+    """A file with a JSON line for each round unmasked: its input digest, and senders by slot."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def require_consistent(self, terms: Terms, input_digest: str, senders: SlotSenders) -> None:
+        """Raise a SecAggError if unmasking these sums would reveal a difference of two sums.
+
+        That is, if the round was unmasked under other terms, or if one of the slots was unmasked
+        with the same input digest for other senders. Also raised if the file cannot be read.
+        """
+        reveal_id, terms_digest = terms.reveal_id, terms.digest.hex()
+        lines = self._lines()
+        for line in lines:
+            if line.get("occasion") == reveal_id and line["terms"] != terms_digest:
+                raise SecAggError(
+                    f"round {terms.round} was unmasked in another attempt: a client reveals a "
+                    "round once"
+                )
+        by_slot = {_short(slot): clients for slot, clients in senders.items()}
+        for line in (line for line in lines if line["ground"] == input_digest):
+            for earlier, slots in line["sums"]:
+                for slot in by_slot.keys() & set(slots):
+                    if difference := set(earlier) ^ set(by_slot[slot]):
+                        raise SecAggError(
+                            "a sum of other clients was unmasked from the same values: the "
+                            f"difference of both is what {', '.join(sorted(difference))} sent; "
+                            "wait for the same clients, or, if that may be revealed, remove "
+                            f"{self._file}"
+                        )
+
+    def record(self, terms: Terms, input_digest: str, senders: SlotSenders) -> None:
+        """Append sums to the file and sync it, before they are unmasked.
+
+        Nothing is written twice. Raises a SecAggError as `require_consistent` does, and a storage
+        error if the file cannot be written.
+        """
+        by_senders = dict[tuple[str, ...], list[str]]()
+        for slot, clients in senders.items():
+            by_senders.setdefault(clients, []).append(_short(slot))
+        sums = [[list(clients), sorted(slots)] for clients, slots in sorted(by_senders.items())]
+        line = {"ground": input_digest, "sums": sums}
+        line |= {"occasion": terms.reveal_id, "terms": terms.digest.hex()}
+        with wrap_disk_errors(
+            f"{self._file} cannot be written", "nothing is unmasked; repair the disk"
+        ):
+            make_folder(self._file.parent)
+            with locked_folder(self._file.parent, require_locks=True, timeout=60.0):
+                self.require_consistent(terms, input_digest, senders)
+                if line not in self._lines():
+                    self._append(json.dumps(line).encode() + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        """Write and sync a line after the last whole one; a torn line is cut off."""
+        content = self._file.read_bytes() if self._file.exists() else b""
+        self._file.touch(mode=0o600)
+        with self._file.open("r+b") as out:
+            out.truncate(content.rfind(b"\n") + 1)
+            out.seek(0, os.SEEK_END)
+            out.write(line)
+            out.flush()
+            os.fsync(out.fileno())
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """All whole lines; none without a file. Raises a SecAggError if one cannot be read."""
+        # A torn line belongs to sums that were never unmasked.
+        try:
+            content = self._file.read_bytes() if self._file.exists() else b""
+            return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+        except (OSError, ValueError) as error:
+            raise SecAggError(
+                f"{self._file} cannot be read: {error}; restore a copy of it: without it two sums "
+                "could be compared"
+            ) from error
+
+
+def _short(slot: str) -> str:
+    """Short digest of a slot's name. A collision only refuses more."""
+    return sha256_of("slot", slot).hex()[:8]

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WorkerTransport to Ray actors, on this machine or in a cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import ray
+from ray.exceptions import RayError, RayTaskError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fedplan.errors import FedplanError
+from fedplan.federation.partial_sums import TensorsAndJson
+from fedplan.runners.executors.worker import (
+    MessageHandler,
+    decode_json,
+    encode_json,
+    unshared_tensors,
+)
+from fedplan.tensors.named import Tensors
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+"""Bytes in Ray's object store, which all workers of a machine read without a copy."""
+
+
+PENDING = 60.0
+"""Seconds without a reply of a new worker after which a warning is logged."""
+_LOG = logging.getLogger("fedplan")
+
+
+class RayWorker:
+    """The Ray actor: a MessageHandler whose messages and tensors are bytes."""
+
+    def __init__(self) -> None:
+        self._handler = MessageHandler()
+
+    def answer(self, message: bytes, tensors: Bytes | None) -> tuple[bytes, Bytes | None]:
+        """Return the reply to a JSON message and safetensors bytes, in the same formats."""
+        reply = self._handler.reply(decode_json(message), lambda: _from_bytes(tensors))
+        return encode_json(reply[1]), _to_bytes(reply[0]) if reply[0] else None
+
+
+class RayTransport:
+    """Workers as Ray actors with one core and `gpus` GPUs each.
+
+    Without an `address` Ray is started on this machine. Messages are bytes, so Ray pickles no
+    objects of fedplan.
+    """
+
+    def __init__(self, count: int, *, gpus: float = 0.0, address: str = "") -> None:
+        self.count, self._gpus, self._address = count, gpus, address
+        self._actors: dict[int, Any] = {}
+        self._pending: dict[Any, int] = {}
+        self._started_ray, self._starting = False, dict[int, float]()
+
+    def start(self, number: int, message: Mapping[str, Any]) -> None:
+        """Start an actor, in place of an earlier one, and send its first message."""
+        self._connect()
+        self._starting[number] = 0.0
+        actor: Any = ray.remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0)(RayWorker)
+        self._actors[number] = actor.remote()
+        self.send(number, message)
+
+    def _connect(self) -> None:
+        """Start Ray or join the cluster, unless this process has; FedplanError if that fails."""
+        if ray.is_initialized():
+            if self._address and not self._started_ray:
+                raise FedplanError(
+                    f"ray_address is {self._address}, and this process has joined Ray already: "
+                    "leave it out to use that, or call ray.shutdown() first"
+                )
+            return
+        options: dict[str, Any] = {"log_to_driver": True, "include_dashboard": False}
+        options = {"address": self._address} if self._address else options
+        if not self._address:
+            # No usage statistics; a worker without GPUs of its own still sees those of the machine.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            options |= {"num_cpus": self.count, "configure_logging": False}
+        try:
+            ray.init(**options)
+        except Exception as error:  # Ray raises no specific class here
+            raise FedplanError(
+                f"Ray cannot be reached at {self._address or 'this machine'}: {error}; start it by "
+                "`ray start`, or give the address of a cluster"
+            ) from error
+        self._started_ray = True
+
+    def share(self, tensors: Tensors) -> object:
+        """Put tensors into Ray's object store, once for all workers."""
+        return ray.put(_to_bytes(tensors))
+
+    def send(self, number: int, message: Mapping[str, Any], shared: object = None) -> None:
+        """Send a message and shared tensors; a dead worker is reported by `receive`."""
+        reference = self._actors[number].answer.remote(encode_json(message), shared)
+        self._pending[reference] = number
+
+    def receive(self, timeout: float) -> list[tuple[int, TensorsAndJson | None]]:
+        """Return replies received within `timeout` seconds; None marks a dead worker, once."""
+        references: list[Any] = list(self._pending)
+        ready: list[Any] = cast("Any", ray).wait(references, num_returns=1, timeout=timeout)[0]
+        replies = list[tuple[int, TensorsAndJson | None]]()
+        if not ready:
+            self._warn_of_missing_resources()
+        for reference in ready:
+            number = self._pending.pop(reference, None)
+            if number is not None:
+                replies.append((number, self._fetch(number, reference)))
+        return replies
+
+    def _warn_of_missing_resources(self) -> None:
+        """Log once per worker that Ray has not started it for long; Ray itself waits for ever."""
+        now, free = time.monotonic(), cast("dict[str, float]", ray.available_resources())
+        for number, since in list(self._starting.items()):
+            self._starting[number] = since or now
+            if since and now - since > PENDING:
+                del self._starting[number]
+                _LOG.warning(
+                    "Ray worker %d has not answered for %g s: it needs 1 CPU and %g GPU, and free "
+                    "are %g and %g",
+                    *(number, PENDING, self._gpus, free.get("CPU", 0.0), free.get("GPU", 0.0)),
+                )
+
+    def _fetch(self, number: int, reference: Any) -> TensorsAndJson | None:
+        """Return a worker's reply; None if it died, and its other messages are then dropped.
+
+        Raises FedplanError if the actor itself raised.
+        """
+        self._starting.pop(number, None)
+        try:
+            fields, tensors = cast("tuple[bytes, Bytes | None]", ray.get(reference))
+        except RayTaskError as error:
+            raise FedplanError(f"a Ray worker failed: {error}") from error
+        except RayError:
+            # The worker or its machine died, or the reply is lost.
+            self._pending = {ref: of for ref, of in self._pending.items() if of != number}
+            return None
+        return _from_bytes(tensors), decode_json(fields)
+
+    def close(self) -> None:
+        """Kill all actors, and shut Ray down if it was started here."""
+        for actor in self._actors.values() if ray.is_initialized() else ():
+            ray.kill(actor)
+        self._actors, self._pending = {}, {}
+        if self._started_ray:
+            ray.shutdown()
+            self._started_ray = False
+
+
+def _to_bytes(tensors: Tensors) -> Bytes:
+    return np.frombuffer(save(unshared_tensors(tensors)), dtype=np.uint8)
+
+
+def _from_bytes(data: Bytes | None) -> dict[str, Tensor]:
+    return load(data.tobytes()) if data is not None else {}

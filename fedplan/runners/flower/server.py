@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the server of a study on a Flower grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from flwr.serverapp import Grid
+
+from fedplan.federation.callbacks import Callback
+from fedplan.federation.server import Server
+from fedplan.federation.status import StatusReporter
+from fedplan.federation.timeouts import Timeouts
+from fedplan.federation.trackers import close_trackers
+from fedplan.models.values import set_values
+from fedplan.runners.faults import study_faults
+from fedplan.runners.flower.rpc import FlowerRunEnded
+from fedplan.runners.flower.server_loop import GlobalTest, ServerLoop
+from fedplan.studies.experiment import (
+    Experiment,
+    build_experiment,
+    make_participation,
+    make_scoring,
+)
+from fedplan.studies.resume import prepare_folder
+from fedplan.studies.run_folder import claim_run_folder, update_run_files
+from fedplan.studies.schema import Study
+from fedplan.tensors.devices import move_model, resolve_device
+from fedplan.tensors.named import Tensors
+
+
+def run_server(
+    grid: Grid,
+    study: Study,
+    folder: Path,
+    callbacks: Sequence[Callback] = (),
+    status: StatusReporter | None = None,
+    registered_names: Callable[[], Iterable[str]] | None = None,
+) -> None:
+    """Run the rounds of a study's server, or continue the run in its folder.
+
+    `status` is by default a StatusReporter of the folder. `registered_names` returns the names of
+    registered sites; a continued run does not wait for others. Raises ConfigError if the folder
+    has another study, FlowerRunEnded if Flower ends its run.
+    """
+    prepare_folder(folder, study, resume=True)
+    experiment = build_experiment(study)
+    folder_lock = claim_run_folder(folder, study, experiment.agreement.params, experiment.data)
+    names = study.clients.names or list(experiment.data.train)
+    server = Server(
+        experiment.pinned_agreement,
+        experiment.initial_values,
+        folder,
+        rounds=study.train.rounds,
+        roster={name: study.clients.traits.get(name, {}) for name in names},
+        participation=make_participation(study),
+        start_digests=experiment.param_digests,
+    )
+    update_run_files(server, study, experiment.data)
+    timeouts = Timeouts(**study.timeouts.model_dump())
+    quorum, faults = study.clients.min_updates, study_faults(study)
+    early_stopping = study.early_stopping.callback if study.early_stopping else None
+    scoring, test = make_scoring(study, experiment.data), make_global_test(study, experiment)
+    if early_stopping is not None:
+        # The data is at the sites, so only these metrics are measured.
+        kinds = [*(["global"] if test else []), *(["sites"] if scoring.on_clients else [])]
+        early_stopping.require_measured(kinds)
+    # Free the model, unless the test uses it: the server has the initial values.
+    del experiment
+    status = status or StatusReporter(folder)
+    loop = ServerLoop(
+        grid,
+        server,
+        timeouts,
+        quorum=quorum,
+        faults=faults,
+        callbacks=[
+            *callbacks,
+            *study.evaluate.callbacks,
+            *([early_stopping] if early_stopping else []),
+        ],
+        study=study,
+        scoring=scoring,
+        test=test,
+        status=status,
+    )
+    loop.rpc.registered_names = registered_names if server.global_state.round else None
+    try:
+        with status.track_run(
+            server, study.name, timeouts, has_examples=False, retried_errors=FlowerRunEnded
+        ):
+            loop.run()
+    finally:
+        close_trackers(loop.callbacks)
+    del folder_lock
+
+
+def make_global_test(study: Study, experiment: Experiment) -> GlobalTest | None:
+    """Return a function that evaluates global values on the common test, if the study has one.
+
+    Moves the experiment's model to the study's device; the function overwrites its values.
+    """
+    task, examples, model = experiment.data.task, experiment.data.common_test, experiment.model
+    if examples is None:
+        return None
+    move_model(model, resolve_device(study.device))
+
+    def test(values: Tensors) -> dict[str, float]:
+        set_values(model, values, experiment.agreement.trainable)
+        return task.score(model, examples, batch_size=study.evaluate.batch_size)
+
+    return test

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's round loop on Flower's grid: send requests, aggregate replies, commit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+
+from fedplan.errors import FedplanError
+from fedplan.federation.callbacks import Callback, CommittedRound, run_callbacks
+from fedplan.federation.compatibility import package_differences, protocol_mismatch
+from fedplan.federation.error_codes import KINDS, describe_code
+from fedplan.federation.evaluation import EvalConfig, combine_scores
+from fedplan.federation.messages import (
+    Request,
+    block_scores_from_json,
+    read_update,
+    request_header,
+    request_message,
+)
+from fedplan.federation.rounds import RoundState, accept_masked_report
+from fedplan.federation.run_states import RunState, SiteState, site_state_from_reason
+from fedplan.federation.server import Server
+from fedplan.federation.status import StatusReporter
+from fedplan.federation.timeouts import Timeouts
+from fedplan.privacy.errors import PrivacyError
+from fedplan.runners.faults import Faults
+from fedplan.runners.flower.evaluation import SiteEvaluation
+from fedplan.runners.flower.records import to_arrays
+from fedplan.runners.flower.rpc import ConnectedSite, MessageFactory, SiteRpc
+from fedplan.studies.schema import Study
+from fedplan.tensors.message import Message
+from fedplan.tensors.named import Tensors, nbytes
+from fedplan.tensors.serialization import JSON, pack_message, unpack_message
+
+log = logging.getLogger("fedplan")
+GlobalTest = Callable[[Tensors], dict[str, float]]
+"""Metrics of the global values on the common test."""
+
+
+class ServerLoop:
+    """Runs a server's rounds with sites on a Flower grid.
+
+    A round waits for all sites until a timeout, and closes with at least `quorum` updates. Sites
+    with another study or initial model get no requests. After a round the sites are evaluated as
+    `scoring` says, and `test` evaluates the global model here. `study` is sent to the sites with
+    the hello. Raises PrivacyError for a quorum under client-level DP.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        server: Server,
+        timeouts: Timeouts | None = None,
+        *,
+        quorum: int = 1,
+        faults: Faults | None = None,
+        callbacks: Sequence[Callback] = (),
+        scoring: EvalConfig | None = None,
+        test: GlobalTest | None = None,
+        study: Study | None = None,
+        status: StatusReporter | None = None,
+    ) -> None:
+        if server.aggregation.hides_clients and quorum > 1:
+            raise PrivacyError(
+                f"clients.min_updates is {quorum}, and this run has client-level privacy: "
+                "a round that fails by its quorum reveals absent clients; "
+                "leave clients.min_updates out"
+            )
+        # With client-level DP a round closes with any number of updates, even none.
+        self.server, self.quorum = server, 0 if server.aggregation.hides_clients else quorum
+        hello = hello_message(server.agreement.run, study)
+        self.rpc = SiteRpc(grid, server.roster, timeouts or Timeouts(), hello)
+        self.status = self.rpc.status = status or StatusReporter()
+        self.callbacks = tuple(callbacks)
+        self.faults, self._late = faults or Faults(), set[str]()
+        self._mismatches: dict[str, str] = {}
+        self._adverts: dict[str, Any] = {}
+        self._version_notes: dict[str, str] = {}
+        self._cached_arrays: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
+        self.scoring, self.test = scoring or EvalConfig(), test
+        self.evaluation = SiteEvaluation(self.rpc, server, self._arrays)
+
+    def run(self) -> None:
+        """Run all remaining rounds; each is committed before the next starts.
+
+        First evaluates the last committed round, if that is missing. Stops early if a callback or
+        an operator says so. Raises FedplanError if a round has fewer updates than the quorum.
+        """
+        server, last = self.server, self.server.last_round()
+        if last is not None:
+            if self._needs_scores(last):
+                self._wait_for_sites(0)
+            last = self._add_scores(last)
+        stopped = run_callbacks(self.callbacks, self._with_task(last)) if last else ""
+        stopped = self.status.stop_reason(stopped)
+        if server.global_state.round < server.rounds and not stopped:
+            self._wait_for_sites(min(self.quorum, len(server.roster)))
+            stopped = self.status.stop_reason()
+        while server.global_state.round < server.rounds and not stopped:
+            self._update_roster()
+            round_state = server.begin_round()
+            self._late = self.faults.apply(server, round_state)
+            for name in round_state.cohort.keys() & self._mismatches.keys():
+                round_state.rejected[name] = f"not asked: it {self._mismatches[name]}"
+            self._choose_blocks(round_state)
+            self.status.open_round(len(round_state.cohort.keys() - self._mismatches.keys()))
+            if server.agreement.secagg.active:
+                self._collect_secagg(round_state)
+            else:
+                self._collect_updates(round_state)
+            server.close_round(round_state)
+            closed = self._with_task(self._add_scores(server.commit(round_state)))
+            log.info("%s", _round_summary(closed, self.scoring.primary))
+            self.status.record_round(closed)
+            stopped = self.status.stop_reason(run_callbacks(self.callbacks, closed))
+        if stopped:
+            log.info("stopped after round %d: %s", server.global_state.round, stopped)
+
+    def _wait_for_sites(self, enough: int) -> None:
+        self.status.set_state(RunState.WAITING)
+        self.rpc.wait_for_sites(enough)
+        self.status.set_state(RunState.RUNNING)
+
+    def _needs_scores(self, closed: CommittedRound) -> bool:
+        """Whether a committed round is due for evaluation and has no scores yet."""
+        evaluates = self.scoring.on_clients or self.test is not None
+        return (
+            evaluates
+            and not closed.scores
+            and self.scoring.is_due(closed.round, self.server.rounds)
+        )
+
+    def _add_scores(self, closed: CommittedRound) -> CommittedRound:
+        """Evaluate a committed round if due, write its scores, and keep the best checkpoint.
+
+        Returns the round with its scores. Absent sites are not waited for.
+        """
+        if self._needs_scores(closed):
+            scores = dict[str, Any]()
+            if self.test is not None:
+                scores["global"] = self.test(self.server.global_values())
+            if self.scoring.on_clients:
+                self._update_roster()
+                scores["sites"] = combine_scores(
+                    *self.evaluation.evaluate_sites(self._mismatches), self.scoring
+                )
+            closed = self.server.add_scores(closed, scores)
+        self.server.keep_best(self.scoring.best_round(closed.metrics))
+        return closed
+
+    def _with_task(self, closed: CommittedRound) -> CommittedRound:
+        """Return the round with the task's primary metric and its direction."""
+        scoring = self.scoring
+        return replace(closed, higher_is_better=scoring.higher_is_better, primary=scoring.primary)
+
+    def _update_roster(self) -> None:
+        """Poll the sites, update the roster's traits, and exclude sites that do not match."""
+        self.rpc.poll_nodes()
+        for name, site in self.rpc.sites.items():
+            if reason := self._mismatch(name, site):
+                if self._mismatches.get(name) != reason:
+                    log.warning("%s is not asked: it %s", name, reason)
+                self.status.set_site_state(name, SiteState.REFUSED, f"not asked: it {reason}")
+                self._mismatches[name] = reason
+            else:
+                self._mismatches.pop(name, None)
+                self.server.roster[name] = site.traits
+                self._report_versions(name, site)
+
+    def _report_versions(self, name: str, site: ConnectedSite) -> None:
+        """Report once that a site has other package versions; it still takes part."""
+        differences = package_differences(site.versions)
+        if differences and self._version_notes.get(name) != differences:
+            self.status.notify("site versions", f"has {differences}; it takes part", site=name)
+        self._version_notes[name] = differences
+
+    def _mismatch(self, name: str, site: ConnectedSite) -> str:
+        """Return why a site cannot take part; an empty text if it can."""
+        # Under client-level DP traits come from the study: a site's own would reveal presence.
+        agreement, traits = self.server.agreement, dict(self.server.roster[name])
+        if self.server.aggregation.hides_clients and site.traits != traits:
+            return "has traits of its own, and this run hides its clients: see clients.traits"
+        if agreement.start and site.initial_digest != agreement.start:
+            return (
+                f"starts from the model {site.initial_digest[:40]} and not from {agreement.start}: "
+                "give it the same weights, and start it again"
+            )
+        if difference := protocol_mismatch(site.versions):
+            return f"has {difference}: install the same there and here"
+        if site.run != agreement.run:
+            return f"is in the run {site.run[:40]} and this is {agreement.run}: start it again"
+        if site.agreement_digest != agreement.fingerprint:
+            return (
+                f"agreed to {site.agreement_digest[:40]} and this study is "
+                f"{agreement.fingerprint}: give it the same study, and start it again"
+            )
+        return ""
+
+    def _collect_updates(self, round_state: RoundState) -> None:
+        """Send the training requests, and add each update as it arrives.
+
+        Records why the others are rejected. Raises FedplanError with too few updates.
+        """
+        requests = self._request_factories(round_state, round_state.cohort)
+        for name, reply in self.rpc.call("train", requests, lambda: self._enough(round_state)):
+            if isinstance(reply, str):
+                round_state.rejected.setdefault(name, reply.splitlines()[0])
+                self.status.set_site_state(name, SiteState.FAILED, round_state.rejected[name])
+            elif self._resend_if_missing(round_state, name, reply):
+                requests[name] = self._request_factory(round_state, name)
+            else:
+                # All present sites have their request: free the arrays.
+                self._cached_arrays = ((), ArrayRecord())
+                self._accept_reply(round_state, name, reply)
+            # Else it would stay in memory while the next one is fetched.
+            del reply
+        without_reply = (
+            round_state.cohort.keys() - set(round_state.responded) - round_state.rejected.keys()
+        )
+        round_state.rejected |= {name: "no answer" for name in without_reply}
+        for name in without_reply - self.rpc.absent_sites:
+            self.status.set_site_state(name, SiteState.FAILED, "no answer in time")
+        if not self._enough(round_state):
+            reasons = "; ".join(f"{n}: {why}" for n, why in sorted(round_state.rejected.items()))
+            raise FedplanError(
+                f"round {self.server.global_state.round + 1} has {len(round_state.responded)} "
+                f"answers and needs {self.quorum}: {reasons}; start the run again to go on with it"
+            )
+
+    def _collect_secagg(self, round_state: RoundState) -> None:
+        """Collect reports and key adverts, then the secure sum; retry it if it fails."""
+        from fedplan.runners.flower.secagg import SecAggRound  # optional dependency
+
+        secagg = SecAggRound(self.rpc, self.server, round_state, late=self._late)
+        while secagg.begin_attempt():
+            self._adverts = {}
+            self._collect_updates(round_state)
+            secagg.run_attempt(self._adverts)
+        secagg.record_result()
+
+    def _enough(self, round_state: RoundState) -> bool:
+        return len(round_state.responded) >= min(self.quorum, len(round_state.cohort))
+
+    def _request_factories(
+        self, round_state: RoundState, names: Iterable[str]
+    ) -> dict[str, MessageFactory]:
+        """Return a request factory for each of these sites that takes part."""
+        present = (name for name in names if name not in self._mismatches)
+        return {name: self._request_factory(round_state, name) for name in present}
+
+    def _request_factory(self, round_state: RoundState, name: str) -> MessageFactory:
+        """Return a function that makes a site's request, without the values that it has."""
+
+        def make_message() -> tuple[Message, ArrayRecord | None]:
+            request = round_state.cohort[name]
+            request = replace(request, values=self.evaluation.missing_values(request))
+            return pack_message({}, request_header(request)), self._arrays(request)
+
+        return make_message
+
+    def _arrays(self, request: Request) -> ArrayRecord:
+        """Return a request's values as arrays; those of the last request are reused if equal."""
+        versions = tuple(sorted((key, request.versions.get(key, -1)) for key in request.values))
+        if versions != self._cached_arrays[0]:
+            self._cached_arrays = (versions, to_arrays(request_message(request).blobs))
+        return self._cached_arrays[1]
+
+    def _resend_if_missing(self, round_state: RoundState, name: str, reply: Message) -> bool:
+        """Whether a reply says that the site lost its values; makes its request a full one."""
+        if not _reply_fields(reply).get("lacking") or round_state.cohort[name].full:
+            return False
+        self.server.resend_all(round_state, name)
+        log.warning("%s has lost the values it was sent before; all are sent again", name)
+        return True
+
+    def _accept_reply(self, round_state: RoundState, name: str, reply: Message) -> None:
+        """Check a training reply, and add its update or its rejection to the round."""
+        fields = _reply_fields(reply)
+        if kind := next((kind for kind in KINDS if kind in fields), ""):
+            round_state.rejected.setdefault(name, describe_code(kind, str(fields[kind])))
+            log.warning("%s %s", name, describe_code(kind, str(fields[kind])))
+            self.status.set_site_state(
+                name, site_state_from_reason(round_state.rejected[name]), round_state.rejected[name]
+            )
+            return
+        limit = 2 * nbytes(self.server.global_state.values) + 2**22
+        try:
+            aux_kinds = self.server.agreement.method.aux
+            update = read_update(reply, aux_kinds=aux_kinds, limit=limit)
+            if update.client != name:
+                raise FedplanError(f"{name} answers for {update.client[:80]!r}")
+        except FedplanError as error:
+            round_state.rejected[name] = str(error).splitlines()[0]
+            log.warning("%s is not counted: %s", name, round_state.rejected[name])
+            self.status.set_site_state(name, SiteState.FAILED, round_state.rejected[name])
+            return
+        if self.server.agreement.secagg.active:
+            if accept_masked_report(
+                self.server.agreement, self.server.global_state, round_state, update
+            ):
+                self._adverts[name] = fields.get("advert")
+                self.status.set_site_state(name, SiteState.ANSWERED)
+            return
+        self.server.take(round_state, update, late=name in self._late)
+        self.status.set_site_state(name, SiteState.ANSWERED)
+
+    def _choose_blocks(self, round_state: RoundState) -> None:
+        """Collect layer scores from the sites and set the joint choice, if the plan has one."""
+        voters = self.server.voters(round_state)
+        if voters is None:
+            return
+        if self.server.agreement.secagg.active:
+            return self._choose_blocks_by_secagg(round_state, voters)
+        requests = self._request_factories(round_state, voters)
+        scores = dict[str, Any]()
+        enough = min(self.quorum, len(voters))
+        for name, reply in self.rpc.call("query.poll", requests, lambda: len(scores) >= enough):
+            if isinstance(reply, Message) and self._resend_if_missing(round_state, name, reply):
+                requests[name] = self._request_factory(round_state, name)
+                continue
+            try:
+                fields = _reply_fields(reply) if isinstance(reply, Message) else {}
+                scores[name] = block_scores_from_json(fields.get("scores"))
+            except FedplanError as error:
+                log.warning("%s has no say in this round: %s", name, error)
+        self.server.choose_blocks(round_state, scores)
+        for name in scores:
+            # The site has the values of the poll: do not send them again.
+            round_state.cohort[name] = replace(round_state.cohort[name], values={})
+
+    def _choose_blocks_by_secagg(self, round_state: RoundState, voters: Sequence[str]) -> None:
+        """Set the joint choice from the secure sum of the sites' layer scores.
+
+        Raises FedplanError if the sum fails.
+        """
+        from fedplan.runners.flower.secagg import (
+            SecAggRound,
+            make_masked_poll,
+        )  # optional dependency
+
+        total = make_masked_poll(self.server, round_state)
+        secagg = SecAggRound(self.rpc, self.server, round_state, poll=total)
+        while secagg.begin_attempt():
+            secagg.run_attempt(self._collect_poll_adverts(round_state, voters))
+        if not total.scores:
+            raise FedplanError(
+                f"round {total.round_number}: the layer scores were not summed: "
+                f"{total.failure}; start the run again to go on with this round"
+            )
+        self.server.choose_blocks(round_state, {"all": total.scores})
+
+    def _collect_poll_adverts(
+        self, round_state: RoundState, voters: Sequence[str]
+    ) -> dict[str, Any]:
+        """Send the polls, and return the key adverts of the sites that reply."""
+        adverts = dict[str, Any]()
+        requests = self._request_factories(round_state, voters)
+        for name, reply in self.rpc.call("query.poll", requests, lambda: True):
+            if isinstance(reply, Message) and self._resend_if_missing(round_state, name, reply):
+                requests[name] = self._request_factory(round_state, name)
+            elif isinstance(reply, Message) and (advert := _reply_fields(reply).get("advert")):
+                adverts[name] = advert
+        return adverts
+
+
+def hello_message(run: str, study: Study | None) -> Message:
+    """Return the first message to a site: the run id, and the study if given."""
+    fields: dict[str, JSON] = {"run": run}
+    if study is not None:
+        fields["study"] = study.model_dump(mode="json")
+    return pack_message({}, fields)
+
+
+def _reply_fields(reply: Message) -> dict[str, Any]:
+    try:
+        return unpack_message(Message(reply.header))[1]
+    except FedplanError:
+        return {}
+
+
+def _round_summary(closed: CommittedRound, primary: str) -> str:
+    record, loss = closed.record, closed.row.get("loss", 0.0)
+    missing = f", not counted: {', '.join(record.rejected)}" if record.rejected else ""
+    names = (f"{kind}.{primary}" for kind in ("global", "sites.global", "sites.personal"))
+    scores = "".join(f"{name} {closed.row[name]:.3f}, " for name in names if name in closed.row)
+    return (
+        f"round {closed.round} of {closed.total_rounds}: loss {loss:.3f}, {scores}"
+        f"{len(record.counted)} counted{missing}, {record.up} bytes up, {record.down} down"
+    )

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Review of a study for an approver: the data that would leave the site, and the changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fedplan.federation.agreement import Agreement
+from fedplan.language.client_classes import Participants
+from fedplan.language.plan import Role
+from fedplan.language.schedule import MAX_ROUNDS_CHECKED
+from fedplan.language.turn import Turn
+from fedplan.methods.phases import PlannedPhases
+from fedplan.models.params import Param
+from fedplan.reports.explanation import sort_params
+from fedplan.reports.forecast_types import Forecast, StageForecast
+from fedplan.reports.forecasts import forecast
+from fedplan.reports.units import megabytes
+from fedplan.sites.policy import Policy, site_in_study
+from fedplan.studies.experiment import outline_agreement, privacy_statement
+from fedplan.studies.referenced_code import named_objects
+from fedplan.studies.schema import Study
+from fedplan.studies.toml_values import flatten_fields
+
+ROLE_MEANINGS = {
+    "shared": "trained at this site; its values are sent to the server",
+    "kept": "trained at this site; its values stay at this site",
+    "held": "values of this site that are not trained; they stay at this site",
+    "frozen": "not trained; none of its values are sent",
+}
+"""Explanations of the role words in the table of parts."""
+NO_PRIVACY = "no differential privacy; the values that leave are computed from this site's examples"
+
+
+@dataclass(frozen=True)
+class PartReview:
+    """One part of the model: its roles over the run, joined by " or ", and its upload.
+
+    `bytes_per_round` is the largest upload of a round, and `bytes_total` that of the whole run.
+    """
+
+    part: str
+    roles: str
+    bytes_per_round: int
+    bytes_total: int
+
+
+@dataclass(frozen=True)
+class StudyReview:
+    """The facts about a study that an approver needs; rich prints it as a page of text.
+
+    `plan` is the plan's text and `privacy` the privacy statement. `code` lists the code that the
+    study names, `disclosures` the data that leave besides the model's values, `changes` the
+    differences from the last approved study, and `violations` those of the site's policy.
+    """
+
+    study: Study
+    parts: tuple[PartReview, ...]
+    plan: str
+    privacy: str
+    code: tuple[str, ...]
+    disclosures: tuple[str, ...]
+    changes: tuple[str, ...]
+    violations: tuple[str, ...] = ()
+
+    def json(self) -> dict[str, Any]:
+        """Return the review as plain values, with the study's full digest."""
+        return {
+            "study": self.study.full_digest,
+            "name": self.study.name,
+            "plan": self.plan,
+            "parts": [
+                {
+                    "part": p.part,
+                    "roles": p.roles,
+                    "each": p.bytes_per_round,
+                    "total": p.bytes_total,
+                }
+                for p in self.parts
+            ],
+            "privacy": self.privacy,
+            "code": list(self.code),
+            "tells": list(self.disclosures),
+            "news": list(self.changes),
+            "against": list(self.violations),
+        }
+
+    def __rich__(self) -> RenderableType:
+        study, total = self.study, sum(part.bytes_total for part in self.parts)
+        roles = {role for part in self.parts for role in part.roles.split(" or ")}
+        meanings = (f"\n{role}: {text}" for role, text in ROLE_MEANINGS.items() if role in roles)
+        continued = (
+            f"The study continues run {study.continue_from}: this site starts from its state of "
+            "that run.\n"
+        )
+        return Group(
+            Text(f"{study.name}: study {study.full_digest}", style="bold"),
+            Text(
+                f"Plan: {self.plan}\n{study.train.rounds} rounds; up to {megabytes(total)} MB of "
+                "model values leave this site in total\n"
+            ),
+            *([Text(continued)] if study.continue_from else []),
+            self._table(),
+            Text("".join(meanings)),
+            _bullet_list("Also sent to the server", self.disclosures),
+            Text(f"\nPrivacy: {self.privacy}"),
+            _bullet_list("Code that the study runs", self.code or ("only fedplan's own",)),
+            _bullet_list("Changes since the last approved study", self.changes),
+            _bullet_list("Violations of this site's policy", self.violations or ("none",)),
+        )
+
+    def _table(self) -> Table:
+        """Return the parts as a table: name, roles, MB per round, MB in total."""
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        for name in ("part", "role", "MB per round", "MB in total"):
+            table.add_column(name, justify="right" if name.startswith("MB") else "left")
+        for part in self.parts:
+            sizes = (megabytes(n) if n else "-" for n in (part.bytes_per_round, part.bytes_total))
+            table.add_row(part.part, part.roles, *sizes)
+        return table
+
+
+def review_study(
+    study: Study,
+    last: Study | None = None,
+    *,
+    site: Turn | None = None,
+    policy: Policy | None = None,
+    violations: Sequence[str] = (),
+) -> StudyReview:
+    """Return the review of a study, computed from names and shapes without loading weights.
+
+    `last` is the last approved study, to compare with. `site` is the site's name and traits;
+    without it, the review is for the client with the largest upload. `policy` limits the metrics
+    that leave; `violations` are shown as given. Raises FedplanError if the study cannot be built.
+    """
+    agreement = outline_agreement(study)
+    parts = _review_parts(_forecast(study, agreement, site))
+    last_parts = _review_parts(_forecast(last, outline_agreement(last), site)) if last else ()
+    statement = privacy_statement(study)
+    return StudyReview(
+        study,
+        parts,
+        agreement.method.plan.text,
+        statement.text() if statement else NO_PRIVACY,
+        tuple(
+            f"{each.name} ({each.origin})" for each in named_objects(study) if each.code_fingerprint
+        ),
+        tuple(_disclosures(study, agreement, policy)),
+        tuple(_changes(study, last, parts, last_parts)),
+        tuple(violations),
+    )
+
+
+def _forecast(study: Study, agreement: Agreement, site: Turn | None) -> Forecast:
+    """Forecast the roles and bytes of a study's run, for the site if given, else for all classes.
+
+    Covers at most MAX_ROUNDS_CHECKED rounds.
+    """
+    phase_rule, site = agreement.method.phase_rule, site_in_study(study, site)
+    return forecast(
+        agreement.method.plan,
+        agreement.params,
+        rounds=min(study.train.rounds, MAX_ROUNDS_CHECKED),
+        phases=phase_rule.after if isinstance(phase_rule, PlannedPhases) else None,
+        participants=Participants({site.client: site.traits}) if site else None,
+        wire_cost=agreement.wire_cost,
+    )
+
+
+def _review_parts(run: Forecast) -> tuple[PartReview, ...]:
+    """Return a review of each kind of param, for the client class with the largest upload."""
+    client = max(run.clients, key=lambda each: each.max_upload)
+    params_by_kind = dict[str, list[Param]]()
+    for param in sort_params(run.params):
+        params_by_kind.setdefault(str(param.kind), []).append(param)
+
+    def upload(params: list[Param], stage: StageForecast) -> int:
+        shared = (param for param in params if stage.heaviest[param] is Role.SHARE)
+        return sum(map(run.wire_cost.upload_bytes, shared))
+
+    def review(kind: str, params: list[Param]) -> PartReview:
+        permitted = {stage.permitted[param] for stage in client.stages for param in params}
+        roles = " or ".join(role.word for role in Role if role in permitted)
+        per_round = max(upload(params, stage) for stage in client.stages)
+        total = sum(len(stage.rounds) * upload(params, stage) for stage in client.stages)
+        return PartReview(kind, roles, per_round, total)
+
+    return tuple(review(kind, params) for kind, params in params_by_kind.items())
+
+
+def _disclosures(study: Study, agreement: Agreement, policy: Policy | None) -> Iterator[str]:
+    """Yield a phrase for each piece of data that leaves besides the model's values."""
+    yield "this site's name, its traits, and the versions of its software packages"
+    yield (
+        "digests of the values that it trains; those of values that stay here are keyed with a "
+        "secret of this site"
+    )
+    if agreement.distributed_dp:
+        yield (
+            "messages of secure aggregation: this site clips its update and adds noise to it, and "
+            "the server learns only the sum over the sites"
+        )
+    elif agreement.secagg.active:
+        summed = "values" if agreement.secagg.equal_weights else "values and of numbers of examples"
+        yield f"messages of secure aggregation: of {summed}, the server learns only sums over sites"
+    elif agreement.guarantee is None:
+        yield "its number of training examples, and its number of training steps"
+        if policy is None or "loss" in policy.metrics:
+            yield "its mean training loss"
+    if agreement.max_k and agreement.secagg.active:
+        yield "the layers that it has chosen to train"
+    elif agreement.max_k:
+        yield "a score of each block of the model, by which the layers to train are chosen"
+    if not study.evaluate.on_clients or agreement.guarantee is not None:
+        return
+    if policy is None:
+        yield f"every {study.evaluate.every} rounds, metrics and number of its test examples"
+    elif policy.metrics:
+        yield (
+            f"every {study.evaluate.every} rounds, the number of its test examples and these "
+            f"metrics of them, if there are {policy.min_examples} or more: "
+            f"{', '.join(policy.metrics)}"
+        )
+
+
+def _changes(
+    study: Study,
+    last: Study | None,
+    parts: tuple[PartReview, ...],
+    last_parts: tuple[PartReview, ...],
+) -> Iterator[str]:
+    """Yield the differences of a study from the last approved one: roles of parts, then fields."""
+    if last is None:
+        yield "everything: no study was approved at this site before"
+        return
+    old_roles, new_roles = (
+        {part.part: part.roles for part in reviewed} for reviewed in (last_parts, parts)
+    )
+    for part in {**old_roles, **new_roles}:
+        if old_roles.get(part) != new_roles.get(part):
+            yield f"{part}: {old_roles.get(part, 'absent')} -> {new_roles.get(part, 'absent')}"
+    old, new = (flatten_fields(each.model_dump(mode="json")) for each in (last, study))
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            yield f"{name}: {_short_repr(old.get(name))} -> {_short_repr(new.get(name))}"
+    if study.digest != last.digest and old == new:
+        yield "the code that the study names has changed"
+
+
+def _short_repr(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:120]}..."
+
+
+def _bullet_list(heading: str, lines: Sequence[str]) -> Text:
+    return Text(f"\n{heading}:" + "".join(f"\n  - {line}" for line in lines))

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test connections from a site to its server: TLS certificate, clock difference and proxy."""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+from collections.abc import Generator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from fedplan.errors import FedplanError
+from fedplan.runners.site import ServerSection
+
+TIMEOUT = 10.0
+"""Seconds that a server has to answer."""
+
+
+@dataclass(frozen=True)
+class ServerProbe:
+    """Result of a test connection to a server.
+
+    `certificate_days` are the days until the server's certificate expires; None without TLS.
+    `clock_ahead` are the seconds by which this machine's clock is ahead of the server's, negative
+    if it is behind; None if the server sends no date.
+    """
+
+    certificate_days: int | None
+    clock_ahead: float | None
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """Host name and port of an HTTP proxy; either may be missing from the proxy's address."""
+
+    hostname: str | None
+    port: int | None
+
+
+def probe_server(server: ServerSection) -> ServerProbe:
+    """Send a GET request to a server as a Flower node would, and return the findings.
+
+    With `server.ca`, the server's certificate is verified, including the host name. Raises
+    FedplanError if the connection or the verification fails.
+    """
+    with _connect(server) as connection:
+        days = None
+        if isinstance(connection.sock, ssl.SSLSocket):
+            days = _days_left(connection.sock.getpeercert())
+        sent = datetime.now(UTC)
+        connection.request("GET", "/")
+        return ServerProbe(days, _clock_ahead(connection.getresponse().getheader("Date"), sent))
+
+
+def certificate_digest(server: ServerSection) -> str:
+    """Return the SHA-256 of a server's TLS certificate, or "" without TLS.
+
+    Connects to the server; raises FedplanError if the connection fails.
+    """
+    with _connect(server) as connection:
+        if not isinstance(connection.sock, ssl.SSLSocket):
+            return ""
+        certificate = connection.sock.getpeercert(binary_form=True)
+        return hashlib.sha256(certificate).hexdigest() if certificate else ""
+
+
+@contextmanager
+def _connect(server: ServerSection) -> Generator[HTTPConnection]:
+    """Yield an open connection to a server, through a proxy if the environment sets one.
+
+    Uses TLS if `server.ca` is set. Connection errors, also of the body, become FedplanError.
+    """
+    host, port = server_host_port(server)
+    context = ssl.create_default_context(cafile=server.ca) if server.ca else None
+    proxy = find_proxy(server)
+    address = (proxy.hostname or "", proxy.port or 80) if proxy else (host, port)
+    unopened = (
+        HTTPSConnection(*address, timeout=TIMEOUT, context=context)
+        if context
+        else HTTPConnection(*address, timeout=TIMEOUT)
+    )
+    with closing(unopened) as connection:
+        try:
+            if proxy:
+                connection.set_tunnel(host, port)
+            connection.connect()
+            yield connection
+        except (OSError, HTTPException) as error:
+            raise FedplanError(str(error) or repr(error)) from error
+
+
+def server_host_port(server: ServerSection) -> tuple[str, int]:
+    """Return host and port of a server's address; raise FedplanError unless it is HOST:PORT."""
+    host, _, port = server.address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise FedplanError(f"[server] address is {server.address!r}: write it as HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def find_proxy(server: ServerSection) -> Proxy | None:
+    """Return the proxy that the environment variables set for a server; None if there is none."""
+    proxies = getproxies()
+    url = proxies.get("https" if server.ca else "http", "") or proxies.get("all", "")
+    if not url or proxy_bypass(server_host_port(server)[0]):
+        return None
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    return Proxy(parts.hostname, parts.port)
+
+
+def _days_left(certificate: Mapping[str, object] | None) -> int | None:
+    """Return the whole days until a certificate, as `getpeercert` gives it, expires."""
+    expiry = (certificate or {}).get("notAfter")
+    if not isinstance(expiry, str):
+        return None
+    seconds = ssl.cert_time_to_seconds(expiry) - datetime.now(UTC).timestamp()
+    return int(seconds // 86400)
+
+
+def _clock_ahead(date: str | None, sent: datetime) -> float | None:
+    """Return the smallest clock difference, in seconds, that explains a server's Date header.
+
+    Positive: this machine is ahead. None if the header is missing or malformed. `sent` is the time
+    just before the request; the header has whole seconds, and is of some moment since `sent`.
+    """
+    try:
+        server_time = parsedate_to_datetime(date or "")
+        lowest = (sent - server_time).total_seconds() - 1
+        highest = (datetime.now(UTC) - server_time).total_seconds()
+    except (ValueError, TypeError):
+        return None
+    return lowest if lowest > 0 else min(highest, 0.0)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of a store: their tensors, and the manifest that describes each of them.
+
+A manifest holds its own digest and the digest of the tensor file. With encryption its meta is
+encrypted together with a random id of the folder, under a label with the tensor file's digest:
+a manifest copied from another checkpoint or folder is rejected, even under the same key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from io import BufferedReader
+from typing import Any, cast
+
+from torch import Tensor, strided, uint8
+
+from fedplan.errors import StoreError
+from fedplan.storage.encryption import Encryption
+from fedplan.tensors.serialization import DTYPES
+
+FORMAT = 1
+"""Format number of manifests without encryption."""
+SEALED = "sealed 1 with key"
+"""Prefix of the format of encrypted manifests; the key id follows."""
+MAX_MANIFEST_BYTES = 64 << 20
+"""Size limit of a manifest, for writing and for reading."""
+
+_WRITTEN = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "manifest": (.*)\}\n', re.DOTALL)
+
+
+class InvalidCheckpoint(Exception):
+    """A checkpoint is damaged or incomplete; the text says why. Readers skip it."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The content of one checkpoint: its number, its tensors by name, and its JSON meta."""
+
+    number: int
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SkippedCheckpoint:
+    """The number of a checkpoint that a reader skipped, and the reason."""
+
+    number: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.number}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Description of a checkpoint.
+
+    `sha256` and `size` are those of the tensor file. `origin` is a random id of the folder, the
+    same in all its manifests, and empty without encryption.
+    """
+
+    number: int
+    meta: dict[str, Any]
+    sha256: str
+    size: int
+    origin: str
+
+    @property
+    def file(self) -> str:
+        """Name of the tensor file."""
+        return f"{self.number}.{self.sha256[:16]}.safetensors"
+
+    @property
+    def meta_label(self) -> str:
+        """Label under which the meta is encrypted."""
+        return f"meta {self.number} {self.sha256} {self.size}"
+
+    def to_bytes(self, encryption: Encryption | None) -> bytes:
+        """Serialize as one line of JSON with a digest of its content; encrypt meta and origin."""
+        fields: dict[str, Any] = {"format": manifest_format(encryption), "number": self.number}
+        fields |= {"meta": self.meta, "sha256": self.sha256, "size": self.size}
+        if encryption is not None:
+            secret = json.dumps([self.origin, self.meta], allow_nan=False).encode()
+            fields["meta"] = b64encode(encryption.encrypt(secret, self.meta_label)).decode()
+        body = json.dumps(fields, allow_nan=False).encode()
+        digest = hashlib.sha256(body).hexdigest()
+        return f'{{"sha256": "{digest}", "manifest": '.encode() + body + b"}\n"
+
+
+def contiguous_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors as safetensors needs them: on the CPU, contiguous, no shared memory.
+
+    Raises StoreError for a name that is not printable, or a tensor that is sparse or of an
+    unsupported dtype.
+    """
+    contiguous: dict[str, Tensor] = {}
+    pointers = set[int]()
+    for name, tensor in tensors.items():
+        if name == "__metadata__" or not name.isprintable():
+            raise StoreError(f"a tensor cannot be named {name!r}: use another, printable name")
+        if tensor.dtype not in DTYPES or tensor.layout != strided:
+            raise StoreError(f"{name!r} is {tensor.dtype}, {tensor.layout}: make it dense float32")
+        dense = tensor.detach().cpu().contiguous()
+        pointer = dense.untyped_storage().data_ptr()
+        contiguous[name] = dense.clone() if pointer in pointers else dense
+        pointers.add(pointer)
+    return contiguous
+
+
+def tensor_file_digest(file: BufferedReader, tensors: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of an open file.
+
+    If `tensors` are its content, only its header is read, and the tensors are hashed from memory.
+    """
+    if not tensors:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    size = file.read(8)
+    header = file.read(int.from_bytes(size, "little"))
+    offsets = {n: e["data_offsets"][0] for n, e in json.loads(header).items() if n in tensors}
+    digest = hashlib.sha256(size + header)
+    for name in sorted(offsets, key=lambda name: (offsets[name], tensors[name].numel())):
+        digest.update(cast(Any, tensors[name].reshape(-1).view(uint8).numpy()))
+    return digest.hexdigest()
+
+
+def manifest_format(encryption: Encryption | None) -> int | str:
+    """Return the format of manifests written with this encryption, or without any."""
+    return FORMAT if encryption is None else f"{SEALED} {encryption.key_id}"
+
+
+def parse_manifest(content: bytes, number: int, encryption: Encryption | None) -> Manifest:
+    """Parse the bytes of `Manifest.to_bytes`, and check its digest and its number.
+
+    Raises InvalidCheckpoint on damage. Raises StoreError for an intact manifest of another format
+    or key.
+    """
+    # Skipping an intact one would start anew beside existing client state.
+    match = _WRITTEN.fullmatch(content)
+    if match is None or hashlib.sha256(match[2]).hexdigest() != match[1].decode():
+        raise InvalidCheckpoint(f"{number}.json is damaged")
+    try:
+        fields = json.loads(match[2], parse_constant=_refuse_constant)
+        version = fields.pop("format")
+        if version == manifest_format(encryption):
+            return _check_manifest(fields, number, encryption)
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise InvalidCheckpoint(f"{number}.json is not a manifest: {error!r}") from error
+    raise StoreError(_format_mismatch(version, encryption))
+
+
+def require_json_meta(meta: Mapping[str, Any], encryption: Encryption | None) -> None:
+    """Raise StoreError if a meta does not survive a JSON round trip, or is too large."""
+    try:
+        text = json.dumps(dict(meta), allow_nan=False)
+        same = json.loads(text) == dict(meta)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StoreError(
+            f"the meta is not JSON: {error}; use finite numbers and strings"
+        ) from error
+    if not same:
+        raise StoreError(f"the meta {text[:60]} changes in JSON: use lists and string keys")
+    # Encrypted and in base64 it is a third longer.
+    if len(text) > MAX_MANIFEST_BYTES // (2 if encryption else 1) - 1024:
+        raise StoreError(f"the meta has {len(text)} characters: put what is large into tensors")
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _check_manifest(fields: dict[str, Any], number: int, encryption: Encryption | None) -> Manifest:
+    """Build a manifest from its JSON fields, with meta and origin decrypted.
+
+    Raises ValueError or TypeError if a field is missing or wrong.
+    """
+    manifest = Manifest(**fields, origin="")
+    if type(manifest.number) is not int or manifest.number != number:
+        raise ValueError(f"number {manifest.number!r}")
+    if type(manifest.size) is not int or manifest.size < 0:
+        raise ValueError(f"size {manifest.size!r}")
+    if not re.fullmatch("[0-9a-f]{64}", manifest.sha256):
+        raise ValueError(f"sha256 {manifest.sha256!r}")
+    if encryption is not None:
+        try:
+            encrypted = b64decode(fields["meta"], validate=True)
+            origin, meta = json.loads(encryption.decrypt(encrypted, manifest.meta_label))
+        except StoreError as error:
+            raise ValueError(str(error)) from error
+        manifest = replace(manifest, meta=meta, origin=origin)
+    if type(manifest.meta) is not dict:
+        raise ValueError(f"meta {type(manifest.meta).__name__}")
+    return manifest
+
+
+def _format_mismatch(version: object, encryption: Encryption | None) -> str:
+    """Return the message for a manifest of another format: `version` is that of the file."""
+    if version == FORMAT:
+        return "is not encrypted: read it without a key, or start an encrypted one elsewhere"
+    if str(version).startswith(SEALED):
+        given = f"key {encryption.key_id} was given" if encryption else "no key was given"
+        return f"is {version}, and {given}: give the key that it was encrypted with"
+    return (
+        f"has format {version!r}, not {manifest_format(encryption)}: read it with the version of "
+        "fedplan that wrote it"
+    )

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start or resume a run in a folder, or continue from an earlier run; checks before either."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from fedplan.federation.global_state import GLOBAL_FOLDER
+from fedplan.federation.identity import RUN_FILE, is_run_id, read_identity
+from fedplan.federation.ledger_segments import newest_segment
+from fedplan.federation.resume_checks import last_ledger_round
+from fedplan.federation.server import STUDY
+from fedplan.privacy.guard import CHARGES_FILE
+from fedplan.storage.errors import wrap_disk_errors
+from fedplan.storage.journal import Journal, client_state_folder
+from fedplan.storage.locks import locked_folder
+from fedplan.storage.store import Store
+from fedplan.studies.experiment import privacy_guarantee
+from fedplan.studies.run import open_run
+from fedplan.studies.run_folder import MANIFEST, TASK, read_run_study
+from fedplan.studies.schema import (
+    ConfigError,
+    Study,
+    apply_overrides,
+    changed_fields,
+    read_study,
+    resolve_paths,
+    study_from_dict,
+)
+from fedplan.tensors.aux_tensors import is_aux
+
+START_FILES = (STUDY, MANIFEST, TASK, RUN_FILE)
+"""Files that a run writes before its first round."""
+
+
+def open_study(
+    file: Path, changes: list[str], output: Path | None, *, resume: bool, earlier: str = ""
+) -> tuple[Study, Path]:
+    """Return the study to run and the folder of its run; prepare the folder.
+
+    `file`: a study file, or with `resume` a run's folder. `changes` are overrides such as
+    "train.rounds=5". `earlier`: folder or id of a run whose clients' personal params are the start.
+    Raises ConfigError if the folder cannot be used.
+    """
+    if file.is_dir():
+        if not resume:
+            raise ConfigError(f"{file} is a run: continue it with --resume")
+        if output is not None and output.resolve() != file.resolve():
+            raise ConfigError(
+                f"--output is {output}, but a run resumes in its own folder {file}: leave it out, "
+                "or copy the run's folder and resume the copy"
+            )
+        values = read_run_study(file).model_dump(mode="json")
+        study, folder = resolve_paths(study_from_dict(apply_overrides(values, changes)), file), file
+    else:
+        study = read_study(file, changes)
+        folder = output or Path("runs") / study.name
+    study = continue_study(study, earlier) if earlier else study
+    prepare_folder(folder, study, resume=resume)
+    return study, folder
+
+
+def prepare_folder(folder: Path, study: Study, *, resume: bool) -> None:
+    """Raise ConfigError unless a study may run in a folder.
+
+    A folder with a closed or privacy-charged round needs `resume` and the same study. The files of
+    a run without one are deleted, unless it is resumed with the same study.
+    """
+    if not has_progress(folder):
+        return None if resume and _is_same_study(folder, study) else _remove_unstarted_run(folder)
+    if not resume:
+        raise ConfigError(
+            f"{folder} holds a run: continue it with --resume, or name another folder"
+        )
+    require_same_study(folder, study)
+
+
+def continue_study(study: Study, earlier: Path | str) -> Study:
+    """Return the study with `continues` set to the id of an earlier run, given by folder or id.
+
+    Raises ConfigError if the study already continues another run.
+    """
+    is_id = is_run_id(earlier) and not Path(earlier).is_dir()
+    run_id = str(earlier) if is_id else read_identity(Path(earlier)).id
+    if study.continue_from not in ("", run_id):
+        raise ConfigError(
+            f"the study continues the run {study.continue_from}, but {earlier} is {run_id}"
+        )
+    return study_from_dict(study.model_dump(mode="json") | {"continue_from": run_id})
+
+
+def import_kept_params(study: Study, earlier: Path | str, folder: Path) -> None:
+    """Write each client's personal params of an earlier run as its state in a new run's folder.
+
+    Raises ConfigError unless `earlier` is the folder of the run that the study continues.
+    """
+    if not earlier or not Path(earlier).is_dir():
+        raise ConfigError(
+            f"the study continues the run {study.continue_from}: give the folder of that run with "
+            "--continue-from"
+        )
+    run = open_run(earlier)
+    if run.identity.id != study.continue_from:
+        raise ConfigError(
+            f"the study continues the run {study.continue_from}, but {earlier} is another run"
+        )
+    for client in run.clients:
+        params = {k: v for k, v in run.client_state(client)[0].items() if not is_aux(k)}
+        if params:
+            Journal(client_state_folder(folder, client)).initialize(params)
+
+
+def has_progress(folder: Path) -> bool:
+    """Return whether a folder holds a closed round, or spent privacy budget.
+
+    A ledger that reaches round 2 counts, even if the global model is lost.
+    """
+    with wrap_disk_errors(f"{folder} cannot be read", "make it readable to this user"):
+        charges = (folder / "privacy").rglob(CHARGES_FILE)
+        closed = _closed_rounds(folder) > 0 or last_ledger_round(newest_segment(folder)) > 1
+        return closed or any(file.stat().st_size for file in charges)
+
+
+def require_same_study(folder: Path, study: Study) -> None:
+    """Raise ConfigError unless a folder's run can be resumed with a study.
+
+    Both must agree on everything that affects training. Rounds may be added, except where the noise
+    or the learning rates depend on their number, and cannot be removed.
+    """
+    run_study = read_run_study(folder)
+    if changed := changed_fields(run_study, study):
+        raise ConfigError(
+            f"{folder} holds a run of another study, which differs in {', '.join(changed[:8])}: "
+            "undo the change, or name another folder"
+        )
+    if privacy_guarantee(run_study) != privacy_guarantee(study):
+        raise ConfigError(
+            f"train.rounds is {study.train.rounds}, but the noise of {folder} was calibrated for "
+            f"{run_study.train.rounds}: name another folder; set "
+            "privacy.noise_multiplier to add rounds later"
+        )
+    if run_study.train.train_config != study.train.train_config:
+        raise ConfigError(
+            f"train.rounds is {study.train.rounds}, but the learning rates of {folder} were "
+            f"scheduled over {run_study.train.rounds}: name another folder; set "
+            'train.lr_scheduler_span = "round" to add rounds later'
+        )
+    if study.train.rounds < _closed_rounds(folder):
+        raise ConfigError(
+            f"train.rounds is {study.train.rounds}, but {folder} has {_closed_rounds(folder)} "
+            "already: rounds can be added, but not removed"
+        )
+
+
+def _is_same_study(folder: Path, study: Study) -> bool:
+    """Return whether a folder holds the same study, with the same training arguments."""
+    try:
+        run_study = read_run_study(folder)
+        return (
+            not changed_fields(run_study, study)
+            and run_study.train.train_config == study.train.train_config
+        )
+    except ConfigError:
+        return False
+
+
+def _closed_rounds(folder: Path) -> int:
+    """Return the number of the last round with a checkpoint of the global model; 0 if none."""
+    checkpoints = folder / GLOBAL_FOLDER
+    return (
+        max(Store(checkpoints, read_only=True).numbers(), default=0) if checkpoints.is_dir() else 0
+    )
+
+
+def _remove_unstarted_run(folder: Path) -> None:
+    """Delete the files of a run without a closed round; raise ConfigError if a round has closed."""
+    if not (folder / STUDY).exists():
+        return
+    with (
+        wrap_disk_errors(f"{folder} cannot be cleared", "name another folder"),
+        locked_folder(folder),
+    ):
+        if has_progress(folder):  # closed by another process in the meantime
+            raise ConfigError(
+                f"{folder} holds a run: continue it with --resume, or name another folder"
+            )
+        shutil.rmtree(folder / "clients", ignore_errors=True)
+        for name in START_FILES:
+            (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one trial of a sweep, in this process or in a worker process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
+
+from fedplan.errors import FedplanError
+from fedplan.federation.run_states import read_stop_request
+from fedplan.reports.privacy_statements import write_privacy_statement
+from fedplan.runners.api import run_study
+from fedplan.studies.schema import Study
+from fedplan.sweeps.records import TrialResult
+
+LOG_FILE = "processes.log"
+"""File in a sweep's folder with the output of its worker processes."""
+SHUTDOWN_SECONDS = 20.0
+"""Seconds that a worker process has to end after SIGTERM, before it is killed."""
+
+
+class TrialRunner(Protocol):
+    """Runs trials one after the other."""
+
+    def run_trial(self, study: Study, folder: Path) -> TrialResult:
+        """Run a study in a folder to its end, or resume it there; errors go into the result."""
+        ...
+
+    def close(self) -> None:
+        """Release all resources."""
+        ...
+
+
+class InProcessRunner:
+    """Runs trials in this process."""
+
+    def run_trial(self, study: Study, folder: Path) -> TrialResult:
+        """Run or resume a study in a folder; an Exception becomes an error in the result."""
+        start = time.monotonic()
+        try:
+            stopped = run_study(study, folder, resume=True).stopped
+            if study.privacy is not None:
+                write_privacy_statement(folder)
+            stop_requested = bool(stopped and read_stop_request(folder))
+            return TrialResult(time.monotonic() - start, stopped, stop_requested)
+        except Exception as error:
+            return _failed_result(error, time.monotonic() - start)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class SubprocessRunner:
+    """Runs trials in a worker process, which is started when needed.
+
+    A worker that dies fails its trial only; the next trial starts a new one. `folder` is the
+    sweep's folder, for the log of the worker.
+    """
+
+    command: tuple[str, ...] = (sys.executable, "-P", "-m", "fedplan.sweeps.trial_process")
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[str] | None = None
+
+    def run_trial(self, study: Study, folder: Path) -> TrialResult:
+        """Run or resume a study in the worker; a worker that dies becomes an error."""
+        start, process = time.monotonic(), self._running_process()
+        assert process.stdin is not None and process.stdout is not None
+        request = {"study": study.model_dump(mode="json"), "folder": str(folder)}
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            reply = process.stdout.readline()
+        except OSError:
+            reply = ""
+        if reply:
+            return TrialResult(**json.loads(reply))
+        code = process.wait()
+        self._forget(process)
+        message = (
+            f"its process ended with exit code {code}: see {self._folder / LOG_FILE}; "
+            "exit code -9 often means that the machine ran out of memory"
+        )
+        return TrialResult(time.monotonic() - start, error=message)
+
+    def close(self) -> None:
+        """End the worker with SIGTERM, as Ctrl-C does; its trial can be resumed."""
+        if (process := self._process) is None:
+            return
+        process.terminate()
+        try:
+            process.wait(SHUTDOWN_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._forget(process)
+
+    def _forget(self, process: subprocess.Popen[str]) -> None:
+        """Close the pipes of an ended worker, so that the next trial starts a new one."""
+        self._process = None
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):  # unsent data cannot be flushed
+                    pipe.close()
+
+    def _running_process(self) -> subprocess.Popen[str]:
+        """Return the worker process; start it if there is none."""
+        if self._process is None:
+            path = os.pathsep.join(filter(None, sys.path))
+            with (self._folder / LOG_FILE).open("a") as log:
+                self._process = subprocess.Popen(  # noqa: S603
+                    self.command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=os.environ | {"PYTHONPATH": path},
+                    text=True,
+                )
+        return self._process
+
+
+def run_trial_request(line: str) -> str:
+    """Run the trial in a JSON line of SubprocessRunner, and return its TrialResult as JSON."""
+    request = json.loads(line)
+    try:
+        study = Study.model_validate(request["study"])
+    except Exception as error:
+        return json.dumps(asdict(_failed_result(error, 0.0)))
+    return json.dumps(asdict(InProcessRunner().run_trial(study, Path(request["folder"]))))
+
+
+def _failed_result(error: Exception, seconds: float) -> TrialResult:
+    """Return the result of a failed trial; only unexpected errors have a class and a traceback."""
+    if isinstance(error, FedplanError):
+        return TrialResult(seconds, error=str(error))
+    trace = "".join(traceback.format_exception(error))
+    return TrialResult(seconds, error=f"{type(error).__name__}: {error}", trace=trace)

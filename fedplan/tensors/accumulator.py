@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accumulators: exact fixed-point sums of tensors, as int64 counts of a grid step."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fedplan.tensors.chunks import Chunk, Flat, make_chunks
+
+GRID = 2.0**-47
+"""Step that each value is rounded to, once; float32 values from 2**-24 up are exact multiples."""
+CARRY_BITS = 36
+"""A count of the upper tensor is worth 2**CARRY_BITS grid steps."""
+
+# Adding 1.5 * 2**52 steps to a float64 rounds it to a whole step, ties to even, and leaves that
+# count in the low bits of the result: its bits less the bits of the constant are the count.
+_LOWER = 1.5 * 2**52 * GRID
+_UPPER = _LOWER * 2**CARRY_BITS
+_LOWER_BITS, _UPPER_BITS = struct.unpack("2q", struct.pack("2d", _LOWER, _UPPER))
+_CHUNK = 2**16  # numbers whose temporaries fit a core's cache
+SUMMABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that can be summed."""
+DTYPE_BY_NAME = {str(dtype)[6:]: dtype for dtype in SUMMABLE_DTYPES}
+"""The same by name, such as "float32"."""
+
+
+@dataclass(slots=True)
+class Accumulator:
+    """Weighted sum of the tensors of one name, in grid steps: lower + 2**CARRY_BITS * upper.
+
+    `dtype` and `shape` are those of the tensors. `lower` and `upper` are flat int64 counts; `upper`
+    is None until `lower` could overflow. `lower` also contains `lifted` times the bits of the
+    rounding constant, modulo 2**64: subtracting them once is faster than at each update.
+    `weight` and `senders` are the total weight and number of updates. `reach` bounds the magnitude
+    of the whole sum, `load` that of the lower counts without the constant, both in steps.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    lower: Tensor
+    upper: Tensor | None = None
+    weight: int = 0
+    senders: int = 0
+    reach: int = 0
+    load: int = 0
+    lifted: int = 0
+
+    def copy(self) -> Accumulator:
+        """Return a deep copy."""
+        upper = self.upper if self.upper is None else self.upper.clone()
+        return replace(self, lower=self.lower.clone(), upper=upper)
+
+    def reserve(self, weight: int, peak: int) -> bool:
+        """Count one update and prevent overflow; its values are then added by the caller.
+
+        `peak` is the largest magnitude of the update in grid steps. Returns whether the values
+        fit the lower counts alone; if not, `add` must be called with `wide=True`.
+        """
+        wide = peak > 2**51 or weight * peak > 2**62
+        step = weight * (2 ** (CARRY_BITS - 1) if wide else peak)
+        if (wide and self.upper is None) or self.load + step >= 2**63:
+            self.normalize()
+        self._add_totals(weight, 1, weight * peak, step, weight)
+        return not wide
+
+    def add(self, flat: Tensor, weight: int, *, wide: bool) -> None:
+        """Add the flattened values times the weight; `reserve` must have been called for them.
+
+        `wide` also adds to the upper counts.
+        """
+        for chunk in self._chunks():
+            values = _float64_copy(flat[chunk])
+            if wide:
+                self._add_upper(chunk, values, weight)
+            _add_lower(self.lower[chunk], values, weight)
+
+    def _add_upper(self, chunk: slice, values: Tensor, weight: int) -> None:
+        """Add the upper part of the values, and subtract it from `values` in place."""
+        assert self.upper is not None
+        lifted = values + _UPPER
+        values.sub_(lifted - _UPPER)
+        self.upper[chunk].add_(lifted.view(torch.int64).sub_(_UPPER_BITS), alpha=weight)
+
+    def merge(self, other: Accumulator) -> None:
+        """Add another sum of the same name; may normalize `other`."""
+        if other.upper is not None or self.load + other.load >= 2**63:
+            self.normalize()
+            other.normalize()
+        self.lower.add_(other.lower)
+        if self.upper is not None and other.upper is not None:
+            self.upper.add_(other.upper)
+        self._add_totals(other.weight, other.senders, other.reach, other.load, other.lifted)
+
+    def _add_totals(self, weight: int, senders: int, reach: int, load: int, lifted: int) -> None:
+        self.weight, self.senders = self.weight + weight, self.senders + senders
+        self.reach, self.load = self.reach + reach, self.load + load
+        self.lifted += lifted
+
+    def normalize(self) -> None:
+        """Rewrite the counts in their unique form: each lower count in 0..2**CARRY_BITS - 1."""
+        upper = torch.zeros_like(self.lower) if self.upper is None else self.upper
+        for chunk, high, low in self.normalized_chunks():
+            upper[chunk], self.lower[chunk] = high, low
+        self.upper, self.load, self.lifted = upper, 2**CARRY_BITS, 0
+
+    def normalized_chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield each range with its normalized upper and lower counts; changes nothing."""
+        for chunk in self._chunks():
+            low = self.lower[chunk] - _lifted_bits(self.lifted)
+            high = low >> CARRY_BITS
+            if self.upper is not None:
+                high += self.upper[chunk]
+            yield chunk, high, low.bitwise_and_(2**CARRY_BITS - 1)
+
+    def divide(self, weight: int) -> Tensor:
+        """Return the sum divided by a weight, in the original dtype and shape."""
+        result = torch.empty(self.lower.numel(), dtype=DTYPE_BY_NAME[self.dtype])
+        if self.upper is None:
+            for chunk in self._chunks():
+                result[chunk] = _divide_lower(self.lower[chunk], self.lifted, weight)
+            return result.view(self.shape)
+        for chunk, high, low in self.normalized_chunks():
+            # Each count is exact in float64, so even where they cancel the sum rounds only once.
+            steps = high.double().mul_(2.0**CARRY_BITS).add_(low.double())
+            result[chunk] = steps.div_(float(weight)).mul_(GRID)
+        return result.view(self.shape)
+
+    def _chunks(self) -> Iterator[slice]:
+        count = self.lower.numel()
+        return (slice(at, min(at + _CHUNK, count)) for at in range(0, count, _CHUNK))
+
+
+@dataclass(frozen=True)
+class AccumulatorBuffer:
+    """One tensor with the lower counts of all names that were first added together.
+
+    `chunks` divide it; `names` are the tensors in it.
+    """
+
+    lower: Tensor
+    chunks: list[Chunk]
+    names: frozenset[str]
+
+    @staticmethod
+    def allocate(flat: Flat) -> AccumulatorBuffer:
+        """Return a buffer of zeros for tensors of these sizes."""
+        count = sum(value.numel() for value in flat.values())
+        lower = torch.zeros(count, dtype=torch.int64)
+        return AccumulatorBuffer(lower, make_chunks(flat), frozenset(flat))
+
+    def accumulators(self, values: Mapping[str, Tensor]) -> dict[str, Accumulator]:
+        """Return an empty accumulator for each tensor, whose lower counts view this buffer."""
+        counts = _split(self.lower, [value.numel() for value in values.values()])
+        return {
+            name: Accumulator(dtype_name(value), tuple(value.shape), lower)
+            for (name, value), lower in zip(values.items(), counts, strict=True)
+        }
+
+    def add_whole_chunks(self, flat: Flat, weight: int) -> set[str]:
+        """Add the chunks whose tensors are all in `flat`; return the names of these tensors."""
+        whole = flat.keys() >= self.names
+        present = [c for c in self.chunks if whole or all(p.name in flat for p in c.slices)]
+        for chunk in present:
+            _add_lower(self.lower[chunk.span], _float64_copy(chunk.gather(flat)), weight)
+        return {part.name for chunk in present for part in chunk.slices}
+
+    def joined_means(
+        self, accumulators: Mapping[str, Accumulator], divisors: Mapping[str, int]
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Yield name and mean of tensors that share a chunk, where one division does for all.
+
+        Skips a chunk if its tensors differ in divisor or senders, or one has upper counts.
+        """
+        for chunk in (each for each in self.chunks if len(each.slices) > 1):
+            group = [accumulators[part.name] for part in chunk.slices]
+            scales = {(accumulators[p.name].lifted, divisors[p.name]) for p in chunk.slices}
+            if len(scales) == 1 and all(each.upper is None for each in group):
+                lifted, weight = scales.pop()
+                mean = _divide_lower(self.lower[chunk.span], lifted, weight)
+                mean = mean.to(DTYPE_BY_NAME[group[0].dtype])
+                parts = _split(mean, [part.stop for part in chunk.slices])
+                for part, values, total in zip(chunk.slices, parts, group, strict=True):
+                    yield part.name, values.clone().view(total.shape)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype, such as "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _lifted_bits(lifted: int) -> int:
+    """Return `lifted` times the bits of the rounding constant, as a signed 64-bit int."""
+    return (lifted * _LOWER_BITS + 2**63) % 2**64 - 2**63
+
+
+def _split(flat: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    return cast("tuple[Tensor, ...]", flat.split(sizes))
+
+
+def _float64_copy(values: Tensor) -> Tensor:
+    return values.to("cpu", torch.float64, copy=True)
+
+
+def _add_lower(lower: Tensor, values: Tensor, weight: int) -> None:
+    """Add float64 values times the weight to the lower counts; overwrites `values`."""
+    lower.add_(values.add_(_LOWER).view(torch.int64), alpha=weight)
+
+
+def _divide_lower(lower: Tensor, lifted: int, weight: int) -> Tensor:
+    """Return float64 values of lower counts divided by the weight, where there is no upper part.
+
+    Rounds the counts once and the quotient once; the grid step is a power of two.
+    """
+    return (lower - _lifted_bits(lifted)).double().div_(float(weight) / GRID)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks: named tensors in runs of cache-sized length, large tensors cut and small ones joined.
+
+A pass over all chunks costs time by the number of bytes, and not one call per tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CHUNK_NUMEL = 2**16
+"""Most numbers of a chunk: in float64 they fit a core's cache."""
+
+Flat = Mapping[str, Tensor]
+"""Tensors by name, each with one dimension."""
+
+
+class TensorSlice(NamedTuple):
+    """The numbers `start:stop` of the flattened tensor `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive slices: part of one tensor, or several whole tensors of one dtype.
+
+    `start` is the offset among the numbers of all chunks, `size` the count of numbers.
+    """
+
+    start: int
+    size: int
+    slices: tuple[TensorSlice, ...]
+
+    @property
+    def span(self) -> slice:
+        """The chunk's range among the numbers of all chunks."""
+        return slice(self.start, self.start + self.size)
+
+    @property
+    def slice_offsets(self) -> list[int]:
+        """Offset of each slice within the chunk."""
+        offsets, offset = list[int](), 0
+        for part in self.slices:
+            offsets.append(offset)
+            offset += part.stop - part.start
+        return offsets
+
+    def gather(self, flat: Flat) -> Tensor:
+        """Return the chunk's numbers: a view for a single slice, else a concatenated copy."""
+        (name, start, stop), *others = self.slices
+        if others:
+            return torch.cat([flat[part.name] for part in self.slices])
+        return flat[name][start:stop]
+
+
+def flatten_tensors(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return each tensor with one dimension: a view if contiguous, else a copy."""
+    with torch.no_grad():
+        return {name: value.reshape(-1) for name, value in values.items()}
+
+
+def make_chunks(flat: Flat) -> list[Chunk]:
+    """Divide the numbers of all tensors, in order, into chunks; empty tensors are in none."""
+    chunks, pending, offset = list[Chunk](), list[TensorSlice](), 0
+    dtype: torch.dtype | None = None
+
+    def close() -> None:
+        nonlocal offset
+        if pending:
+            size = sum(part.stop - part.start for part in pending)
+            chunks.append(Chunk(offset, size, tuple(pending)))
+            offset += size
+            pending.clear()
+
+    room = 0
+    for name, value in flat.items():
+        count = value.numel()
+        if value.dtype != dtype or count > room:
+            close()
+            dtype, room = value.dtype, CHUNK_NUMEL
+        if count > CHUNK_NUMEL:
+            for start in range(0, count, CHUNK_NUMEL):
+                pending.append(TensorSlice(name, start, min(start + CHUNK_NUMEL, count)))
+                close()
+        elif count:
+            pending.append(TensorSlice(name, 0, count))
+            room -= count
+    close()
+    return chunks
+
+
+@torch.no_grad()
+def peaks_and_squared_distances(
+    values: Mapping[str, Tensor], base: Mapping[str, Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return by name the `max_magnitudes` and the `squared_distances`, in one pass."""
+    peaks, squares = dict.fromkeys(values, 0.0), dict.fromkeys(values, 0.0)
+    for chunk, numbers, base_numbers in _paired_chunks(values, base):
+        _update_peaks(peaks, chunk, numbers)
+        _add_squares(squares, chunk, numbers - base_numbers)
+    return peaks, squares
+
+
+@torch.no_grad()
+def max_magnitudes(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the largest magnitude of each tensor: NaN if it contains one, 0 if it is empty."""
+    peaks, flat = dict.fromkeys(values, 0.0), flatten_tensors(values)
+    for chunk in make_chunks(flat):
+        _update_peaks(peaks, chunk, chunk.gather(flat))
+    return peaks
+
+
+@torch.no_grad()
+def squared_distances(values: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the squared L2 distance of each tensor from the base tensor of its name."""
+    squares = dict.fromkeys(values, 0.0)
+    for chunk, numbers, base_numbers in _paired_chunks(values, base):
+        _add_squares(squares, chunk, numbers - base_numbers)
+    return squares
+
+
+def _paired_chunks(
+    values: Mapping[str, Tensor], base: Mapping[str, Tensor]
+) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
+    """Yield each chunk of the values, with its numbers and those of the base."""
+    flat, flat_base = (
+        flatten_tensors(values),
+        flatten_tensors({name: base[name] for name in values}),
+    )
+    return ((chunk, chunk.gather(flat), chunk.gather(flat_base)) for chunk in make_chunks(flat))
+
+
+def _update_peaks(peaks: dict[str, float], chunk: Chunk, numbers: Tensor) -> None:
+    """Raise the peak of each tensor in a chunk to the largest magnitude of its numbers."""
+    if len(chunk.slices) == 1:
+        name = chunk.slices[0].name
+        extremes = [abs(float(extreme)) for extreme in torch.aminmax(numbers)]
+        peaks[name] = _larger(peaks[name], _larger(*extremes))
+        return
+    # numpy has no bfloat16, and is slow with float16.
+    wide = numbers.abs() if numbers.element_size() > 2 else numbers.float().abs_()
+    maxima = np.maximum.reduceat(wide.cpu().numpy(), chunk.slice_offsets).tolist()
+    peaks.update(zip((part.name for part in chunk.slices), maxima, strict=True))
+
+
+def _larger(one: float, other: float) -> float:
+    """Return the larger of two numbers; NaN if either is NaN."""
+    return one if one >= other or one != one else other
+
+
+def _add_squares(squares: dict[str, float], chunk: Chunk, difference: Tensor) -> None:
+    """Add the sum of squares of each slice to its tensor's; overwrites `difference`."""
+    # Squares have the dtype of the values. numpy adds on one thread, so always in one order.
+    wide = cast(Any, difference.mul_(difference).double().cpu().numpy())
+    sums = np.add.reduceat(wide, chunk.slice_offsets)
+    for part, square in zip(chunk.slices, sums, strict=True):
+        squares[part.name] += float(square)
