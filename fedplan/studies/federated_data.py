@@ -372,7 +372,7 @@ def _public_values(study: Study, partition: Partition) -> list[str]:
     if not values:
         raise DataError(
             f"with [privacy], the values of column {column!r} must not be read from the data: list "
-            f"all of them in data.filter, as only = {{ {column} = [...] }}"
+            f"all of them in data.filter, as filter = {{ {column} = [...] }}"
         )
     return list(dict.fromkeys(map(label_text, values)))
 

@@ -53,7 +53,7 @@ class InMemoryInputs:
             raise ConfigError("clients is empty: give the data of at least one client, by its name")
         names = set(map(str, self.clients))
         if unknown := [name for name in map(str, self.client_tests) if name not in names]:
-            raise ConfigError(f"own has data of {unknown[0]!r}, which is not in clients")
+            raise ConfigError(f"client_tests has data of {unknown[0]!r}, which is not in clients")
 
     def configure_for(self, study: Study) -> InMemoryInputs:
         """Return a copy whose task follows the study.

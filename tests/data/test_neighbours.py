@@ -33,7 +33,7 @@ from fedplan.studies.experiment import build_experiment
 from fedplan.studies.federated_data import FederatedData, load_federated_data
 from fedplan.studies.schema import Study
 
-EXAMPLE = {"unit": "example", "epsilon": 8.0, "size": 40}
+EXAMPLE = {"unit": "example", "epsilon": 8.0, "examples_per_site": 40}
 CLIENT = {"unit": "client", "epsilon": 8.0}
 BY_MOOD = {"partition_column": "mood", "filter": {"mood": MOODS}}
 BY_SITE = {
@@ -96,7 +96,7 @@ def differ(one: FederatedData, other: FederatedData) -> int:
     assert list(one.train) == list(other.train), "the clients are the same"
     assert one.task == other.task
     count = 0
-    for side, again in ((one.train, other.train), (one.own, other.own)):
+    for side, again in ((one.train, other.train), (one.client_tests, other.client_tests)):
         for name in side | again:
             first, second = (held(s[name]) if name in s else Counter() for s in (side, again))
             count += (first - second).total() + (second - first).total()
@@ -133,10 +133,14 @@ def test_one_row_less_is_one_unit_less(kind: str, way: str, words: str, tmp_path
         tested = "test_filter" in WAYS[way] and ROWS[gone]["fold"] == 2
         if not tested:
             assert differ(one, other) <= 1, f"row {gone}"
-            assert (one.test is None) == (other.test is None) == ("test_filter" not in WAYS[way])
-            assert one.test is None or held(one.test) == held(other.test)
+            assert (
+                (one.common_test is None)
+                == (other.common_test is None)
+                == ("test_filter" not in WAYS[way])
+            )
+            assert one.common_test is None or held(one.common_test) == held(other.common_test)
         if way in ("iid", "column", "dirichlet"):
-            total = sum(len(rows) for s in (one.train, one.own) for rows in s.values())
+            total = sum(len(rows) for s in (one.train, one.client_tests) for rows in s.values())
             assert total == len(ROWS), "a row is one unit, and none is lost"
             assert differ(one, other) == 1
 
@@ -269,7 +273,7 @@ def test_a_client_that_is_gone_changes_no_other(way: str, words: str, tmp_path: 
         written([each for each, mark in zip(rows, marks, strict=True) if mark not in lost], file)
         again = load_federated_data(asked, None)
         assert list(again.train) == list(whole.train)
-        assert not len(again.train[name]) and name not in again.own
+        assert not len(again.train[name]) and name not in again.client_tests
         for other in places.keys() - {name}:
             assert held(again.train[other]) == held(whole.train[other])
 
@@ -304,7 +308,7 @@ def names(said: Row) -> Row:
                 "clients_per_value": 2,
                 "alpha": 0.5,
             },
-            r"'site'.*only = \{ site = ",
+            r"'site'.*filter = \{ site = ",
         ),
         (
             {},
@@ -345,16 +349,16 @@ def test_what_would_follow_from_all_rows_is_refused(
 MODELS: dict[str, Row] = {
     "causal-lm": {
         "type": "gpt2",
-        "settings": {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 15, "n_positions": 8}
+        "config": {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 15, "n_positions": 8}
         | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
         | {"bos_token_id": 2, "eos_token_id": 3},
     },
-    "masked-lm": {"type": "bert", "settings": {"vocab_size": 15, "max_position_embeddings": 8}},
+    "masked-lm": {"type": "bert", "config": {"vocab_size": 15, "max_position_embeddings": 8}},
     "text-classification": {
         "type": "bert",
-        "settings": {"vocab_size": 15, "max_position_embeddings": 8},
+        "config": {"vocab_size": 15, "max_position_embeddings": 8},
     },
-    "image-classification": {"type": "vit", "settings": {"image_size": 4, "patch_size": 2}},
+    "image-classification": {"type": "vit", "config": {"image_size": 4, "patch_size": 2}},
 }
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 STILL = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
@@ -382,7 +386,7 @@ def test_one_row_moves_a_clipped_sum_by_one_clip(kind: str, words: str, tmp_path
     model = MODELS[kind]
     if model["type"] != "gpt2":
         sizes = {**SMALL, **STILL, "intermediate_size": 16}
-        model = {**model, "settings": {**model["settings"], **sizes}}
+        model = {**model, "config": {**model["config"], **sizes}}
     names = {"names": ["north"]}
     asked = study(kind, words, **bare(kind), model=model, clients=names, privacy=EXAMPLE)
     far, clip = 0.0, inf

@@ -56,7 +56,9 @@ PARTITIONS = st.one_of(
         alpha=st.floats(0.05, 100),
         column=st.just("label"),
     ),
-    st.builds(Partition, st.just("pathological"), st.integers(1, 8), classes=st.integers(1, 4)),
+    st.builds(
+        Partition, st.just("pathological"), st.integers(1, 8), classes_per_client=st.integers(1, 4)
+    ),
     st.builds(Partition, st.just("column"), column=st.just("label")),
 )
 
@@ -68,7 +70,7 @@ def test_a_division_has_every_row_once(labels: list[str], partition: Partition, 
     try:
         clients = partition_examples(table, partition, seed=seed, label="label")
     except DataError as error:
-        assert "rows" in str(error) or "labels" in str(error)
+        assert "examples" in str(error) or "labels" in str(error)
         return
     found = rows_of(clients)
     assert sorted(row for rows in found.values() for row in rows) == list(range(len(labels)))
@@ -101,7 +103,7 @@ def test_each_value_of_a_column_is_divided_in_itself(
         wholes = rows_of(partition_examples(table, whole, seed=seed))
         found = rows_of(partition_examples(table, partition, seed=seed, label="label"))
     except DataError as error:
-        assert "rows" in str(error)
+        assert "examples" in str(error)
         return
     assert list(found) == [f"{value}-{i}" for value in wholes for i in range(each)]
     for value, rows in wholes.items():

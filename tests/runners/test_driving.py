@@ -116,7 +116,7 @@ def test_each_site_is_told_as_it_is(tmp_path: Path) -> None:
     assert well.up > 0 and well.down > 0
     assert broken.state == SiteState.FAILED and broken.fault.startswith("failed: disk")
     assert (away.state, away.round) == (SiteState.NOT_COME, 0)
-    turns = ["site asked", "site answered"] * ROUNDS
+    turns = ["site requested", "site answered"] * ROUNDS
     assert driven.events(NAMES[0]) == ["site greeted", "site connected", *turns]
     assert driven.events(NAMES[1]).count("site failed") == ROUNDS
     events = [entry.event for entry in read_log(tmp_path)]
