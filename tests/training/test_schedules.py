@@ -199,7 +199,7 @@ def test_scaffold_learns_nothing_from_steps_at_a_rate_of_zero() -> None:
         ({"warmup": 0.1}, "use constant_with_warmup"),
         ({"lr_scheduler": "cosine", "lr_scheduler_settings": {"min_lr": 0.1}}, "cannot be created"),
         ({"lr_scheduler": "linear", "lr_scheduler_span": "year"}, "lr_scheduler_span: "),
-        ({"decay_norm_and_bias": False}, "set decay, too"),
+        ({"decay_norm_and_bias": False}, "set weight_decay, too"),
         ({"precision": "fp8"}, "no precision 'fp8'"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: "),
         ({"bf16": True}, "bf16: "),
