@@ -141,7 +141,7 @@ def test_float16_is_trained_where_it_can_be(made: ClientOptimizer) -> None:
         ("adamw", {"momentum": 0.9}, "adamw takes no 'momentum'"),
         ("rprop", {"decay": 0.1}, "rprop takes no 'decay'"),
         ("sgd", {"lr": 0.1}, "sgd takes no 'lr'"),
-        ("sgd", {"decay": 0.1, "weight_decay": 0.2}, "sgd takes no 'weight_decay'"),
+        ("sgd", {"decay": 0.1, "weight_decay": 0.2}, "sgd takes no 'decay'"),
         ("adam", {"betas": object()}, "a setting of adam is no JSON value"),
         ("sgd", {"momentum": float("nan")}, "a setting of sgd is no JSON value"),
     ],
